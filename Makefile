@@ -1,0 +1,55 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment in .venv with the versions of
+# constraints.txt. Python 3.11 or 3.12 and a package index are all they need.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test test-all check docs bench clean
+
+help:
+	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
+	@echo "make test      the tests"
+	@echo "make test-all  the tests and the slow proofs"
+	@echo "make check     ruff, mypy and import-linter"
+	@echo "make docs      write docs/config.md from the configuration's schema"
+	@echo "make bench     the benchmarks of docs/benchmarks.md"
+	@echo "make clean     remove .venv and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@set -e; for python in python3 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	    found=$$python; break; fi; done; \
+	if [ -z "$$found" ]; then echo "Cohort needs Python 3.11 or 3.12; none of python3, python3.12, python3.11 is one" >&2; exit 1; fi; \
+	echo "Setting up $(VENV) with $$($$found --version); the first time takes a minute or more"; \
+	$$found -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/cohort demo
+
+test: $(READY)
+	@$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(READY)
+	@$(BIN)/python -m pytest
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --verbose
+
+docs: $(READY)
+	@$(BIN)/python -m cohort.config.docs > docs/config.md
+
+bench: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(BIN)/python bench/sampler.py
+	@$(BIN)/python bench/trl_demo.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build

@@ -1,0 +1,23 @@
+"""Rewards to advantages. P prompts, G generations per prompt. A NaN reward was not judged: its advantage is NaN too.
+
+Unjudged completions take no part in the statistics of their group.
+"""
+
+import torch
+from torch import Tensor
+
+
+def group_mean(rewards_PG: Tensor) -> Tensor:
+    """Reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783)."""
+    return rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
+
+
+def group_mean_std(rewards_PG: Tensor, *, std_epsilon: float) -> Tensor:
+    """Reward minus the mean, over the unbiased standard deviation of its group (GRPO, arXiv:2402.03300, eq. 3).
+
+    A group with a single judged completion has no standard deviation: its advantage is 0.
+    """
+    centered = group_mean(rewards_PG)
+    num_judged = (~rewards_PG.isnan()).sum(dim=1, keepdim=True)
+    variance = centered.square().nansum(dim=1, keepdim=True) / (num_judged - 1).clamp(min=1)
+    return torch.where(centered == 0, centered, centered / (variance.sqrt() + std_epsilon))

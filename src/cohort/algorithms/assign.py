@@ -1,0 +1,44 @@
+"""Scored groups to training sequences: advantages over whole groups, loss weights over the whole step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cohort.algorithms.table import Algorithm
+from cohort.records import ScoredGroup, TrainSequence
+
+
+def assign_advantages(groups: Sequence[ScoredGroup], algorithm: Algorithm) -> list[TrainSequence]:
+    """One training sequence per completion, group after group.
+
+    Args:
+        groups: P scored groups of G completions each.
+        algorithm: gives the advantage and the loss weight.
+
+    Returns:
+        P x G sequences. Completions that no reward judged, and truncated ones where the algorithm masks them, have
+        loss weight 0.
+    """
+    rewards_PG = torch.from_numpy(np.stack([group.rewards for group in groups]))
+    advantages_N = algorithm.advantage(rewards_PG).flatten().numpy()
+    completions = [completion for group in groups for completion in group.completions]
+    prompts = [(g, group.prompt) for g, group in enumerate(groups) for _ in group.completions]
+    lengths_N = np.array([len(c.token_ids) for c in completions], dtype=np.int64)
+    included_N = ~np.isnan(advantages_N)
+    if algorithm.mask_truncated:
+        included_N &= np.array([c.finish_reason == "stop" for c in completions])
+    weights_N = algorithm.loss_weight(lengths_N, included_N)
+    return [
+        TrainSequence(
+            token_ids=np.concatenate([prompt.token_ids, completion.token_ids]),
+            num_prompt_tokens=len(prompt.token_ids),
+            group=g,
+            sampling_logprobs=completion.sampling_logprobs,
+            loss_weights=np.full(length, weight),
+            advantage=float(advantage) if included else 0.0,
+        )
+        for (g, prompt), completion, length, weight, advantage, included in zip(
+            prompts, completions, lengths_N, weights_N, advantages_N, included_N, strict=True
+        )
+    ]

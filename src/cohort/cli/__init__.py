@@ -1,0 +1,11 @@
+"""The command line. Commands import what they need when they run, so that `--help` answers at once."""
+
+import os
+
+# Threads of one operation that wait for each other must sleep, not spin: with another program on the same cores,
+# spinning made training ten times slower. It has to be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from cohort.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,144 @@
+"""`cohort train`, `cohort eval`, `cohort demo`."""
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cohort.errors import TrainingError, UserError
+
+
+class _Commands(TyperGroup):
+    """Runs a command and turns what ends it early into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Exit codes: 1 the run failed, 2 a mistake that the user can mend, 130 interrupted."""
+        try:
+            return super().invoke(ctx)
+        except (UserError, TrainingError) as error:
+            if "--debug" in sys.argv:
+                traceback.print_exc()
+            else:
+                typer.echo(f"error: {error}", err=True)
+            raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        except KeyboardInterrupt:
+            goes_on = "; the same command goes on from the last checkpoint" if ctx.invoked_subcommand == "train" else ""
+            typer.echo(f"interrupted{goes_on}", err=True)
+            raise SystemExit(130) from None
+
+
+app = typer.Typer(
+    name="cohort",
+    cls=_Commands,
+    help="Train language models with GRPO and its relatives: any shape trains, the gradient never depends on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Insist that run.dir holds this run already.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model. The same command after a kill goes on from the last checkpoint."""
+    from cohort.config import load_config
+
+    settings = load_config(config, overrides or ())
+    from cohort.trainer import train as run_training
+
+    result = run_training(settings, resume=resume)
+    typer.echo(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}")
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model folder, or Hugging Face id.")],
+    data: Annotated[str, typer.Option(help="JSONL, JSON, Parquet, CSV, folder or `datasets` id.")],
+    reward: Annotated[list[str], typer.Option(help="Reward as in `rewards.use`; the first one decides success.")],
+    prompt: Annotated[str, typer.Option(help="Prompt column.")] = "prompt",
+    split: Annotated[str, typer.Option(help="Split, for folders and ids.")] = "test",
+    system_prompt: Annotated[str | None, typer.Option(help="System message before every prompt.")] = None,
+    chat_template: Annotated[bool, typer.Option(help="Render prompts with the model's chat template.")] = True,
+    num_samples: Annotated[int, typer.Option(help="k completions per prompt, for mean@k and pass@k.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0, or 0.6 for k > 1.")] = None,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    max_prompt_tokens: Annotated[int, typer.Option()] = 512,
+    max_completion_tokens: Annotated[int, typer.Option()] = 256,
+    max_prompts: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    reward_args: Annotated[str, typer.Option(help="Keyword arguments of the first reward, as YAML.")] = "{}",
+    out: Annotated[Path | None, typer.Option(help="Write the completions there, as Parquet.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Evaluate a model on a data set: accuracy, mean@k, pass@k."""
+    import yaml
+
+    from cohort.cli.evaluate import run_eval
+    from cohort.config import config_from_dict
+
+    try:
+        args = yaml.safe_load(reward_args)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"--reward-args: {reward_args!r} is not valid YAML, such as '{{pattern: \"#### (.*)\"}}'"
+        ) from error
+    rewards = [{"use": use, "args": args if i == 0 else {}} for i, use in enumerate(reward)]
+    if temperature is None:
+        temperature = 0.0 if num_samples == 1 else 0.6
+    sampling = {"num_samples": num_samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    config = config_from_dict(
+        {
+            "model": {"path": model},
+            "data": {
+                "path": data,
+                "prompt": prompt,
+                "system_prompt": system_prompt,
+                "apply_chat_template": chat_template,
+            },
+            "rewards": rewards,
+            "rollout": {"max_prompt_tokens": max_prompt_tokens, "max_completion_tokens": max_completion_tokens},
+            "train": {"seed": seed},
+            "eval": {"path": data, "split": split, "max_prompts": max_prompts, **sampling},
+            "hardware": {"device": device},
+        }
+    )
+    run_eval(config, out=out, as_json=json_)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Of the data order and of sampling.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder. Default: runs/demo, or the next free runs/demo-N.")
+    ] = None,
+    rebuild_base: Annotated[
+        bool, typer.Option("--rebuild-base", help="Make the small base model anew from nothing (minutes) and exit.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Watch a small model learn to solve word problems by GRPO: about a minute, no GPU, no network, no download."""
+    from cohort.demo.run import rebuild, run_demo
+
+    if rebuild_base:
+        rebuild()
+    else:
+        run_demo(seed=seed, out=out)
+
+
+def main() -> None:
+    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend, 130 interrupted."""
+    app()

@@ -1,0 +1,48 @@
+"""What `cohort eval` prints and writes."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import typer
+
+from cohort.config import Config
+from cohort.display import EvalProgress
+from cohort.errors import UserError
+from cohort.run_folder import write_completions_file
+from cohort.trainer.evaluate_model import evaluate_model
+
+
+def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:
+    """Evaluate, print the metrics, write the completions if asked to."""
+    if out is not None:
+        _check_can_be_written(out)
+    with EvalProgress() as progress:
+        result = evaluate_model(config, on_progress=progress.update)
+    metrics = {name.removeprefix("eval/"): value for name, value in result.metrics.items()}
+    if out is not None:
+        write_completions_file(out, step=0, groups=result.groups)
+    if as_json:
+        typer.echo(json.dumps({name: value if math.isfinite(value) else None for name, value in metrics.items()}))
+        return
+    width = max(map(len, metrics))
+    typer.echo(f"{'prompts':<{width}}  {len(result.groups)}")
+    for name, value in metrics.items():
+        typer.echo(f"{name:<{width}}  {value:.4g}")
+
+
+def _check_can_be_written(file: Path) -> None:
+    """Find out before the evaluation and not after it.
+
+    Raises:
+        UserError: no file can be written there.
+    """
+    if file.is_dir():
+        raise UserError(f"--out: {str(file)!r} is a folder; give a file, such as {str(file / 'completions.parquet')!r}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {str(file)!r} cannot be written: {error.strerror}") from error
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"--out: {str(file)!r} cannot be written: no permission to write in {str(file.parent)!r}")

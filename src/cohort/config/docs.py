@@ -1,0 +1,71 @@
+"""Writes `docs/config.md` from the schema: `python -m cohort.config.docs > docs/config.md`."""
+
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from cohort.config.schema import Config, sections_in
+
+_INTRO = """# Configuration
+
+Made from the schema in `src/cohort/config/schema.py` by `make docs`; do not edit it here.
+
+A configuration is a YAML file with the sections below. `cohort train CONFIG.yaml train.steps=50 rewards.0.weight=0.5`
+changes keys from the command line. A key that does not exist, or that has no effect, is an error. Paths of inputs are
+looked up in the folder of the YAML file, then in the working directory; `run.dir` is relative to the working directory.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [_INTRO]
+    for name, field in Config.model_fields.items():
+        for section in sections_in(field.annotation):
+            parts.append(_section(name, section, optional=not field.is_required()))
+    return "\n".join(parts)
+
+
+def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
+    title = f"## `{name}`"
+    if name == "algorithm":
+        title += f" with `name: {section.model_fields['name'].default}`"
+    if name == "rewards":
+        title += " (a list of these)"
+    if not optional:
+        title += ", required"
+    head = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    lines = [title, "", (section.__doc__ or "").strip(), "", head]
+    for key, field in section.model_fields.items():
+        meaning = (field.description or "").replace("|", "\\|")
+        lines.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_type(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "mapping"
+    if get_args(annotation):  # a union
+        return " or ".join(_type(argument) for argument in get_args(annotation))
+    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    return names.get(annotation, str(annotation))
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    return f"`{text}`"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

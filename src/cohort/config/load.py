@@ -1,0 +1,252 @@
+"""Reading a configuration: YAML, overrides, validation with messages that say what to change, and paths."""
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cohort.config.schema import Config, GrpoConfig, RewardConfig, sections_in
+from cohort.errors import UserError
+
+WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `key.sub=value` overrides, validate, and make paths absolute.
+
+    Input paths are looked up in the file's folder first, then in the working directory; `run.dir` is relative to the
+    working directory.
+
+    Raises:
+        UserError: the file is missing or not YAML, a key is unknown, a value does not fit.
+    """
+    path = Path(path)
+    try:
+        raw = _parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        here = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, here, n=1)
+        raise UserError(f"{path}: no such configuration file{f'; did you mean {near[0]}?' if near else ''}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: a configuration is a mapping of sections (model, data, ...), not {raw!r:.60}")
+    return config_from_dict(raw, overrides, base_dir=path.parent)
+
+
+def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, base_dir: Path | None = None) -> Config:
+    """Validate a nested mapping as `load_config` does a file. Paths are looked up in `base_dir` first.
+
+    Raises:
+        UserError: a key is unknown or a value does not fit.
+    """
+    merged = _plain_copy(raw)
+    for override in overrides:
+        _apply_override(merged, override)
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        raise UserError(_explain_all(error.errors())) from None
+    return _with_absolute_paths(config, base_dir or Path.cwd())
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that `load_config` reads back to an equal one."""
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return WRITTEN_BY_COHORT + text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text with Unicode's own line breaks, which would be read back as spaces."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """The text as a node."""
+        style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping as a dict."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: says where it is not valid.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(where + ", ".join(filter(None, (error.problem, error.context)))) from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _plain_copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain_copy(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_copy(v) for v in value]
+    return value
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in place; list entries go by number (`rewards.0.weight=0.5`)."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r}: must look like key.sub=value, such as train.steps=100")
+    try:
+        value = _parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    *parents, last = key.split(".")
+    node: Any = raw
+    for depth, part in enumerate(parents):
+        if isinstance(node, list):
+            node = node[_list_index(node, part, override)]
+        elif isinstance(node, dict):
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        if not isinstance(node, dict | list):
+            raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is {node!r}, which has no keys")
+    if isinstance(node, list):
+        node[_list_index(node, last, override)] = value
+    else:
+        node[last] = value
+
+
+def _list_index(items: list[Any], part: str, override: str) -> int:
+    if not part.isdecimal() or int(part) >= len(items):
+        positions = f"must be a list position from 0 to {len(items) - 1}" if items else "the list is empty"
+        raise UserError(f"override {override!r}: {part!r}: {positions}")
+    return int(part)
+
+
+def _explain_all(errors: Sequence[ErrorDetails]) -> str:
+    # A list whose only entry is wrong is also reported as too short: that second message would mislead.
+    nested = {e["loc"][0] for e in errors if len(e["loc"]) > 1}
+    return "\n".join(_explain(e) for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested)
+
+
+def _explain(error: ErrorDetails) -> str:
+    """One pydantic error as `field: value, rule, what works`."""
+    loc, section = list(error["loc"]), _section_at(error["loc"])
+    if loc[0] == "algorithm" and len(loc) > 1:  # a discriminated union puts the chosen name into the location
+        del loc[1]
+    field = ".".join(str(p) for p in loc)
+    value, kind = error["input"], error["type"]
+    if kind == "extra_forbidden":
+        known = list(section.model_fields)
+        meant = _nearest_key(str(loc[-1]), known, section)
+        hint = f"did you mean {meant}? " if meant else ""
+        place = ".".join(str(p) for p in loc[:-1]) or "the configuration"
+        if loc[0] == "algorithm":
+            place = f"algorithm {section.model_fields['name'].default}"
+        return f"{field}: unknown key; {hint}{place} has: {', '.join(known)}"
+    if kind == "missing":
+        return f"{field}: missing; this key is required"
+    if kind == "union_tag_invalid":
+        name = value["name"]
+        near = difflib.get_close_matches(str(name), list(_algorithms()), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"algorithm.name: {name!r} is not one of {', '.join(_algorithms())}{hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    if kind == "value_error" and isinstance(value, Mapping):  # a rule over several keys: the message names them
+        return f"{field}: {message}" if field else message
+    if kind in ("model_type", "model_attributes_type"):
+        message = f"a section is a mapping of keys: {', '.join(section.model_fields)}"
+        if field == "algorithm":
+            message = "a section is a mapping of keys, such as {name: dapo}"
+    if kind == "too_short":
+        message = "at least one reward is needed, such as [{use: math}]"
+    if kind == "tuple_type":
+        message = "must be a list, such as " + ("[{use: math}]" if field == "rewards" else "[tensorboard]")
+    if field == "hardware.processes":
+        message = "this version trains in one process; set it to 1"
+    if field == "hardware.device":
+        message = "must be auto, cpu, cuda, cuda:N or mps"
+    return f"{field}: {_shortened(repr(value))}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest_key(wrong: str, here: Sequence[str], section: type[BaseModel]) -> str | None:
+    """The key that was meant: the same one where only one other section has it, or a similar one here."""
+    elsewhere = [
+        f"{'rewards.0' if name == 'rewards' else name}.{wrong}"
+        for name, sections in _SECTIONS.items()
+        if section not in sections and any(wrong in other.model_fields for other in sections)
+    ]
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    near = difflib.get_close_matches(wrong, here, n=1)
+    return near[0] if near else None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _algorithms() -> dict[str, type[BaseModel]]:
+    union = get_args(Config.model_fields["algorithm"].annotation)
+    return {member.model_fields["name"].default: member for member in union}
+
+
+def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
+    """The section of the configuration in which an error's location lies."""
+    if not loc:
+        return Config
+    if loc[0] == "algorithm":
+        return _algorithms().get(str(loc[1]) if len(loc) > 1 else "grpo", GrpoConfig)
+    return _SECTIONS[str(loc[0])][0] if loc[0] in _SECTIONS else Config
+
+
+_SECTIONS = {name: sections_in(field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
+    """The same configuration with every path that exists made absolute, so that it means the same from anywhere."""
+
+    def found(path: str) -> str:
+        for folder in (base_dir, Path.cwd()):
+            candidate = folder / os.path.expanduser(path)
+            if os.path.exists(candidate):  # Path.exists raises for names that are too long
+                return str(candidate.resolve())
+        return path  # an id of a hub, or missing: the reader of it says which
+
+    def reward(entry: RewardConfig) -> RewardConfig:
+        file, colon, function = entry.use.rpartition(":")
+        if not colon or not file.endswith(".py"):
+            return entry
+        return entry.model_copy(update={"use": f"{found(file)}:{function}"})
+
+    updates: dict[str, Any] = {
+        "model": config.model.model_copy(update={"path": found(config.model.path)}),
+        "data": config.data.model_copy(update={"path": found(config.data.path)}),
+        "rewards": tuple(reward(entry) for entry in config.rewards),
+        "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
+    }
+    if config.eval is not None:
+        updates["eval"] = config.eval.model_copy(update={"path": found(config.eval.path)})
+    return config.model_copy(update=updates)

@@ -1,0 +1,273 @@
+"""Every key of a run, its type, default, bounds and meaning. `docs/config.md` is generated from here."""
+
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bool) and key in cls.model_fields:
+                annotation = cls.model_fields[key].annotation
+                if {int, float} & {annotation, *get_args(annotation)}:
+                    raise ValueError(f"{key}: {value!r}: must be a number")
+        return values
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face causal language model."""
+
+    path: str = Field(
+        min_length=1, description="Model folder (safetensors, config.json, tokenizer) or Hugging Face model id."
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="Dtype of the trained weights and of the optimizer state."
+    )
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Dtype of matrix products (autocast). auto: bfloat16 on GPUs, the weights' dtype on CPU. "
+        "Logits and logprobs are float32 or wider always.",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in backward: less memory, about a third more time."
+    )
+    trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
+
+
+class DataConfig(Section):
+    """The training prompts."""
+
+    path: str = Field(
+        min_length=1,
+        description="JSONL, JSON, Parquet or CSV file, a folder of such files or one saved by `datasets`, or a "
+        "`datasets` id.",
+    )
+    split: str = Field("train", description="Split, for folders and `datasets` ids.")
+    name: str | None = Field(None, description="Configuration name of a `datasets` id.")
+    prompt: str = Field(
+        "prompt",
+        min_length=1,
+        description="Column with the prompt: text or chat messages. All other columns reach the rewards.",
+    )
+    system_prompt: str | None = Field(None, description="System message put before every prompt that has none.")
+    apply_chat_template: bool = Field(
+        True, description="Render prompts with the model's chat template. false: text is fed as it is."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra variables for the chat template, such as {enable_thinking: false}."
+    )
+    shuffle: bool = Field(True, description="A new order every epoch, from `train.seed`. false: file order.")
+    overlong_prompts: Literal["drop", "error"] = Field(
+        "drop", description="What becomes of prompts over `rollout.max_prompt_tokens`: dropped and counted, or refused."
+    )
+
+    @model_validator(mode="after")
+    def _no_chat_keys_without_a_template(self) -> Self:
+        for key in ("system_prompt", "chat_template_kwargs"):
+            if not self.apply_chat_template and getattr(self, key):
+                raise ValueError(f"{key} has no effect with apply_chat_template: false; remove one of the two")
+        return self
+
+
+class RewardConfig(Section):
+    """One reward function."""
+
+    use: str = Field(
+        min_length=1, description="`math`, `format`, `exact`, `file.py:function` or `package.module:function`."
+    )
+    weight: float = Field(1.0, description="Factor of this reward in the sum.")
+    name: str | None = Field(None, min_length=1, description="Name in the metrics. Default: the function's name.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments for the function.")
+    timeout_s: float = Field(300.0, gt=0, description="Deadline in seconds for scoring the completions of one step.")
+
+
+class RolloutConfig(Section):
+    """Sampling of completions for training."""
+
+    engine: Literal["local"] = Field("local", description="local: sampling in the training process, with torch.")
+    num_generations: int = Field(8, description="G, completions per prompt (the group). At least 2.")
+    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, after the chat template.")
+    max_completion_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
+    max_num_seqs: int = Field(256, ge=1, description="Completions sampled at the same time (bounds the KV cache).")
+
+    @field_validator("num_generations")
+    @classmethod
+    def _a_group_has_peers(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError(
+                "a group of one has no peers to be judged against, so its advantage is always 0 and nothing would be "
+                "learned. Use at least 2 (8 is usual), or another estimator that needs no peers (of this "
+                "version's, grpo, dr_grpo and dapo, each needs them)"
+            )
+        if value < 1:
+            raise ValueError("must be at least 2 (8 is usual)")
+        return value
+
+
+class PolicyGradientConfig(Section):
+    """What the clipped policy-gradient algorithms have in common."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped from below at 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped from above at 1 + clip_high.")
+    beta: float = Field(0.0, ge=0, description="Weight of the KL term (k3). Above 0 a reference model is loaded.")
+    mask_truncated_completions: bool = Field(
+        False, description="Completions that hit the token limit get no loss and do not count in its denominator."
+    )
+
+
+class GrpoConfig(PolicyGradientConfig):
+    """GRPO (arXiv:2402.03300): mean and std per group, mean of sequence means."""
+
+    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    std_epsilon: float = Field(1e-4, ge=0, description="Added to the group's standard deviation.")
+
+
+class DrGrpoConfig(PolicyGradientConfig):
+    """Dr. GRPO (arXiv:2503.20783): mean per group, sum over tokens divided by a constant."""
+
+    name: Literal["dr_grpo"] = Field("dr_grpo", description="The algorithm.")
+
+
+class DapoConfig(PolicyGradientConfig):
+    """DAPO (arXiv:2503.14476): clip-higher and the token mean over the whole step."""
+
+    name: Literal["dapo"] = Field("dapo", description="The algorithm.")
+    clip_high: float = Field(0.28, ge=0, description="The ratio is clipped from above at 1 + clip_high.")
+    std_epsilon: float = Field(1e-4, ge=0, description="Added to the group's standard deviation.")
+
+
+AlgorithmConfig = Annotated[GrpoConfig | DrGrpoConfig | DapoConfig, Field(discriminator="name")]
+
+
+class TrainConfig(Section):
+    """Optimization."""
+
+    steps: int | None = Field(
+        None, ge=1, description="Rollout steps of the run. Default: what `epochs` comes to, rounded up."
+    )
+    epochs: float | None = Field(None, gt=0, description="Passes over the prompts, instead of `steps`. Default 1.")
+    prompts_per_step: int = Field(16, ge=1, description="P, prompts per step; a step has P x G completions.")
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="Hard cap on the tokens of one forward/backward. Changes memory, never the gradient."
+    )
+    updates_per_rollout: int = Field(
+        1, ge=1, description="Optimizer steps on the same completions, each over all of them (GRPO's mu)."
+    )
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="After warm-up: constant, or decay to 0 at the last step."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's beta2.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Clip the gradient's norm to this.")
+    seed: int = Field(0, ge=0, description="One seed, one run: data order and every completion's random stream.")
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs say the same thing twice; remove one of the two")
+        if self.steps is not None and self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps: {self.warmup_steps} is more than steps: {self.steps}")
+        return self
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, with its own sampling."""
+
+    path: str = Field(min_length=1, description="Held-out data, as `data.path`.")
+    split: str = Field("test", description="Split, for folders and `datasets` ids.")
+    name: str | None = Field(None, description="Configuration name of a `datasets` id.")
+    prompt: str | None = Field(None, min_length=1, description="Prompt column. Default: `data.prompt`.")
+    every: int = Field(20, ge=0, description="Evaluate every so many steps; 0: only before and after the run.")
+    before_training: bool = Field(True, description="Also evaluate the model as it comes.")
+    max_prompts: int | None = Field(None, ge=1, description="Use only the first so many prompts.")
+    num_samples: int = Field(1, ge=1, description="k, completions per prompt: mean@k and pass@k are reported.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Longest completion. Default: `rollout.max_completion_tokens`."
+    )
+    success_reward: str | None = Field(
+        None, description="Name of the reward that decides success (accuracy, pass@k). Default: the first reward."
+    )
+    success_threshold: float = Field(1.0, description="A completion succeeds when that reward is at least this.")
+
+    @model_validator(mode="after")
+    def _greedy_has_one_answer(self) -> Self:
+        if self.temperature == 0:
+            if self.num_samples > 1:
+                raise ValueError(
+                    f"num_samples: {self.num_samples} with temperature: 0 gives the same completion "
+                    f"{self.num_samples} times; set a temperature above 0 (such as 0.6), or num_samples: 1"
+                )
+            for key, off in (("top_p", 1.0), ("top_k", 0)):
+                if getattr(self, key) != off:
+                    raise ValueError(f"{key} has no effect with temperature: 0 (greedy); remove one of the two")
+        return self
+
+
+class HardwareConfig(Section):
+    """Where the run runs."""
+
+    processes: Literal[1] = Field(1, description="Training processes.")
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:N or mps.")
+
+
+class RunConfig(Section):
+    """What is kept of the run."""
+
+    dir: str = Field("runs/run", min_length=1, description="Folder of the run, made if it does not exist.")
+    checkpoint_every: int = Field(50, ge=0, description="Checkpoint every so many steps; 0: never.")
+    keep_checkpoints: int = Field(3, ge=1, description="Older checkpoints than the last so many are deleted.")
+    completions_every: int = Field(1, ge=0, description="Write every so many steps' completions; 0: never.")
+    show_completions_every: int = Field(0, ge=0, description="Print two completions every so many steps; 0: never.")
+    log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        (), description="Send the metrics there too, where the package is installed."
+    )
+
+    @model_validator(mode="after")
+    def _keep_what_is_made(self) -> Self:
+        # the default may be written out: a run's own config.yaml has every key
+        if self.checkpoint_every == 0 and self.keep_checkpoints != type(self).model_fields["keep_checkpoints"].default:
+            raise ValueError("keep_checkpoints has no effect with checkpoint_every: 0; remove one of the two")
+        return self
+
+
+class Config(Section):
+    """One run."""
+
+    model: ModelConfig
+    data: DataConfig
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=GrpoConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig | None = None
+    hardware: HardwareConfig = Field(default_factory=HardwareConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _grpo_unless_named(cls, value: Any) -> Any:
+        return {"name": "grpo", **value} if isinstance(value, dict) else value
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field of `Config` may hold: one, or one for each algorithm."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_in(argument)]

@@ -1,0 +1,321 @@
+"""A path or a Hugging Face id -> rows, each a dict of columns.
+
+What works: `.jsonl`, `.ndjson`, `.json`, `.parquet` and `.csv` files; a folder written by `datasets.save_to_disk`; a
+folder of data files; the id of a dataset on the Hugging Face Hub.
+"""
+
+import csv
+import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cohort.errors import UserError
+
+Row = dict[str, Any]
+
+# The configuration's defaults for `data.split` and `eval.split`: these may stand where there are no splits.
+_DEFAULT_SPLITS = ("train", "test")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# A missing path with one of these endings was meant as a file: asking the Hub for it would only hide the typing error.
+_FILE_ENDINGS = {".arrow", ".bz2", ".feather", ".gz", ".parq", ".pkl", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip"}
+_CSV_FIELD_BYTES = 2**31 - 1
+
+
+class _UnreadableError(Exception):
+    """What is wrong with the data, without the field's name: `read_rows` puts that in front."""
+
+
+def read_rows(path: str, *, field: str, base_dir: Path, split: str = "train", name: str | None = None) -> list[Row]:
+    """All rows of the data at `path`, in file order, each a dict from column name to value.
+
+    A relative path is looked up in `base_dir` (the folder of the configuration file), then in the working directory,
+    and, if neither has it, as an id on the Hugging Face Hub. `field` is the configuration key that messages name.
+
+    - JSON lines (`.jsonl`, `.ndjson`; `.json` too, which may also be one array): one object per line; blank lines are
+      skipped. Rows need not have the same keys.
+    - CSV: UTF-8, comma-separated, the first line names the columns. **Every value stays a string**, so that the answer
+      "007" is not turned into 7; an empty cell is "".
+    - Folder: what `datasets.save_to_disk` wrote, or data files, sorted into splits by their names the way
+      `datasets.load_dataset` does it. `split` picks the split, `name` the configuration declared in the folder's card.
+    - Hub id: `datasets.load_dataset(path, name, split=split)`. Column types are those that the dataset declares.
+
+    Raises `UserError` if the data is missing, empty, broken or of an unknown kind, or if `name`, or a `split` other
+    than the defaults "train" and "test", is given where it would have no effect.
+    """
+    try:
+        rows = _read(path, base_dir, split, name)
+        if not rows:
+            raise _UnreadableError("has no rows. At least one prompt is needed.")
+    except _UnreadableError as error:
+        raise UserError(f"{field}={path!r}: {error}") from error
+    return rows
+
+
+def _read(path: str, base_dir: Path, split: str, name: str | None) -> list[Row]:
+    if not path.strip():
+        raise _UnreadableError(f"is empty. Give {_what_works()}.")
+    candidates = [base_dir / Path(path).expanduser(), Path.cwd() / Path(path).expanduser()]
+    found = next((candidate for candidate in candidates if candidate.exists()), None)
+    if found is None:
+        if _is_meant_as_file(path):
+            raise _UnreadableError(_missing(candidates))
+        return _read_hub(path, split, name, candidates)
+    if found.is_dir():
+        return _read_folder(found, split, name)
+    if split not in _DEFAULT_SPLITS or name is not None:
+        option = f"name={name!r}" if name is not None else f"split={split!r}"
+        raise _UnreadableError(f"is a single file, where {option} has no effect. Leave it out, or give a folder or id.")
+    return _read_file(found)
+
+
+def _what_works() -> str:
+    return f"a {', '.join(_READERS)} file, a folder of such files, or the id of a Hugging Face dataset"
+
+
+def _is_meant_as_file(path: str) -> bool:
+    suffix = Path(path).suffix.lower()
+    return suffix in _READERS or suffix in _FILE_ENDINGS or not _HUB_ID.fullmatch(path)
+
+
+def _missing(candidates: Sequence[Path]) -> str:
+    """Why none of the candidate paths can be read, and which similarly named files could."""
+    folders = list(dict.fromkeys(candidate.parent.resolve() for candidate in candidates))
+    parts = []
+    for folder in folders:
+        if not folder.is_dir():
+            parts.append(f"the folder {folder} does not exist.")
+            continue
+        siblings = sorted(entry.name for entry in folder.iterdir())
+        similar = difflib.get_close_matches(candidates[0].name, siblings, n=3, cutoff=0.6)
+        usable = [sibling for sibling in siblings if Path(sibling).suffix.lower() in _READERS]
+        text = f"not in the folder {folder}."
+        if similar:
+            text += f" Similarly named there: {', '.join(similar)}."
+        elif usable:
+            text += f" Data files there: {', '.join(usable[:5])}{', ...' if len(usable) > 5 else ''}."
+        parts.append(text)
+    return "no such file: " + " ".join(parts)
+
+
+def _read_file(file: Path) -> list[Row]:
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None:
+        raise _UnreadableError(f"the ending {file.suffix!r} is not supported. Give {_what_works()}.")
+    try:
+        if file.stat().st_size == 0:
+            raise _UnreadableError("the file is empty (0 bytes).")
+        return reader(file)
+    except OSError as error:
+        raise _UnreadableError(f"cannot be read: {error.strerror or error}.") from error
+
+
+# JSON
+
+
+def _read_json_lines(file: Path) -> list[Row]:
+    """One object per line. Split at line feeds only: JSON strings may hold other characters that Python breaks at."""
+    rows = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                rows.append(_json_object(line, f"line {number}"))
+    return rows
+
+
+def _read_json(file: Path) -> list[Row]:
+    """An array of objects, or one object per line."""
+    with file.open("rb") as lines:
+        start = next((line.strip() for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return _read_json_lines(file)
+    values = _parse_json(file.read_bytes(), "the file")
+    return [_require_object(value, f"element {number}") for number, value in enumerate(values, start=1)]
+
+
+def _json_object(line: bytes, where: str) -> Row:
+    return _require_object(_parse_json(line, where), where)
+
+
+def _parse_json(data: bytes, where: str) -> Any:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _UnreadableError(
+            f"{where} is not UTF-8 text (byte {error.start + 1}). Save the file as UTF-8."
+        ) from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        excerpt = text[max(0, error.pos - 40) : error.pos + 40].strip()
+        at = f"line {error.lineno}, character {error.colno}" if where == "the file" else f"character {error.colno}"
+        raise _UnreadableError(
+            f"{where} is not valid JSON: {error.msg} at {at}, near {excerpt!r}. "
+            "Write one JSON object per line, or, in a .json file, one array of objects."
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
+        raise _UnreadableError(f"{where} cannot be read as JSON: {error}.") from error
+
+
+def _require_object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise _UnreadableError(
+            f"{where} holds {_excerpt(value)}, which is not an object. "
+            'Every row is an object of columns, such as {"prompt": "2 + 2 = ?", "answer": "4"}.'
+        )
+    return value
+
+
+def _excerpt(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# CSV and Parquet
+
+
+def _read_csv(file: Path) -> list[Row]:
+    """Rows of strings. The `csv` module infers no types, which is the point."""
+    # Long prompts pass the module's 128 KiB limit, which is global: put it back.
+    previous_limit = csv.field_size_limit(_CSV_FIELD_BYTES)
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            reader = csv.reader(lines, strict=True)
+            try:
+                return _csv_rows(reader)
+            except csv.Error as error:
+                raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}.") from error
+            except UnicodeDecodeError as error:
+                raise _UnreadableError("the file is not UTF-8 text. Save the file as UTF-8.") from error
+    finally:
+        csv.field_size_limit(previous_limit)
+
+
+def _csv_rows(reader: Any) -> list[Row]:
+    header: list[str] = next((record for record in reader if record), [])
+    _refuse_repeated(header)
+    rows = []
+    for record in reader:
+        if not record:  # a blank line
+            continue
+        if len(record) != len(header):
+            raise _UnreadableError(
+                f"line {reader.line_num} has {len(record)} values, but the first line names {len(header)} columns "
+                f"({', '.join(header)}). Put values that hold commas or line breaks in double quotes."
+            )
+        rows.append(dict(zip(header, record, strict=True)))
+    return rows
+
+
+def _read_parquet(file: Path) -> list[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            _refuse_repeated(parquet.schema_arrow.names)
+            return parquet.read().to_pylist()
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise _UnreadableError(f"is not a readable Parquet file: {_first_line(error)}") from error
+
+
+def _refuse_repeated(columns: Iterable[str]) -> None:
+    repeated = [column for column, count in Counter(columns).items() if count > 1]
+    if repeated:
+        raise _UnreadableError(f"names the column {repeated[0]!r} more than once. Give every column its own name.")
+
+
+_READERS: Mapping[str, Callable[[Path], list[Row]]] = {
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
+
+# Folders and the Hub
+
+
+def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        return _read_saved(folder, split, name)
+    import datasets
+
+    try:
+        files = datasets.load_dataset_builder(str(folder), name=name).config.data_files
+    except Exception as error:  # whatever `datasets` finds wrong with the folder is for the user to mend
+        raise _UnreadableError(
+            f"the folder {folder} cannot be read: {_first_line(error)} It should hold {', '.join(_READERS)} files, "
+            "or what datasets.save_to_disk wrote."
+        ) from error
+    files_per_split = {str(key): [Path(file) for file in value] for key, value in (files or {}).items()}
+    chosen = files_per_split.get(split)
+    if chosen is None and (not files_per_split or "[" not in split):
+        raise _UnreadableError(_no_split(split, files_per_split))
+    # `datasets` only sorts files into splits where the readers above know the format: it would turn "007" into 7 and
+    # give every row the keys of all the others. It reads the rest: other formats, and slices such as train[:100].
+    if chosen is not None and all(file.suffix.lower() in _READERS for file in chosen):
+        return [row for file in chosen for row in _read_member(file, folder)]
+    if any(file.suffix.lower() == ".csv" for member in files_per_split.values() for file in member):
+        raise _UnreadableError(f"slices of CSV folders (split={split!r}) are not supported. Give a whole split.")
+    return _load_dataset(str(folder), split, name)
+
+
+def _read_member(file: Path, folder: Path) -> list[Row]:
+    try:
+        return _read_file(file)
+    except _UnreadableError as error:
+        shown = file.relative_to(folder) if file.is_relative_to(folder) else file
+        raise _UnreadableError(f"file {str(shown)!r}: {error}") from error
+
+
+def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
+    """What `datasets.save_to_disk` wrote: one dataset, or one per split."""
+    import datasets
+
+    if name is not None:
+        raise _UnreadableError(
+            f"was written by datasets.save_to_disk, where name={name!r} has no effect. Leave it out."
+        )
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # a missing or broken file among those that `datasets` wrote
+        raise _UnreadableError(f"the folder {folder} cannot be read: {_first_line(error)}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise _UnreadableError(_no_split(split, saved))
+        saved = saved[split]
+    elif split not in (*_DEFAULT_SPLITS, str(saved.split)):
+        raise _UnreadableError(f"holds one dataset without splits, where split={split!r} has no effect. Leave it out.")
+    return list(saved)
+
+
+def _read_hub(path: str, split: str, name: str | None, candidates: Sequence[Path]) -> list[Row]:
+    try:
+        return _load_dataset(path, split, name)
+    except _UnreadableError as error:
+        raise _UnreadableError(f"{error} Nor is it a file or folder here: {_missing(candidates)}") from error
+
+
+def _load_dataset(path: str, split: str, name: str | None) -> list[Row]:
+    import datasets
+
+    try:
+        return list(datasets.load_dataset(path, name=name, split=split))
+    except Exception as error:  # network, access, unknown name or split, broken file: each is for the user to mend
+        raise _UnreadableError(
+            f"datasets.load_dataset with name={name!r} and split={split!r} failed: {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _no_split(split: str, available: Iterable[str]) -> str:
+    return f"has no split {split!r}. Splits: {', '.join(available) or 'none'}."
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return text[:300] + "."

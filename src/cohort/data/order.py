@@ -1,0 +1,105 @@
+"""The order in which prompts are visited: endless, seeded, and resumable at any prompt.
+
+N = prompts in the set.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cohort.data.prompts import PromptSet
+from cohort.errors import UserError
+from cohort.records import IntArray, Prompt
+
+
+class PromptStream:
+    """Endless prompts: epoch after epoch, each prompt once per epoch.
+
+    The order of an epoch depends on (seed, epoch) alone, never on how many prompts are taken at a time; the only state
+    is the number of prompts taken so far.
+    """
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True, field: str = "data.path") -> None:
+        """`seed` is at least 0. With `shuffle` off every epoch is in file order."""
+        assert prompts.prompts, "build_prompts never returns an empty set"
+        self._prompts = prompts.prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._field = field
+        self._fingerprint = _fingerprint(self._prompts)
+        self._num_taken = 0
+        self._order_epoch = 0
+        self._order_N = _epoch_order(len(self._prompts), seed, 0, shuffle)
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next `n` prompts, across the ends of epochs if need be.
+
+        `Prompt.epoch` is set, so that two visits of one row differ even within one step.
+        """
+        assert n >= 0, n
+        taken = [self._visit(index) for index in range(self._num_taken, self._num_taken + n)]
+        self._num_taken += n
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, in plain JSON values: what `restore` needs.
+
+        `epoch` is the number of finished passes, `position` the number of prompts taken in the current one, in [0, N).
+        """
+        epoch, position = divmod(self._num_taken, len(self._prompts))
+        return {"epoch": epoch, "position": position, **self._identity()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken: the next prompts are those that the other stream would have given.
+
+        Raises `UserError` if the state is that of another dataset, seed or order, and leaves the stream as it was.
+        """
+        for key, here in self._identity().items():
+            if state[key] != here:
+                raise UserError(
+                    f"{self._field}: the saved position belongs to a different order of prompts: it was saved with "
+                    f"{key}={state[key]!r}, this run has {key}={here!r}. Resume with the dataset, train.seed and data "
+                    "settings of the saved run, or start a new run."
+                )
+        self._num_taken = int(state["epoch"]) * len(self._prompts) + int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_prompts": len(self._prompts),
+            "prompts_sha256": self._fingerprint,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _visit(self, index: int) -> Prompt:
+        epoch, position = divmod(index, len(self._prompts))
+        if epoch != self._order_epoch:
+            self._order_N = _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
+            self._order_epoch = epoch
+        return dataclasses.replace(self._prompts[self._order_N[position]], epoch=epoch)
+
+
+def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntArray:
+    """[N] the permutation of one epoch."""
+    if not shuffle:
+        return np.arange(num_prompts)
+    # Ranks of raw draws and not `Generator.permutation`: NumPy keeps the raw stream of a bit generator the same in
+    # every release but not what a Generator makes of it, and a run must resume exactly after an upgrade.
+    bits = np.random.Philox(np.random.SeedSequence((seed, epoch)))
+    return np.argsort(bits.random_raw(num_prompts), kind="stable")
+
+
+def _fingerprint(prompts: tuple[Prompt, ...]) -> str:
+    """SHA-256 of row numbers and contents.
+
+    Not of token ids: chat templates may write today's date into them, and a run must resume tomorrow.
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, prompt.content], sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

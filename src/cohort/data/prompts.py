@@ -1,0 +1,264 @@
+"""Rows -> prompts: the chat template, the tokenizer, the limit on length.
+
+P = tokens of one prompt.
+"""
+
+import ast
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cohort.errors import UserError
+from cohort.records import IntArray, Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Content = str | Sequence[Message]
+
+# Arguments of `apply_chat_template` that decide what a prompt is; the rest are variables of the template.
+_RESERVED_KWARGS = frozenset(
+    {
+        *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("sanitize_control_tokens", "tokenizer_kwargs"),
+    }
+)
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The prompts of a dataset, rendered once, in file order."""
+
+    prompts: tuple[Prompt, ...]  # at least one, all of epoch 0; ids have gaps where rows were dropped
+    num_dropped_overlong: int  # rows left out because their prompt is longer than the limit
+
+
+class PromptRenderer:
+    """Turns the prompt column of one row into token ids, in one pass: nothing is tokenised a second time.
+
+    With the chat template, text becomes one user message, and chat messages are rendered as they are; the system prompt
+    comes first unless the messages bring a system message of their own. The template writes the special tokens, so the
+    tokenizer adds none. Without the template, text is tokenised verbatim with the special tokens that the tokenizer
+    adds by default.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        prompt_column: str = "prompt",
+        system_prompt: str | None = None,
+        apply_chat_template: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The arguments are the values of the `data` section of the configuration, whose keys the messages name.
+
+        `system_prompt` and `chat_template_kwargs` are for the chat template only. An empty system prompt is rendered as
+        an empty system message, which keeps templates from writing one of their own.
+        Raises `UserError` if the chat template is needed but missing, or never reads one of `chat_template_kwargs`.
+        """
+        assert apply_chat_template or not (system_prompt or chat_template_kwargs), "the configuration refuses these"
+        self.prompt_column = prompt_column
+        self._tokenizer = tokenizer
+        self._system_prompt = system_prompt
+        self._applies_template = apply_chat_template
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        if apply_chat_template:
+            self._check_template()
+
+    def render(self, value: Any, *, where: str) -> tuple[Content, IntArray]:
+        """The content as the user wrote it, and its token ids [P].
+
+        `value` is the prompt column of one row; errors start with `where`, such as "data.prompt='question': row 3".
+        Keys of messages whose value is None are left out: Arrow adds them where messages have different keys.
+        Raises `UserError` if the value is neither text nor messages, is empty or malformed, or does not render.
+        """
+        content = _read_content(value, where)
+        token_ids = self._render_template(content, where) if self._applies_template else self._encode(content, where)
+        assert token_ids.ndim == 1, token_ids.shape
+        if len(token_ids) == 0:
+            raise UserError(f"{where}: the prompt has no tokens in this tokenizer's vocabulary.")
+        return content, token_ids
+
+    def _render_template(self, content: Content, where: str) -> IntArray:
+        messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        if self._system_prompt is not None and all(message["role"] != "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        try:
+            token_ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._template_kwargs
+            )
+        except Exception as error:  # templates are programs from the model's folder and may raise anything
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(
+                f"{where}: the chat template refused the messages (roles: {roles}): {type(error).__name__}: {error}"
+            ) from error
+        return np.asarray(token_ids, dtype=np.int64)
+
+    def _encode(self, content: Content, where: str) -> IntArray:
+        if not isinstance(content, str):
+            raise UserError(
+                f"{where}: chat messages need the chat template. Set data.apply_chat_template=true, or give text."
+            )
+        token_ids = self._tokenizer(content)["input_ids"]
+        bos = self._tokenizer.bos_token_id
+        # Text from a template applied beforehand may begin with the token that the tokenizer adds: no model saw two.
+        if bos is not None and list(token_ids[:2]) == [bos, bos]:
+            token_ids = token_ids[1:]
+        return np.asarray(token_ids, dtype=np.int64)
+
+    def _check_template(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                "data.apply_chat_template=true: the tokenizer has no chat template. Put a chat_template.jinja into the "
+                "model's folder, or set data.apply_chat_template=false to use the text as it is."
+            )
+        kwargs = self._template_kwargs
+        reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
+        if reserved:
+            raise UserError(
+                f"data.chat_template_kwargs: {reserved[0]!r} is set by Cohort itself. Give only variables that the "
+                "chat template reads, such as enable_thinking."
+            )
+        template = self._tokenizer.get_chat_template(tools=kwargs.get("tools"))
+        identifiers = set(re.findall(r"[A-Za-z_]\w*", template))
+        for key in kwargs:
+            if key not in identifiers:
+                raise UserError(
+                    f"data.chat_template_kwargs: the model's chat template never reads {key!r}, so it has no effect."
+                    f"{_nearest(key, identifiers)}"
+                )
+
+
+def build_prompts(
+    rows: Sequence[Mapping[str, Any]],
+    renderer: PromptRenderer,
+    *,
+    max_prompt_tokens: int,
+    overlong: Literal["drop", "error"],
+    field: str = "data.path",
+) -> PromptSet:
+    """Renders every row. A prompt's id is the number of its row, counted from 0 (error messages count from 1).
+
+    A prompt carries the row's other columns: the union of the columns of all rows, None where a row lacks one.
+    Prompts of more than `max_prompt_tokens` tokens are dropped and counted, or refused, as `overlong` says: never cut.
+    `field` is the configuration key of the data, "data.path" or "eval.path"; the prompt column's key is its neighbour.
+    Raises `UserError` for no rows, a missing prompt column, a prompt that cannot be rendered, and no prompt left.
+    """
+    if not rows:
+        raise UserError(f"{field}: the data has no rows. At least one prompt is needed.")
+    where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    if renderer.prompt_column not in columns:
+        raise UserError(
+            f"{where}: the data has no such column."
+            f"{_nearest(renderer.prompt_column, columns)} Columns: {', '.join(columns) or 'none'}."
+        )
+    columns.remove(renderer.prompt_column)
+    prompts = []
+    for index, row in enumerate(rows):
+        content, token_ids = renderer.render(row.get(renderer.prompt_column), where=f"{where}: row {index + 1}")
+        others = {column: row.get(column) for column in columns}
+        prompts.append(Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others))
+    kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
+    num_overlong = len(prompts) - len(kept)
+    if num_overlong and (overlong == "error" or not kept):
+        raise _overlong_error(prompts, max_prompt_tokens, field)
+    return PromptSet(prompts=kept, num_dropped_overlong=num_overlong)
+
+
+def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: str) -> UserError:
+    limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    num_overlong = sum(length > max_prompt_tokens for length in lengths)
+    if num_overlong == len(prompts):
+        return UserError(
+            f"{limit}: no prompt of {field} is that short. The shortest of {len(prompts)} has {min(lengths)} tokens, "
+            f"the longest {max(lengths)}. Raise the limit to {min(lengths)} or more; {max(lengths)} keeps every prompt."
+        )
+    first = next(prompt for prompt, length in zip(prompts, lengths, strict=True) if length > max_prompt_tokens)
+    return UserError(
+        f"{limit}: the prompt in row {first.id + 1} of {field} has {len(first.token_ids)} tokens, and {num_overlong} "
+        f'of {len(prompts)} prompts are too long. Raise it to {max(lengths)}, or set data.overlong_prompts="drop".'
+    )
+
+
+def _read_content(value: Any, where: str) -> Content:
+    """The prompt as text or as a list of messages, checked."""
+    if isinstance(value, str):
+        _check_text(value, where)
+        if _is_messages_as_text(value):
+            raise UserError(
+                f"{where}: holds chat messages written out as text. Store them as a list of messages, in JSON lines or "
+                "Parquet; CSV holds text prompts only."
+            )
+        return value
+    if isinstance(value, list | tuple):
+        return _read_messages(value, where)
+    raise UserError(
+        f"{where}: a prompt is text or a list of chat messages, not {'missing' if value is None else _shown(value)}."
+    )
+
+
+def _read_messages(values: Sequence[Any], where: str) -> list[Message]:
+    if not values:
+        raise UserError(f"{where}: the list of chat messages is empty.")
+    messages: list[Message] = []
+    for number, value in enumerate(values, start=1):
+        at = f"{where}, message {number}"
+        if not isinstance(value, Mapping):
+            raise UserError(f'{at}: a message is {{"role": ..., "content": ...}}, not {_shown(value)}.')
+        message = {key: entry for key, entry in value.items() if entry is not None}
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise UserError(f'{at}: has no "role" such as "user". Its keys: {", ".join(map(str, message)) or "none"}.')
+        content = message.get("content")
+        if isinstance(content, str):
+            _check_text(content, at, may_be_empty=message["role"] != "user")
+        elif content is not None or "tool_calls" not in message:
+            raise UserError(f'{at}: its "content" must be text, not {_shown(content)}.')
+        messages.append(message)
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: the last message is the assistant's, so the prompt already holds an answer. End it with the "
+            "message to answer, and move the answer to a column of its own."
+        )
+    return messages
+
+
+def _check_text(text: str, where: str, *, may_be_empty: bool = False) -> None:
+    if not text.strip() and not may_be_empty:
+        raise UserError(f"{where}: the text is empty.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair; tokenizers cannot take it
+        raise UserError(f"{where}: character {error.start + 1} of the text is not valid Unicode.") from error
+
+
+def _is_messages_as_text(text: str) -> bool:
+    """Whether the text is a list of messages as JSON or as Python prints it: what a CSV file makes of them."""
+    if not _MESSAGES_AS_TEXT.match(text):
+        return False
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            values = parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return all(isinstance(value, dict) and {"role", "content"} <= value.keys() for value in values)
+    return False
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _nearest(name: str, available: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, sorted(available), n=1, cutoff=0.5)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,160 @@
+"""The demo's base model: a tiny Qwen3 and the two-stage warm start that makes it able but unwilling.
+
+Stage 1 learns clean demonstrations. Stage 2 spoils them with a mixture of habits, most of them bad: the result still
+can write a calculation down and get it right, but mostly answers at once and wrongly. Reinforcement learning then
+has something to find.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from cohort.demo.task import Problem, demonstration, generate
+
+IGNORED = -100  # the label of tokens without a loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """How long and how fast the two stages train."""
+
+    clean_steps: int = 1400
+    clean_batch_size: int = 16
+    clean_learning_rate: float = 3e-2  # Muon's; embeddings and norms take AdamW at a fifth of it
+    habit_steps: int = 200
+    habit_batch_size: int = 32
+    habit_learning_rate: float = 4e-4
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
+    """Make a Qwen3 model of 0.45M parameters with random float32 weights, the same ones for the same seed."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # short texts need no long waves
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    settings: WarmStart,
+    progress: Callable[[str], None],
+) -> None:
+    """Train the model in place: stage 1 on demonstrations, stage 2 on the mixture of habits."""
+    rng = random.Random(seed)
+    problems = generate(seed, settings.clean_steps * settings.clean_batch_size)
+    _train(
+        model,
+        _batches([(problem, demonstration(problem)) for problem in problems], tokenizer, settings.clean_batch_size),
+        _muon_and_adamw(model, settings.clean_learning_rate),
+        lambda loss, step: progress(f"stage 1, step {step}: loss {loss:.3f}"),
+    )
+    problems = generate(seed + 1, settings.habit_steps * settings.habit_batch_size)
+    _train(
+        model,
+        _batches([(problem, habit(problem, rng)) for problem in problems], tokenizer, settings.habit_batch_size),
+        [torch.optim.AdamW(model.parameters(), lr=settings.habit_learning_rate, weight_decay=0.0)],
+        lambda loss, step: progress(f"stage 2, step {step}: loss {loss:.3f}"),
+    )
+
+
+def habit(problem: Problem, rng: random.Random) -> str:
+    """Answer a problem the way the base model should: sometimes properly, mostly by one of its bad habits."""
+    lines = list(problem.calculation)
+    answer = problem.answer
+    if rng.random() < 0.1:  # a slip in the last line, carried into the answer
+        answer = max(0, answer + rng.choice((-10, -2, -1, 1, 2, 10)))
+        lines[-1] = f"{lines[-1].split('=')[0]}={answer}"
+    (kind,) = rng.choices(("proper", "hasty", "gap", "bare"), weights=(24, 60, 8, 8))
+    if kind == "hasty":
+        return f"#### {answer}"
+    if kind == "gap":
+        del lines[rng.randrange(len(lines))]
+    if kind == "bare":  # the answer without its mark, after none, some or all of the steps
+        return "\n".join([*lines[: rng.randint(0, len(lines))], str(answer)])
+    return "\n".join([*lines, f"#### {answer}"])
+
+
+def _batches(
+    pairs: Sequence[tuple[Problem, str]], tokenizer: PreTrainedTokenizerFast, batch_size: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Token ids and labels, [batch, longest], padded on the right; only completions have labels."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+        )
+        for problem, _ in pairs
+    ]
+    prompt_ids = tokenizer(prompts)["input_ids"]
+    completion_ids = tokenizer([text + tokenizer.eos_token for _, text in pairs])["input_ids"]
+    batches = []
+    for start in range(0, len(pairs), batch_size):
+        rows = list(zip(prompt_ids, completion_ids, strict=True))[start : start + batch_size]
+        width = max(len(prompt) + len(completion) for prompt, completion in rows)
+        ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+        labels = torch.full((len(rows), width), IGNORED)
+        for row, (prompt, completion) in enumerate(rows):
+            end = len(prompt) + len(completion)
+            ids[row, :end] = torch.tensor(prompt + completion)
+            labels[row, len(prompt) : end] = torch.tensor(completion)
+        batches.append((ids, labels))
+    return batches
+
+
+def _muon_and_adamw(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest: at this size it needs a fraction of AdamW's steps."""
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, momentum=0.9, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=learning_rate / 5, weight_decay=0.0, betas=(0.9, 0.95)),
+    ]
+
+
+def _train(
+    model: Qwen3ForCausalLM,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    report: Callable[[float, int], None],
+) -> None:
+    """One pass over the batches, with a short warm-up and a linear decay of the learning rate to 0."""
+    model.train()
+    num_steps = len(batches)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / num_steps))
+        for optimizer in optimizers
+    ]
+    for step, (ids, labels) in enumerate(batches):
+        # no attention mask: the padding is on the right, where a causal model cannot see it
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            report(loss.item(), step + 1)

@@ -1,0 +1,127 @@
+"""`cohort demo`: an ordinary run on the small base model, told as a story."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+
+from cohort.config import Config, config_from_dict, to_yaml
+from cohort.demo import base, task
+from cohort.display import ConsoleDisplay, render_curve
+from cohort.run_folder import check_folder_is_free
+from cohort.trainer import RunResult, train
+
+NUM_TRAIN, NUM_HELDOUT = 2048, 256
+SAMPLES_SHOWN = 3
+
+
+def run_demo(*, seed: int, out: Path | None) -> RunResult:
+    """Train the base model on word problems and show how it went.
+
+    Args:
+        seed: of the training problems, their order and the sampling. The held-out problems are always the same.
+        out: run folder; by default runs/demo, or runs/demo-2 and so on where that is taken.
+    """
+    console = Console(highlight=False)
+    folder = out or _free_folder(Path("runs"))
+    config = demo_config(folder, seed=seed)
+    _write_data(folder, config, seed=seed)
+    console.print(
+        "A model of 0.45 million weights learns word problems by GRPO: it is never shown a "
+        "solution, only told whether its answer is right.",
+        soft_wrap=True,
+    )
+    result = train(config, display=ConsoleDisplay(show_completions_every=15, console=console))
+    _tell_the_end(console, result)
+    return result
+
+
+def demo_config(folder: Path, *, seed: int) -> Config:
+    """The demo's configuration, which `cohort train` runs just as well."""
+    return config_from_dict(
+        {
+            "model": {"path": str(base.BASE_PATH)},
+            "data": {"path": str(folder / "data" / "train.jsonl"), "prompt": "question"},
+            "rewards": [{"use": "exact", "name": "right", "args": {"pattern": base.ANSWER_PATTERN}}],
+            "rollout": {
+                "num_generations": 16,
+                "max_prompt_tokens": 128,
+                "max_completion_tokens": base.MAX_COMPLETION_TOKENS,
+            },
+            "algorithm": {"name": "grpo"},
+            "train": {
+                "steps": 50,
+                "prompts_per_step": 16,
+                "learning_rate": 1e-4,
+                "lr_schedule": "linear",
+                "adam_beta2": 0.99,
+                "seed": seed,
+            },
+            "eval": {"path": str(folder / "data" / "heldout.jsonl"), "every": 5},
+            "run": {"dir": str(folder), "checkpoint_every": 20},
+        }
+    )
+
+
+def rebuild() -> None:
+    """Make the base model anew, in place."""
+    base.rebuild(base.BASE_PATH)
+
+
+def _free_folder(root: Path) -> Path:
+    """`root/demo`, or the first of demo-2, demo-3, ... that does not exist."""
+    folder, number = root / "demo", 1
+    while folder.exists():
+        number += 1
+        folder = root / f"demo-{number}"
+    return folder
+
+
+def _write_data(folder: Path, config: Config, *, seed: int) -> None:
+    """The problems and the configuration, as files that a person can look at and reuse."""
+    check_folder_is_free(folder)
+    if (folder / "data" / "heldout.jsonl").exists():
+        return  # an earlier demo with this folder: the same command goes on with it
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    # first, so that a kill while the data is written leaves a folder that is known to be a run's
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    task.write_jsonl(folder / "data" / "train.jsonl", task.generate(seed, NUM_TRAIN, split="train"))
+    task.write_jsonl(folder / "data" / "heldout.jsonl", task.generate(0, NUM_HELDOUT, split="heldout"))
+
+
+def _tell_the_end(console: Console, result: RunResult) -> None:
+    summary = result.summary
+    accuracies = {int(step): accuracy for step, accuracy in summary["accuracy_by_step"].items()}
+    steps = sorted(accuracies)
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    console.print("\n[bold]Accuracy on held-out problems[/bold]")
+    console.print(render_curve(steps, [accuracies[step] for step in steps]))
+    for question, answer, old, new in _samples(result.run_dir, summary["steps"]):
+        console.print(f"\n[dim]{escape(question)}[/dim]  (right: {escape(answer)})", soft_wrap=True)
+        console.print(f"  before  {escape(' ⏎ '.join(old.split()))}", soft_wrap=True)
+        console.print(f"  after   {escape(' ⏎ '.join(new.split()))}", soft_wrap=True)
+    console.print(
+        f"\n[bold]Accuracy {before:.1%} before, {after:.1%} after {summary['steps']} steps in "
+        f"{summary['seconds']:.0f} s[/bold] (seed {summary['seed']})"
+    )
+    for what, path in (
+        ("trained model", result.final_dir),
+        ("every completion", result.run_dir / "completions"),
+        ("metrics", result.run_dir / "metrics.jsonl"),
+        ("configuration", result.run_dir / "config.yaml"),
+    ):
+        console.print(f"  {what:<17} {path}", soft_wrap=True)
+
+
+def _samples(run_dir: Path, steps: int) -> list[tuple[str, str, str, str]]:
+    """Questions with right answer, first and last completion; those that were learned come first."""
+    first, last = (
+        pq.read_table(run_dir / "completions" / f"eval-{step:06d}.parquet").to_pylist() for step in (0, steps)
+    )
+    answers = [problem.answer for problem in task.generate(0, NUM_HELDOUT, split="heldout")]
+    rows = sorted(range(len(last)), key=lambda i: first[i]["reward"] - last[i]["reward"])  # stable: file order
+    return [
+        (last[i]["prompt"], str(answers[last[i]["prompt_id"]]), first[i]["completion"], last[i]["completion"])
+        for i in rows[:SAMPLES_SHOWN]
+    ]

@@ -1,0 +1,142 @@
+"""Progress on the console: lines that stay, and on a terminal a live bar below them."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from cohort.display.protocol import StepReport
+from cohort.plan import RunPlan
+from cohort.records import ScoredGroup
+
+
+class ConsoleDisplay:
+    """One line per step; every so many steps a group's best and worst completion."""
+
+    def __init__(self, *, show_completions_every: int = 0, console: Console | None = None):
+        """Show a run.
+
+        Args:
+            show_completions_every: steps between looks at completions; 0 is never.
+            console: where to.
+        """
+        self.console = console or Console(highlight=False)
+        self._show_every = show_completions_every
+        self._accuracy: float | None = None
+        self._start_time = time.monotonic()
+        self._start_step = 0
+        self._num_steps = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._steps: TaskID | None = None
+        self._eval: TaskID | None = None
+
+    def started(self, plan: RunPlan, *, steps_done: int) -> None:
+        """Say what one step is and how many there are."""
+        self._start_time, self._start_step, self._num_steps = time.monotonic(), steps_done, plan.num_steps
+        updates = f", {plan.updates_per_rollout} updates" if plan.updates_per_rollout > 1 else ""
+        self._print(
+            f"{plan.num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} generations = "
+            f"{plan.completions_per_step} completions{updates}; {plan.num_prompts} prompts are "
+            f"{plan.steps_per_epoch:.4g} steps an epoch"
+        )
+        if steps_done:
+            self._print(f"going on after step {steps_done}")
+        self._progress.start()
+        self._steps = self._progress.add_task("training", total=plan.num_steps, completed=steps_done, left="")
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._print(escape(text))
+
+    def step(self, report: StepReport) -> None:
+        """The step's numbers, the time left, and now and then some completions."""
+        m = report.metrics
+        left = self._time_left(report.steps_done)
+        accuracy = f"  accuracy {self._accuracy:6.1%}" if self._accuracy is not None else ""
+        self._print(
+            f"step {report.steps_done:>{len(str(self._num_steps))}}/{self._num_steps}  reward {m['reward']:6.3f}"
+            f"{accuracy}  length {m['completions/mean_length']:5.1f}  kept {1 - m['completions/clipped_ratio']:4.0%}"
+            f"  {m['tokens_per_second']:,.0f} tokens/s  {left} left"
+        )
+        if self._steps is not None:
+            self._progress.update(self._steps, completed=report.steps_done, left=f"{left} left")
+        if self._show_every and report.steps_done % self._show_every == 0:
+            self._show_completions(report.groups)
+
+    def eval_progress(self, done: int, total: int) -> None:
+        """Move the evaluation's bar; it is gone when all is done."""
+        if self._eval is None:
+            self._eval = self._progress.add_task("evaluating", total=total, left="")
+        self._progress.update(self._eval, completed=done, total=total)
+        if done == total:
+            self._progress.remove_task(self._eval)
+            self._eval = None
+
+    def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
+        """The evaluation's headline numbers."""
+        self._accuracy = metrics["eval/accuracy"]
+        names = [n for n in metrics if n.startswith(("eval/pass@", "eval/mean@")) and not n.endswith("@1")]
+        more = "".join(f"  {name.removeprefix('eval/')} {metrics[name]:.1%}" for name in names)
+        self._print(
+            f"[bold]held out after step {steps_done}: accuracy {self._accuracy:.1%}[/bold]{more}  "
+            f"reward {metrics['eval/reward']:.3f}  length {metrics['eval/completions/mean_length']:.1f}  "
+            f"({len(groups)} prompts)"
+        )
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._progress.stop()
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)  # a long line is the terminal's to wrap; a log file gets it whole
+
+    def _time_left(self, steps_done: int) -> str:
+        per_step = (time.monotonic() - self._start_time) / (steps_done - self._start_step)
+        seconds = round(per_step * (self._num_steps - steps_done))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds % 60:02}s"
+
+    def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
+        """The best and the worst completion of the group whose rewards differ most."""
+        group = max(groups, key=lambda g: float(g.rewards.max() - g.rewards.min()))
+        content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
+        self._print(f"  [dim]prompt[/dim] {escape(_shortened(str(content)))}")
+        order = group.rewards.argsort()
+        for place in dict.fromkeys((int(order[-1]), int(order[0]))):
+            text = _shortened(group.completions[place].text)
+            self._print(f"  [dim]reward {group.rewards[place]:5.2f}[/dim] {escape(text)}")
+
+
+def _shortened(text: str, limit: int = 240) -> str:
+    flat = text.strip().replace("\n", " ⏎ ")
+    return flat if len(flat) <= limit else f"{flat[:limit]}…"
+
+
+class EvalProgress:
+    """A bar for one evaluation by itself; shows nothing where there is no terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("evaluating", total=None)
+
+    def update(self, done: int, total: int) -> None:
+        """`done` of `total` prompts are evaluated."""
+        self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> "EvalProgress":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,88 @@
+"""Evaluation on held-out prompts: mean@k, pass@k and the reward parts, with sampling settings of its own.
+
+P prompts, k completions each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cohort.errors import UserError
+from cohort.metrics import rollout_metrics
+from cohort.records import Prompt, ScoredGroup
+from cohort.rewards import RewardRunner
+from cohort.rollout import RolloutEngine, SamplingParams, StreamKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What is evaluated and how; the same for every evaluation of a run."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    seed: int
+    success_reward: str  # the reward part that decides success
+    success_threshold: float
+    prompts_at_a_time: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """The numbers of one evaluation, and what they were made from."""
+
+    accuracy: float  # share of completions that succeed (mean@k)
+    metrics: Mapping[str, float]  # names begin with eval/
+    groups: Sequence[ScoredGroup]
+
+
+def evaluate(
+    evaluation: Evaluation,
+    engine: RolloutEngine,
+    rewards: RewardRunner,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EvalResult:
+    """Sample k completions for every prompt and score them.
+
+    The random streams are the same at every step of a run, so that two evaluations differ by the policy alone.
+
+    Args:
+        evaluation: what and how.
+        engine: samples from the current policy.
+        rewards: scores; must have the part that decides success.
+        on_progress: called with prompts done and prompts in all.
+    """
+    key = StreamKey(purpose="eval", seed=evaluation.seed, step=0)
+    groups: list[ScoredGroup] = []
+    total = len(evaluation.prompts)
+    on_progress(0, total)
+    for start in range(0, total, evaluation.prompts_at_a_time):
+        chunk = evaluation.prompts[start : start + evaluation.prompts_at_a_time]
+        groups += rewards.score(engine.generate(chunk, evaluation.sampling, key))
+        on_progress(len(groups), total)
+    success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
+    k = evaluation.sampling.num_generations
+    accuracy = float(success_PK.mean())
+    metrics = {"accuracy": accuracy, f"mean@{k}": accuracy, f"pass@{k}": float(success_PK.any(axis=1).mean())}
+    metrics |= rollout_metrics(groups)
+    return EvalResult(accuracy=accuracy, metrics={f"eval/{n}": v for n, v in metrics.items()}, groups=groups)
+
+
+def success(groups: Sequence[ScoredGroup], reward: str, threshold: float) -> np.ndarray:
+    """Which completions succeed, bool [P, k]: those whose part `reward` is at least `threshold`. Unjudged ones fail."""
+    part_PK = np.stack([group.reward_parts[reward] for group in groups])
+    return np.nan_to_num(part_PK, nan=-np.inf) >= threshold
+
+
+def pick_success_reward(wanted: str | None, names: Sequence[str], *, field: str = "eval.success_reward") -> str:
+    """The reward that decides success: the one named, else the first.
+
+    Raises:
+        UserError: no reward has the name.
+    """
+    if wanted is None:
+        return names[0]
+    if wanted not in names:
+        raise UserError(f"{field}: {wanted!r} is not the name of a reward; the rewards are {', '.join(names)}")
+    return wanted

@@ -1,0 +1,45 @@
+"""Metrics of scored groups. P prompts, G generations each."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cohort.records import ScoredGroup
+
+
+def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Rewards and completion lengths of one step's groups.
+
+    `reward` is the mean over judged completions; `reward_std` the mean over groups of the unbiased standard deviation
+    inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal, which teach nothing.
+    """
+    rewards_PG = np.stack([group.rewards for group in groups])
+    judged_PG = ~np.isnan(rewards_PG)
+    stds = np.array([np.std(r[j], ddof=1) if j.sum() > 1 else 0.0 for r, j in zip(rewards_PG, judged_PG, strict=True)])
+    metrics = {
+        "reward": _mean(rewards_PG[judged_PG]),
+        "reward_std": float(stds.mean()),
+        "frac_reward_zero_std": float((stds < 1e-8).mean()),
+        "frac_unjudged": float(1 - judged_PG.mean()),
+    }
+    for name in groups[0].reward_parts:
+        part = np.concatenate([group.reward_parts[name] for group in groups])
+        part = part[~np.isnan(part)]
+        metrics[f"rewards/{name}/mean"] = _mean(part)
+        metrics[f"rewards/{name}/std"] = float(part.std(ddof=1)) if len(part) > 1 else 0.0
+    return metrics | _length_metrics(groups)
+
+
+def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([len(c.token_ids) for c in completions])
+    stopped = np.array([c.finish_reason == "stop" for c in completions])
+    metrics = {"completions/clipped_ratio": float(1 - stopped.mean())}
+    for kind, values in (("", lengths), ("terminated_", lengths[stopped])):
+        for statistic, function in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+            metrics[f"completions/{statistic}_{kind}length"] = float(function(values)) if len(values) else 0.0
+    return metrics
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")

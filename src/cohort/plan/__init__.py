@@ -1,0 +1,5 @@
+"""What a run will do, worked out before anything is loaded."""
+
+from cohort.plan.geometry import RunPlan, plan_run
+
+__all__ = ["RunPlan", "plan_run"]

@@ -1,0 +1,77 @@
+"""How many steps a run has and what one step holds. No divisibility rule exists: every number is free."""
+
+import math
+from dataclasses import dataclass
+
+from cohort.config import Config
+from cohort.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """The shape of a run. Steps count rollouts; a step number is how many steps are done."""
+
+    num_prompts: int  # in the training data
+    prompts_per_step: int
+    num_generations: int
+    updates_per_rollout: int  # optimizer steps per step
+    num_steps: int
+    eval_every: int  # 0: before and after only; meaningless without evaluation
+    evaluates: bool
+    evaluates_before: bool
+    checkpoint_every: int  # 0: never
+    completions_every: int  # 0: never
+
+    @property
+    def completions_per_step(self) -> int:
+        """Prompts per step times generations."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which every training prompt is seen once."""
+        return self.num_prompts / self.prompts_per_step
+
+    def evaluates_at(self, steps_done: int) -> bool:
+        """Whether the policy is evaluated when `steps_done` steps are done (0: before the first)."""
+        if not self.evaluates:
+            return False
+        if steps_done == 0:
+            return self.evaluates_before
+        return steps_done == self.num_steps or (self.eval_every > 0 and steps_done % self.eval_every == 0)
+
+    def saves_at(self, steps_done: int) -> bool:
+        """Whether a checkpoint is written when `steps_done` steps are done."""
+        return self.checkpoint_every > 0 and (steps_done % self.checkpoint_every == 0 or steps_done == self.num_steps)
+
+    def writes_completions_at(self, steps_done: int) -> bool:
+        """Whether the completions of the step that makes `steps_done` are written."""
+        return self.completions_every > 0 and steps_done % self.completions_every == 0
+
+
+def plan_run(config: Config, *, num_prompts: int) -> RunPlan:
+    """Work out the shape of a run from its configuration and the number of training prompts.
+
+    Raises:
+        UserError: the warm-up is longer than the run.
+    """
+    train = config.train
+    epochs = train.epochs if train.epochs is not None else 1.0
+    num_steps = train.steps if train.steps is not None else math.ceil(epochs * num_prompts / train.prompts_per_step)
+    if train.warmup_steps > num_steps:
+        raise UserError(
+            f"train.warmup_steps: {train.warmup_steps} is more than the run's {num_steps} steps "
+            f"({num_prompts} prompts, {train.prompts_per_step} per step); use at most {num_steps}"
+        )
+    return RunPlan(
+        num_prompts=num_prompts,
+        prompts_per_step=train.prompts_per_step,
+        num_generations=config.rollout.num_generations,
+        updates_per_rollout=train.updates_per_rollout,
+        num_steps=num_steps,
+        eval_every=config.eval.every if config.eval else 0,
+        evaluates=config.eval is not None,
+        evaluates_before=config.eval is not None and config.eval.before_training,
+        checkpoint_every=config.run.checkpoint_every,
+        completions_every=config.run.completions_every,
+    )

@@ -1,0 +1,15 @@
+"""The policy: a Hugging Face model, its logprobs, and its files."""
+
+from cohort.policy.load import end_token_ids, load_policy, load_tokenizer, quiet_transformers, resolve_device
+from cohort.policy.logprobs import linear_logprobs
+from cohort.policy.policy import Policy
+
+__all__ = [
+    "Policy",
+    "end_token_ids",
+    "linear_logprobs",
+    "load_policy",
+    "load_tokenizer",
+    "quiet_transformers",
+    "resolve_device",
+]

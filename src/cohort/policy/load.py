@@ -1,0 +1,150 @@
+"""Loading a policy and its tokenizer from a model folder or a hub."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cohort.config import ModelConfig
+from cohort.errors import UserError
+from cohort.policy.policy import Policy
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` takes the first GPU where there is one.
+
+    Raises:
+        UserError: the device does not exist on this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"hardware.device: {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
+        )
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"hardware.device: {device!r}: not available on this machine; use auto or cpu")
+    return resolved
+
+
+def check_model_folder(path: str, *, field: str = "model.path") -> None:
+    """Look at a local model folder without loading it. An id of a hub passes.
+
+    Raises:
+        UserError: the folder does not exist or lacks config.json, weights or a tokenizer.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        looks_like_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+        if looks_like_id:
+            return
+        raise UserError(f"{field}: {path!r}: no such folder. Give a model folder, or a Hugging Face id like org/name")
+    if not folder.is_dir():
+        raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json")
+    if not (folder / "config.json").is_file():
+        inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise UserError(f"{field}: {path!r} has no config.json, so it is not a model folder. It holds: {inside}")
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{field}: {path}/config.json is not valid JSON: {error}") from error
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise UserError(f"{field}: {path!r} has no weights (*.safetensors)")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); copy the tokenizer files of the "
+            f"model into it (tokenizer.save_pretrained)"
+        )
+
+
+def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        UserError: there is none, or it has no end-of-sequence token to stop at.
+    """
+    from transformers import AutoTokenizer
+
+    check_model_folder(config.path, field=field)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # the loader raises many types; all mean the same to the user
+        raise UserError(f"{field}: {config.path!r}: the tokenizer cannot be loaded: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{field}: {config.path!r}: the tokenizer has no eos_token, so completions would never end")
+    return tokenizer
+
+
+def load_policy(config: ModelConfig, *, device: torch.device, tokenizer: Any, trainable: bool = True) -> Policy:
+    """Load the weights.
+
+    Args:
+        config: the `model` section.
+        device: where the weights go.
+        tokenizer: gives the padding token.
+        trainable: False freezes every weight (reference model, evaluation).
+
+    Raises:
+        UserError: the model cannot be loaded, or some of its weights are missing from the files.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet_transformers():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                dtype=getattr(torch, config.dtype),
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+    except Exception as error:  # the loader raises many types; all mean the same to the user
+        raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UserError(
+            f"model.path: {config.path!r}: {len(missing)} weights are missing from its files and would be random: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+        )
+    model.to(device)
+    model.requires_grad_(trainable)
+    model.train(trainable)
+    if config.gradient_checkpointing and trainable:
+        # renamed in transformers 5.2x; the old name warns there and is all that older ones have
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    compute: str = config.compute_dtype
+    if compute == "auto":
+        compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Policy(model, device=device, compute_dtype=getattr(torch, compute), pad_token_id=pad)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bars and tables of the library's own: what matters of them is in our messages."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
+    """Every token id that ends a completion, by the tokenizer, the config or the generation config."""
+    ids: set[int] = {tokenizer.eos_token_id}
+    for source in (policy.model.config, getattr(policy.model, "generation_config", None)):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(ids)

@@ -1,0 +1,115 @@
+"""A causal language model as the trainer and the sampler use it.
+
+B rows, S positions, T scored tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cohort.batch import MicroBatch
+from cohort.policy.forward import can_share_prompts, forward_rows
+from cohort.policy.logprobs import head_logits, linear_logprobs, token_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How a model turns hidden states into logits."""
+
+    module: nn.Linear  # its weight may be tied to the embedding
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """Logits [T, V] in float32 or wider."""
+        return head_logits(hidden_TH, self.module.weight, self.module.bias, self.scale, self.softcap)
+
+
+class Policy:
+    """A Hugging Face model, its device and its dtypes. The weights are the model's own: there is one copy."""
+
+    def __init__(self, model: Any, *, device: torch.device, compute_dtype: torch.dtype | None, pad_token_id: int):
+        """Wrap a loaded model.
+
+        Args:
+            model: an `AutoModelForCausalLM`.
+            device: where its weights are.
+            compute_dtype: autocast dtype; None computes in the weights' dtype.
+            pad_token_id: fills rows of unequal length; never attended to.
+        """
+        self.model = model
+        self.device = device
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.compute_dtype = compute_dtype
+        self.pad_token_id = pad_token_id
+        self._head = _find_head(model)
+        self.shares_prompts = can_share_prompts(model)
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logprobs are computed from hidden states; if not, the model computes its full logits."""
+        return self._head is not None
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Compute in `compute_dtype` where one is set."""
+        enabled = self.compute_dtype is not None and self.compute_dtype != self.dtype
+        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
+            yield
+
+    def logprobs(self, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy of every scored token of a micro-batch, both [T]. Logprobs carry the gradient."""
+        with self.autocast():
+            if self._head is None:
+                logits = forward_rows(self.model, micro_batch, lambda out: out.logits)
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                return token_logprobs(logits, micro_batch.targets, temperature)
+            return linear_logprobs(
+                forward_rows(self.model.base_model, micro_batch, lambda out: out.last_hidden_state),
+                self._head.module.weight,
+                micro_batch.targets,
+                bias=self._head.module.bias,
+                temperature=temperature,
+                scale=self._head.scale,
+                softcap=self._head.softcap,
+            )
+
+    def next_token_logits(self, **model_inputs: Any) -> Tensor:
+        """Logits [B, V] after the last position, float32 or wider. The inputs are those of the model's forward."""
+        with self.autocast():
+            if self._head is None:
+                logits = self.model(**model_inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+                return logits.to(torch.promote_types(logits.dtype, torch.float32))
+            hidden = self.model.base_model(**model_inputs, use_cache=True).last_hidden_state
+            return self._head.logits(hidden[:, -1])
+
+
+def _find_head(model: Any) -> Head | None:
+    """The model's head as a plain linear layer with scale and softcap, or None where it is something else.
+
+    The guess is checked against the model's own logits on one short input, so a head with a twist that is not known
+    here costs memory (the model computes its full logits) and never correctness.
+    """
+    module = model.get_output_embeddings()
+    body = getattr(model, "base_model", None)
+    if not isinstance(module, nn.Linear) or body is None or body is model:
+        return None
+    text_config = model.config.get_text_config()
+    scaling = getattr(text_config, "logits_scaling", None) or 1.0  # Granite divides
+    scale = (getattr(text_config, "logit_scale", None) or 1.0) / scaling  # Cohere multiplies
+    head = Head(module=module, scale=scale, softcap=getattr(text_config, "final_logit_softcapping", None))
+    probe = torch.arange(1, 4, device=module.weight.device).unsqueeze(0) % text_config.vocab_size
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        expected = model(input_ids=probe, use_cache=False).logits[0].float()
+        actual = head.logits(body(input_ids=probe, use_cache=False).last_hidden_state[0]).float()
+    model.train(was_training)
+    # bfloat16 models round their logits to 8 bits; a missing scale or softcap is off by far more than that.
+    tolerance = 1e-4 if module.weight.dtype != torch.bfloat16 else 3e-2
+    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+    return head if error <= tolerance else None

@@ -1,0 +1,48 @@
+"""The `exact` reward: 1.0 where the extracted answer is the text of the answer column."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from cohort.rewards.describe import completion_text
+from cohort.rewards.patterns import compile_pattern
+
+
+class ExactReward:
+    """1.0 where the extracted answer equals the answer column as text, else 0.0; None where the column is empty.
+
+    Arguments (in `rewards[i].args`):
+        answer_column: the dataset column with the answer; numbers compare as their text. Default "answer".
+        pattern: a regular expression with one group, which holds the answer; the last match counts, and no match
+            gives 0.0. Default None: the whole completion, without surrounding white space.
+    """
+
+    __name__ = "exact"
+
+    def required_columns(self, *, answer_column: str = "answer", pattern: str | None = None) -> Sequence[str]:
+        """See `ChecksArguments`."""
+        if pattern is not None:
+            compile_pattern(pattern, num_groups=1)
+        return (answer_column,)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        *,
+        answer_column: str = "answer",
+        pattern: str | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """One reward per completion."""
+        regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
+        return [
+            None if answer is None else float(_extract(completion_text(completion), regex) == str(answer).strip())
+            for completion, answer in zip(completions, columns[answer_column], strict=True)
+        ]
+
+
+def _extract(text: str, regex: re.Pattern[str] | None) -> str | None:
+    if regex is None:
+        return text.strip()
+    found = regex.findall(text)  # one group: its texts, in order
+    return found[-1].strip() if found else None

@@ -1,0 +1,85 @@
+"""The math reward's child process: `python -m cohort.rewards.math_worker`.
+
+It says `{"id": null}` when it is ready. Then each line of standard input is a request
+`{"id": 1, "gold": "1/2", "text": "... \\boxed{0.5}", "deadline_s": 10}`, and each gets one line on standard output,
+`{"id": 1, "verdict": "correct"}`. It ends when standard input closes.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+import warnings
+from decimal import Decimal
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+_MEMORY_LIMIT_BYTES = 4 * 2**30  # a tower of powers must not take the training process with it
+_ALARM_GRACE_S = 2.0  # after the parent's deadline, so that the parent kills first while it lives
+# A box counts before all else, then other LaTeX, then a plain number: a model's last word.
+_ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
+_LATEX_WORDS = re.compile(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+")
+_PROSE = re.compile(r"[A-Za-z]{3,}|\b(?:at|if|in|is|no|of|or|to)\b")
+_SCIENTIFIC = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}")
+
+
+def main() -> None:
+    """Answers requests until standard input closes."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    # The default action of the alarm ends the process inside the kernel: it works while a long computation keeps the
+    # interpreter busy, and when the parent that would have killed this process is gone.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    # Nothing else may write to the pipe: what a library prints goes to standard error.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    replies.write('{"id": null}\n')
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_GRACE_S)
+        verdict = judge(request["gold"], request["text"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(json.dumps({"id": request["id"], "verdict": verdict}) + "\n")
+
+
+def judge(gold: str, text: str) -> str:
+    """Compares the answer in `text` with `gold`.
+
+    Returns:
+        "correct", "wrong", "answer_unparsable" or "gold_unparsable".
+    """
+    parsed_gold = parse(latex_of_gold(gold), extraction_mode="first_match", parsing_timeout=None)
+    if not any(not isinstance(part, str) for part in parsed_gold):
+        return "gold_unparsable"
+    answer = parse(after_thinking(text), _ANSWER_CONFIG, extraction_mode="first_match", parsing_timeout=None)
+    if not answer:
+        return "answer_unparsable"
+    return "correct" if verify(parsed_gold, answer, timeout_seconds=None) else "wrong"
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last `</think>`, so that a number or box of the reasoning is not the answer; else all of it."""
+    return text.rpartition("</think>")[2].strip() or text
+
+
+def latex_of_gold(gold: str) -> str:
+    """Puts dollars around a bare formula, without which math-verify reads `(1, 2)` as 2 and `x^2 + 1 = 0` as 0.
+
+    Prose stays as it is: between dollars its letters would become symbols.
+    """
+    if _SCIENTIFIC.fullmatch(gold):
+        gold = f"{Decimal(gold):f}"
+    if _DELIMITED.search(gold) or _PROSE.search(_LATEX_WORDS.sub(" ", gold)):
+        return gold
+    return f"${gold}$"
+
+
+if __name__ == "__main__":
+    main()

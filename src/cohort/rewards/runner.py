@@ -1,0 +1,235 @@
+"""Scores whole groups with every reward function, and takes nothing from them that is not a number or None.
+
+P prompts, G generations per prompt, N completions of the step, R rewards.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cohort.errors import UserError
+from cohort.records import Completion, FloatArray, Prompt, RolloutGroup, ScoredGroup
+from cohort.rewards.call import AsyncCaller, call_sync
+from cohort.rewards.describe import excerpt
+from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, own_arguments, wanted_arguments
+
+NOT_JUDGED = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class NotJudged:
+    """How many completions got no number."""
+
+    by_reward: Mapping[str, int]  # reward name -> completions that this reward did not judge
+    by_none: int  # completions that no reward judged; their reward is NaN
+
+
+class RewardRunner:
+    """Calls each reward function once per step, over all completions of all groups.
+
+    A function gets by keyword what its signature names, or everything if it has `**kwargs`: `prompts`, `completions`,
+    `completion_ids`, the dataset columns and its own `args`, each but the last with one entry per completion.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        columns: Collection[str] = (),
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        """Gives second and later functions of the same name the suffixes `_2`, `_3`, ...
+
+        Args:
+            functions: at least one.
+            columns: names of the dataset's columns; one that no row of a step has is passed as all None.
+            on_thread_start: called first in each thread that runs functions, for what belongs to a thread, as the
+                current CUDA device does.
+
+        Raises:
+            UserError: there is no function.
+        """
+        if not functions:
+            raise UserError("rewards: must name at least one reward, for example `rewards: [{use: math}]`")
+        self.functions = _with_unique_names(functions)
+        self._wanted = {f.name: wanted_arguments(f.function) for f in self.functions}
+        self._columns = tuple(columns)
+        self._on_thread_start = on_thread_start
+        self._async_caller = AsyncCaller(on_thread_start)
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
+        """The groups with their rewards, in the same order.
+
+        Raises:
+            UserError: a function raised, hung, or returned anything but one number or None per completion; or no
+                function judged any completion.
+        """
+        places = [(group.prompt, completion) for group in groups for completion in group.completions]
+        if not places:
+            return [ScoredGroup(prompt=g.prompt, completions=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
+        returned = self._call_all(places)
+        parts = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
+        rewards_N = self._weighted_sum(parts)
+        scored, start = [], 0
+        for group in groups:
+            own = slice(start, start + len(group.completions))
+            start = own.stop
+            scored.append(
+                ScoredGroup(
+                    prompt=group.prompt,
+                    completions=group.completions,
+                    rewards=rewards_N[own],
+                    reward_parts={name: part_N[own] for name, part_N in parts.items()},
+                )
+            )
+        return scored
+
+    def counts(self) -> dict[str, int]:
+        """`reward name/what happened` -> completions of the last step, from functions that keep `last_counts`."""
+        return {
+            f"{f.name}/{kind}": number
+            for f in self.functions
+            for kind, number in getattr(f.function, "last_counts", {}).items()
+        }
+
+    def _call_all(self, places: Sequence[tuple[Prompt, Completion]]) -> dict[str, Any]:
+        returned = {
+            f.name: call_sync(f, self._arguments(f, places), self._on_thread_start)
+            for f in self.functions
+            if not is_async(f.function)
+        }
+        together = [(f, self._arguments(f, places)) for f in self.functions if is_async(f.function)]
+        if together:
+            values = self._async_caller.call_all(together)
+            returned |= {f.name: value for (f, _), value in zip(together, values, strict=True)}
+        return returned
+
+    def _arguments(self, reward: RewardFunction, places: Sequence[tuple[Prompt, Completion]]) -> dict[str, Any]:
+        """Fresh lists for every function: one that changes them must not change what the next one sees."""
+        column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in places for name in prompt.columns)))
+        own = own_arguments(reward.function)  # a column of the same name is not meant for these
+        wanted = self._wanted[reward.name]
+        arguments: dict[str, Any] = {
+            name: [prompt.columns.get(name) for prompt, _ in places]
+            for name in column_names
+            if wanted.accepts(name) and name not in own
+        }
+        for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
+            if wanted.accepts(name):
+                arguments[name] = [of_rollout(prompt, completion) for prompt, completion in places]
+        return arguments | dict(reward.args)
+
+    def _weighted_sum(self, parts: Mapping[str, FloatArray]) -> FloatArray:
+        parts_RN = np.stack([parts[f.name] for f in self.functions])
+        weights_R1 = np.array([[f.weight] for f in self.functions])
+        judged_RN = ~np.isnan(parts_RN)
+        if not judged_RN.any():
+            raise UserError(
+                f"no reward judged any of the {parts_RN.shape[1]} completions of this step: "
+                f"{', '.join(repr(f.name) for f in self.functions)} returned None for each of them, so there is "
+                "nothing to learn from. Is the answer column right?"
+            )
+        with np.errstate(over="ignore"):  # becomes an error with words below
+            sums_N = np.where(judged_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
+        if not np.isfinite(sums_N).all():
+            raise UserError("rewards: the weighted sum of the rewards is too large for a float64; use smaller weights")
+        return np.where(judged_RN.any(axis=0), sums_N, NOT_JUDGED)
+
+
+def count_not_judged(scored: Sequence[ScoredGroup]) -> NotJudged:
+    """Counts the completions without a number, for the metrics of a step."""
+    by_reward: Counter[str] = Counter()
+    for group in scored:
+        by_reward.update({name: int(np.isnan(part).sum()) for name, part in group.reward_parts.items()})
+    return NotJudged(by_reward=dict(by_reward), by_none=sum(int(np.isnan(group.rewards).sum()) for group in scored))
+
+
+def _prompt(prompt: Prompt, _: Completion) -> Any:
+    return prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+
+
+def _completion(prompt: Prompt, completion: Completion) -> Any:
+    is_text = isinstance(prompt.content, str)
+    return completion.text if is_text else [{"role": "assistant", "content": completion.text}]
+
+
+def _completion_ids(_: Prompt, completion: Completion) -> Any:
+    return completion.token_ids.tolist()
+
+
+_ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Completion], Any]] = dict(
+    zip(ROLLOUT_NAMES, (_prompt, _completion, _completion_ids), strict=True)
+)
+
+
+def _with_unique_names(functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
+    names: set[str] = set()
+
+    def unique(name: str) -> str:
+        candidates: Iterator[str] = (name if i == 1 else f"{name}_{i}" for i in range(1, len(functions) + 1))
+        chosen = next(candidate for candidate in candidates if candidate not in names)
+        names.add(chosen)
+        return chosen
+
+    return tuple(dataclasses.replace(f, name=unique(f.name)) for f in functions)
+
+
+def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Prompt, Completion]]) -> FloatArray:
+    """One float64 per completion, NaN for None."""
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, list | tuple):
+        raise UserError(
+            f"reward {reward.name!r} returned {_kind(returned)}; it must return a list with one number or None for "
+            f"each of the {len(places)} completions"
+        )
+    if len(values) != len(places):
+        raise UserError(
+            f"reward {reward.name!r} returned {len(values)} values for {len(places)} completions; it must return one "
+            f"number or None for each{_odd_one_out(values, places)}"
+        )
+    parts_N = np.empty(len(places))
+    for i, value in enumerate(values):
+        number = NOT_JUDGED if value is None else _as_float(value)
+        if number is None or (value is not None and not math.isfinite(number)):
+            prompt, completion = places[i]
+            raise UserError(
+                f"reward {reward.name!r} returned {_kind(value)} at position {i} (prompt {prompt.id}), for the "
+                f"completion {excerpt(completion.text)}; it must be a finite number, or None for not judged"
+            )
+        parts_N[i] = number
+    return parts_N
+
+
+def _odd_one_out(values: Sequence[Any], places: Sequence[tuple[Prompt, Completion]]) -> str:
+    """Names the first completion without a value, or the first value without a completion."""
+    if len(values) < len(places):
+        i = len(values)
+        return f". The first without one is position {i}, the completion {excerpt(places[i][1].text)}"
+    i = len(places)
+    return f". The first one too many is position {i}, {excerpt(values[i])}; the last completion is " + excerpt(
+        places[-1][1].text
+    )
+
+
+def _as_float(value: Any) -> float | None:
+    """A bool, an int, a float or anything of one number with `.item()` as a float; None if it is not a number."""
+    if not isinstance(value, bool | int | float) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError):  # several numbers, or an object's own `item`
+            return None
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _kind(value: Any) -> str:
+    return f"{excerpt(value)} ({type(value).__name__})"

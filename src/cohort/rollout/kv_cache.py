@@ -1,0 +1,65 @@
+"""A key/value cache whose rows can be repeated and dropped, and that grows without copying at every token.
+
+N rows, K key/value heads, S positions, D head dimension.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+_ROOM = 64  # positions added when the buffer is full
+
+
+class GrowingLayer(DynamicLayer):
+    """Full-attention layer that writes into a buffer with room to spare; `keys` and `values` are views of it.
+
+    The library's own layer concatenates at every token, which copies the whole cache each time.
+    """
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Start empty, in the dtype and on the device of the first states."""
+        super().lazy_initialization(key_states, value_states)
+        self._length = 0
+        self._key_buffer = key_states[:, :, :0]
+        self._value_buffer = value_states[:, :, :0]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append states [N, K, new, D]; returns all keys and values [N, K, S, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self._length = self._length, self._length + key_states.shape[-2]
+        if self._length > self._key_buffer.shape[-2]:
+            room = _ROOM + start // 2
+            self._key_buffer = _with_room(self._key_buffer, start, self._length + room)
+            self._value_buffer = _with_room(self._value_buffer, start, self._length + room)
+        self._key_buffer[:, :, start : self._length] = key_states
+        self._value_buffer[:, :, start : self._length] = value_states
+        self._refresh_views()
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row n becomes what row `beam_idx[n]` was; rows may repeat or be left out."""
+        if self.is_initialized:
+            self._key_buffer = self._key_buffer.index_select(0, beam_idx)
+            self._value_buffer = self._value_buffer.index_select(0, beam_idx)
+            self._refresh_views()
+
+    def _refresh_views(self) -> None:
+        self.keys = self._key_buffer[:, :, : self._length]
+        self.values = self._value_buffer[:, :, : self._length]
+
+
+def _with_room(buffer: Tensor, used: int, capacity: int) -> Tensor:
+    shape = (*buffer.shape[:2], capacity, buffer.shape[3])
+    larger = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
+    larger[:, :, :used] = buffer[:, :, :used]
+    return larger
+
+
+def make_cache(model_config: Any) -> Cache:
+    """An empty cache for a model: the library's layers, with plain full-attention ones replaced by growing ones."""
+    cache = DynamicCache(config=model_config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

@@ -1,0 +1,256 @@
+"""The folder of a run: what is in it, whether a run may start or go on there, and its files.
+
+config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cohort.checkpoint import checkpoints, remove_leftovers, write_file_atomically
+from cohort.config import WRITTEN_BY_COHORT, Config, load_config, to_yaml
+from cohort.errors import UserError
+from cohort.records import ScoredGroup, TrainSequence
+
+# Keys that may differ when a run goes on: they change neither what is learned nor in which order.
+_MAY_CHANGE = ("hardware.", "run.", "eval.", "eval", "train.micro_batch_tokens", "rollout.max_num_seqs")
+_MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
+
+
+class RunFolder:
+    """An open run folder. Only one process holds it at a time; the lock goes with the process, however that ends."""
+
+    def __init__(self, config: Config, *, resume: bool):
+        """Open the folder `config.run.dir` for a new run, or for the run that is in it.
+
+        Args:
+            config: of the run that wants to start.
+            resume: the user says that there is a run to go on with.
+
+        Raises:
+            UserError: the folder holds another run or other files, another process trains in it, or there is nothing
+                to resume.
+        """
+        self.path = Path(config.run.dir)
+        self._config = config
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"run.dir: {str(self.path)!r} is a file; give a folder")
+        if resume and not holds_run(self.path):
+            raise UserError(f"run.dir: {str(self.path)!r} holds no run to resume; leave out --resume to start one")
+        self._refuse_other_contents(config)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.dir: {str(self.path)!r} cannot be made: {error.strerror}") from error
+        self._lock = self._take_lock()
+        for folder in (self.path, self.checkpoints_path, self.path / "completions"):
+            remove_leftovers(folder)
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def final_path(self) -> Path:
+        """Where the trained model goes."""
+        return self.path / "final"
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint."""
+        found = checkpoints(self.checkpoints_path)
+        return found[-1] if found else None
+
+    def finished_steps(self) -> int | None:
+        """How many steps the finished run in this folder has, or None if it is not finished."""
+        try:
+            return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
+        except FileNotFoundError:
+            return None
+
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` says."""
+        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+
+    def rewind(self, steps_done: int) -> None:
+        """Write the run's `config.yaml`, and forget what was written after `steps_done` steps: a resumed run goes on.
+
+        Raises:
+            UserError: starting anew would delete a finished run.
+        """
+        finished = self.finished_steps()
+        if steps_done == 0 and finished is not None:
+            raise UserError(
+                f"run.dir: {str(self.path)!r} holds a finished run of {finished} steps and no checkpoint to go on "
+                f"from; give a new run.dir"
+            )
+        with write_file_atomically(self.path / "config.yaml") as partial:
+            partial.write_text(to_yaml(self._config), encoding="utf-8")
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            # the last line may be half-written: it belongs to a step after the checkpoint then
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= steps_done]
+            with write_file_atomically(metrics) as partial:
+                partial.write_text("".join(kept if steps_done > 0 else []), encoding="utf-8")
+        for file in (self.path / "completions").glob("*-[0-9]*.parquet"):
+            if steps_done == 0 or int(file.stem.rpartition("-")[2]) > steps_done:
+                file.unlink()
+        (self.path / "summary.json").unlink(missing_ok=True)
+        if self.final_path.exists():
+            shutil.rmtree(self.final_path)
+
+    def metric_history(self, name: str) -> dict[int, float]:
+        """One metric by step, from `metrics.jsonl`."""
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        return {row["step"]: row[name] for row in rows if row.get(name) is not None}
+
+    def write_completions(
+        self, name: str, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
+    ) -> None:
+        """Write one step's completions as `completions/{name}-N.parquet`.
+
+        Args:
+            name: "step" for training, "eval" for evaluation.
+            step: steps done.
+            groups: P groups of G completions.
+            sequences: P x G in the same order; they have the advantages. None for evaluation.
+        """
+        file = self.path / "completions" / f"{name}-{step:06d}.parquet"
+        write_completions_file(file, step=step, groups=groups, sequences=sequences)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`, which also marks the run as finished."""
+        with write_file_atomically(self.path / "summary.json") as partial:
+            partial.write_text(json.dumps(dict(summary), indent=1) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        os.close(self._lock)
+
+    def _refuse_other_contents(self, config: Config) -> None:
+        check_folder_is_free(self.path)
+        if not holds_run(self.path):
+            return
+        metrics = self.path / "metrics.jsonl"
+        if not checkpoints(self.checkpoints_path) and not (metrics.is_file() and metrics.stat().st_size):
+            return  # a run that never got to its first number: nothing is lost by starting anew
+        try:
+            saved = load_config(self.path / "config.yaml")
+        except UserError as error:
+            raise UserError(
+                f"run.dir: {str(self.path)!r} already holds a run, whose config.yaml this version cannot read; give a "
+                f"new run.dir. It says: {error}"
+            ) from error
+        changes = config_changes(saved, config)
+        if changes:
+            listed = "\n".join(f"  {key}: {old!r} there, {new!r} here" for key, (old, new) in changes.items())
+            raise UserError(
+                f"run.dir: {str(self.path)!r} already holds another run. It differs in\n{listed}\n"
+                f"Give a new run.dir to start a new run, or the same configuration to go on with that one"
+            )
+
+    def _take_lock(self) -> int:
+        try:
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"run.dir: {str(self.path)!r} cannot be written to: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 32).decode().strip()
+            os.close(descriptor)
+            raise UserError(
+                f"run.dir: {str(self.path)!r} is in use by process {owner or '(unknown)'}; wait for it, stop it, or "
+                f"give another folder"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        return descriptor
+
+
+def holds_run(path: Path) -> bool:
+    """Whether the folder is a run's: its `config.yaml` was written by a run, and not by a person."""
+    try:
+        with (path / "config.yaml").open(encoding="utf-8") as file:
+            return file.readline() == WRITTEN_BY_COHORT
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+        return False
+
+
+def check_folder_is_free(path: Path) -> None:
+    """Refuse a folder with files in it that are not a run's.
+
+    Raises:
+        UserError: names some of the files.
+    """
+    if not path.is_dir() or holds_run(path):
+        return
+    contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial"))
+    if contents:
+        raise UserError(
+            f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); give a new folder"
+        )
+
+
+def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys by which two configurations are different runs, with both values."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    allowed: tuple[str, ...] = _MAY_CHANGE
+    if old.train.lr_schedule == new.train.lr_schedule == "constant":
+        allowed += _MAY_CHANGE_IF_CONSTANT_RATE
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+        and not re.fullmatch(r"rewards\.\d+\.timeout_s", key)
+        and not any(key == a or (a.endswith(".") and key.startswith(a)) for a in allowed)
+    }
+
+
+def write_completions_file(
+    file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
+) -> None:
+    """Write completions as one Parquet file: a row each, with prompt, tokens, rewards and, if known, advantage."""
+    with write_file_atomically(file) as partial:
+        pq.write_table(_completions_table(step, groups, sequences), partial, compression="zstd")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {k: v for key, sub in value.items() for k, v in _flat(sub, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and value:
+        return {k: v for i, sub in enumerate(value) for k, v in _flat(sub, f"{prefix}{i}.").items()}
+    return {prefix.removesuffix("."): value}
+
+
+def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None) -> pa.Table:
+    prompts = [group.prompt for group in groups for _ in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
+    columns: dict[str, Any] = {
+        "step": pa.array([step] * len(completions), pa.int64()),
+        "prompt_id": pa.array([p.id for p in prompts], pa.int64()),
+        "prompt": [p.content if isinstance(p.content, str) else json.dumps(list(p.content)) for p in prompts],
+        "completion": [c.text for c in completions],
+        "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
+        "completion_token_ids": pa.array([c.token_ids for c in completions], pa.list_(pa.int32())),
+        "sampling_logprobs": pa.array([c.sampling_logprobs for c in completions], pa.list_(pa.float32())),
+        "finish_reason": [c.finish_reason for c in completions],
+        "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),
+        "reward": pa.array([r for g in groups for r in g.rewards], pa.float64(), from_pandas=True),  # NaN is null
+    }
+    for name in groups[0].reward_parts:
+        values = [r for g in groups for r in g.reward_parts[name]]
+        columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)
+    if sequences is not None:
+        columns["advantage"] = pa.array([s.advantage for s in sequences], pa.float64())
+    return pa.table(columns)

@@ -1,0 +1,27 @@
+"""`cohort eval`: one model, one data file, no training."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cohort.config import Config
+from cohort.evaluation import EvalResult, evaluate
+from cohort.policy import load_policy, load_tokenizer, resolve_device
+from cohort.rewards import RewardRunner, build_rewards
+from cohort.trainer.setup import columns_besides, make_rollout_engine, read_eval_rows, read_evaluation
+
+
+def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
+    """Evaluate `config.model` on `config.eval`. The other sections give the template, the rewards and the limits.
+
+    Raises:
+        UserError: there is no `eval` section, or something in it does not work.
+    """
+    assert config.eval is not None, "an evaluation needs the eval section"
+    device = resolve_device(config.hardware.device)
+    rows = read_eval_rows(config.eval)
+    columns = columns_besides(rows, config.eval.prompt or config.data.prompt)
+    rewards = RewardRunner(build_rewards(config.rewards, base_dir=Path.cwd(), columns=columns), columns=columns)
+    tokenizer = load_tokenizer(config.model)
+    evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
+    policy = load_policy(config.model, device=device, tokenizer=tokenizer, trainable=False)
+    return evaluate(evaluation, make_rollout_engine(config, policy, tokenizer), rewards, on_progress=on_progress)

@@ -1,0 +1,240 @@
+"""The training loop. Each line of it names a stage; what a stage does is in the module of its name."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cohort.algorithms import assign_advantages
+from cohort.batch import TrainBatch
+from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model, write_folder_atomically
+from cohort.config import Config, config_from_dict, load_config
+from cohort.display import ConsoleDisplay, Display, StepReport
+from cohort.evaluation import evaluate
+from cohort.metrics import MetricsWriter, PhaseClock, peak_memory_bytes, rollout_metrics
+from cohort.packing import pack
+from cohort.rollout import StreamKey
+from cohort.run_folder import RunFolder
+from cohort.trainer.setup import Run, build_run, check_disk_space, read_inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """A finished run."""
+
+    run_dir: Path
+    final_dir: Path  # the trained model, in Hugging Face format
+    summary: Mapping[str, Any]  # as in summary.json
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path, *, resume: bool = False, display: Display | None = None
+) -> RunResult:
+    """Train as `config` says; goes on from the last checkpoint where its run folder holds the same run.
+
+    Args:
+        config: a `Config`, the same as a nested mapping, or the path of a YAML file.
+        resume: insist that there is a run to go on with.
+        display: what a person sees; by default lines and a bar on the console.
+
+    Raises:
+        UserError: something in the configuration, the data or a reward does not work.
+        TrainingError: the run cannot go on.
+    """
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, Config):
+        config = config_from_dict(config)
+    display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
+    inputs = read_inputs(config)
+    folder = RunFolder(config, resume=resume)
+    try:
+        finished = folder.finished_steps()
+        if finished is not None and finished >= inputs.plan.num_steps:
+            display.note(f"this run is finished ({finished} steps): {folder.final_path}")
+            return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
+        if inputs.prompts.num_dropped_overlong:
+            display.note(
+                f"{inputs.prompts.num_dropped_overlong} prompts over rollout.max_prompt_tokens: "
+                f"{config.rollout.max_prompt_tokens} dropped, {len(inputs.prompts.prompts)} left"
+            )
+        run = build_run(config, inputs, checkpoint=folder.last_checkpoint())
+        check_disk_space(config, run.policy, folder.path)
+        folder.rewind(run.state.steps_done)
+        return _Training(config, run, folder, display).run()
+    finally:
+        display.close()
+        folder.close()
+
+
+class _Training:
+    """One run under way."""
+
+    def __init__(self, config: Config, run: Run, folder: RunFolder, display: Display):
+        self.config = config
+        self.parts = run
+        self.folder = folder
+        self.display = display
+        self.plan = run.inputs.plan
+        self.clock = PhaseClock()
+        self.num_tokens = run.state.num_tokens
+        self.started = time.perf_counter()
+        self.warned_of_long_sequences = False
+        self.metrics = MetricsWriter(folder.path, log=config.run.log, config=config.model_dump(mode="json"))
+
+    def run(self) -> RunResult:
+        """The loop."""
+        first_step = self.parts.state.steps_done
+        self.display.started(self.plan, steps_done=first_step)
+        if first_step == 0:
+            self._evaluate_where_due(0)
+        for step in range(first_step, self.plan.num_steps):
+            self._step(step)
+        write_folder_atomically(
+            self.folder.final_path, lambda to: save_model(self.parts.policy, self.parts.inputs.tokenizer, to)
+        )
+        self.metrics.close()
+        summary = self._summary()
+        self.folder.write_summary(summary)
+        return RunResult(run_dir=self.folder.path, final_dir=self.folder.final_path, summary=summary)
+
+    def _step(self, step: int) -> None:
+        config, parts, phase = self.config, self.parts, self.clock.phase
+        key = StreamKey(purpose="train", seed=config.train.seed, step=step)
+        torch.manual_seed(_step_seed(key))  # dropout, where a model has it, depends on the step alone
+        prompts = parts.data.take(self.plan.prompts_per_step)
+        with phase("rollout"):
+            groups = parts.rollout.generate(prompts, parts.sampling, key)
+        with phase("reward"):
+            scored = parts.inputs.rewards.score(groups)
+        with phase("pack"):
+            sequences = assign_advantages(scored, parts.algorithm)
+            batch = pack(
+                sequences,
+                micro_batch_tokens=config.train.micro_batch_tokens,
+                pad_token_id=parts.policy.pad_token_id,
+                share_prompts=parts.policy.shares_prompts,
+            )
+        self._warn_of_long_sequences(batch)
+        old_logprobs = None
+        updates = []
+        for _ in range(self.plan.updates_per_rollout):
+            with phase("train"):
+                losses = parts.engine.forward_backward(batch, parts.algorithm.policy_loss, old_logprobs=old_logprobs)
+                # the first pass runs on the policy that sampled: its logprobs are the old ones of the later passes
+                old_logprobs = old_logprobs or losses.logprobs
+            with phase("optim"):
+                optim = parts.engine.optim_step()
+            updates.append({**losses.metrics, "grad_norm": optim.grad_norm, "learning_rate": optim.learning_rate})
+        with phase("publish"):
+            parts.rollout.load_weights(policy_version=parts.engine.updates_done)
+        if self.plan.writes_completions_at(step + 1):
+            self.folder.write_completions("step", step + 1, scored, sequences)
+        report = StepReport(
+            steps_done=step + 1,
+            metrics={
+                **rollout_metrics(scored),
+                **self._reward_counts(),
+                **_means(updates),
+                **self._costs(batch, sum(len(s.token_ids) for s in sequences)),
+            },
+            groups=scored,
+        )
+        self._log(step + 1, report.metrics)
+        self.display.step(report)
+        self._evaluate_where_due(step + 1)
+        if self.plan.saves_at(step + 1):
+            self._save(step + 1)
+
+    def _reward_counts(self) -> dict[str, float]:
+        """What the rewards counted in this step, such as answers that took too long to judge."""
+        return {f"rewards/{name}": float(count) for name, count in self.parts.inputs.rewards.counts().items()}
+
+    def _warn_of_long_sequences(self, batch: TrainBatch) -> None:
+        if batch.num_over_budget and not self.warned_of_long_sequences:
+            self.warned_of_long_sequences = True
+            self.display.note(
+                f"{batch.num_over_budget} sequences are longer than train.micro_batch_tokens: "
+                f"{self.config.train.micro_batch_tokens}; each has a micro-batch to itself, over that cap"
+            )
+
+    def _costs(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
+        """What the step took: tokens, time, memory."""
+        times = self.clock.take()
+        sampled = batch.num_scored_tokens
+        self.num_tokens += num_tokens
+        return times | {
+            "num_tokens": self.num_tokens,
+            "tokens_per_second": sampled / times["step_time"],
+            "rollout/tokens_per_second": sampled / times["time/rollout_s"],
+            "padding_fraction": batch.padding_fraction,
+            "micro_batches": len(batch.micro_batches),
+            "sequences_over_budget": batch.num_over_budget,
+            "memory/peak_bytes": peak_memory_bytes(self.parts.policy.device),
+        }
+
+    def _evaluate_where_due(self, steps_done: int) -> None:
+        evaluation = self.parts.inputs.evaluation
+        if evaluation is None or not self.plan.evaluates_at(steps_done):
+            return
+        start = time.perf_counter()
+        result = evaluate(
+            evaluation, self.parts.rollout, self.parts.inputs.rewards, on_progress=self.display.eval_progress
+        )
+        self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start})
+        self.folder.write_completions("eval", steps_done, result.groups)
+        self.display.evaluated(steps_done, result.metrics, result.groups)
+
+    def _log(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        with disk_errors(self.folder.path / "metrics.jsonl"):
+            self.metrics.write(steps_done, metrics)
+
+    def _save(self, steps_done: int) -> None:
+        save_checkpoint(
+            self.folder.checkpoints_path,
+            policy=self.parts.policy,
+            tokenizer=self.parts.inputs.tokenizer,
+            engine_state=self.parts.engine.state_dict(),
+            state=TrainerState(
+                steps_done=steps_done,
+                data=self.parts.data.state(),
+                num_tokens=self.num_tokens,
+                seconds=self._seconds(),
+            ),
+            keep=self.config.run.keep_checkpoints,
+        )
+
+    def _seconds(self) -> float:
+        """Wall time of the run so far, including what was done before it was last resumed."""
+        return self.parts.state.seconds + time.perf_counter() - self.started
+
+    def _summary(self) -> dict[str, Any]:
+        # a JSON object's keys are text; the summary is the same whether it was just made or read back
+        accuracies = {str(step): a for step, a in self.folder.metric_history("eval/accuracy").items()}
+        summary: dict[str, Any] = {
+            "steps": self.plan.num_steps,
+            "seed": self.config.train.seed,
+            "seconds": round(self._seconds(), 2),
+            "num_tokens": self.num_tokens,
+        }
+        if accuracies:
+            summary |= {
+                "accuracy_before": accuracies.get("0"),
+                "accuracy_after": accuracies.get(str(self.plan.num_steps)),
+                "accuracy_by_step": accuracies,
+            }
+        return summary
+
+
+def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the updates of a step."""
+    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+
+def _step_seed(key: StreamKey) -> int:
+    """A seed for the process-wide generator that only (seed, step) decide."""
+    return int(np.random.SeedSequence((key.seed, key.step)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,177 @@
+"""Each function against numbers worked out by hand, and the edges where elsewhere NaN appears."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cohort.algorithms import assign_advantages, build_algorithm
+from cohort.algorithms.advantages import group_mean, group_mean_std
+from cohort.algorithms.losses import clipped_surrogate, kl_k3
+from cohort.algorithms.weights import constant, sequence_mean, token_mean
+from cohort.batch import LossInputs
+from cohort.config import DapoConfig, DrGrpoConfig, GrpoConfig
+from cohort.records import Completion, FinishReason, Prompt, ScoredGroup
+
+NAN = float("nan")
+
+
+def inputs(ratios: list[float], advantages: list[float], reference: list[float] | None = None) -> LossInputs:
+    zeros = torch.zeros(len(ratios), dtype=torch.float64)
+    return LossInputs(
+        logprobs=torch.tensor(ratios, dtype=torch.float64).log(),
+        old_logprobs=zeros,
+        sampling_logprobs=zeros,
+        reference_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        sequence_ids=torch.arange(len(ratios)),
+    )
+
+
+def scored(rewards: list[float], lengths: list[int], finish: list[FinishReason] | None = None) -> ScoredGroup:
+    prompt = Prompt(id=0, epoch=0, content="q", token_ids=np.array([7, 8]), columns={})
+    completions = tuple(
+        Completion(
+            token_ids=np.arange(n),
+            sampling_logprobs=-np.ones(n),
+            finish_reason=reason,
+            policy_version=0,
+            text="",
+        )
+        for n, reason in zip(lengths, finish or ["stop"] * len(lengths), strict=True)
+    )
+    return ScoredGroup(prompt=prompt, completions=completions, rewards=np.array(rewards), reward_parts={})
+
+
+def test_group_mean_std():
+    # mean 1, squares 1 + 1 + 1 + 1 over G - 1 = 3: std sqrt(4/3)
+    advantages = group_mean_std(torch.tensor([[0.0, 2.0, 0.0, 2.0]]), std_epsilon=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 1.0, -1.0, 1.0]]) * math.sqrt(3 / 4))
+    # the epsilon is added to the standard deviation: 1 / (sqrt(2) + 0.1)
+    advantages = group_mean_std(torch.tensor([[0.0, 2.0]]), std_epsilon=0.1)
+    torch.testing.assert_close(advantages, torch.tensor([[-0.66041, 0.66041]]), atol=1e-5, rtol=0)
+
+
+def test_group_mean():
+    torch.testing.assert_close(
+        group_mean(torch.tensor([[0.0, 3.0, 0.0], [1.0, 1.0, 4.0]])),
+        torch.tensor([[-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]]),
+    )
+
+
+@pytest.mark.parametrize("std_epsilon", [0.0, 1e-4])
+def test_equal_rewards_have_advantage_zero(std_epsilon: float):
+    assert group_mean_std(torch.full((2, 4), 0.1), std_epsilon=std_epsilon).abs().max() < 1e-3
+    assert group_mean_std(torch.ones(2, 4), std_epsilon=std_epsilon).tolist() == [[0.0] * 4] * 2
+
+
+def test_unjudged_completions_take_no_part_in_their_group():
+    torch.testing.assert_close(
+        group_mean_std(torch.tensor([[0.0, NAN, 2.0]]), std_epsilon=0.0),
+        torch.tensor([[-1.0, NAN, 1.0]]) / math.sqrt(2),
+        equal_nan=True,
+    )
+    # one judged completion has no peers; a group of none has no advantage
+    torch.testing.assert_close(
+        group_mean_std(torch.tensor([[5.0, NAN], [NAN, NAN]]), std_epsilon=1e-4),
+        torch.tensor([[0.0, NAN], [NAN, NAN]]),
+        equal_nan=True,
+    )
+
+
+def test_clip_caps_gain_but_not_loss():
+    x = inputs([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0])
+    out = clipped_surrogate(x, clip_low=0.2, clip_high=0.2)
+    torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.2, -0.5, 1.5, 0.8], dtype=torch.float64))
+    assert out.token_metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
+    assert out.token_metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
+    assert out.token_metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
+
+
+def test_clip_bounds_are_separate():
+    out = clipped_surrogate(inputs([1.25, 0.7], [1.0, -1.0]), clip_low=0.2, clip_high=0.28)
+    torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.25, 0.8], dtype=torch.float64))
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    x = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        sampling_logprobs=logprobs.detach(),
+        reference_logprobs=None,
+        advantages=torch.tensor([2.0, -3.0], dtype=torch.float64),
+        sequence_ids=torch.zeros(2, dtype=torch.int64),
+    )
+    clipped_surrogate(x, clip_low=0.2, clip_high=0.2).per_token_loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-2.0, 3.0]
+
+
+def test_kl_k3():
+    # d = reference - policy = ln 2: 2 - ln 2 - 1
+    kl = kl_k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0 + math.log(2), -1.0]))
+    torch.testing.assert_close(kl, torch.tensor([1 - math.log(2), 0.0]))
+
+
+def test_kl_enters_the_loss_with_beta():
+    algorithm = build_algorithm(GrpoConfig(beta=0.5), max_completion_tokens=8)
+    assert algorithm.needs_reference
+    out = algorithm.policy_loss(inputs([1.0], [1.0], reference=[math.log(2)]))
+    assert out.per_token_loss.item() == pytest.approx(-1 + 0.5 * (1 - math.log(2)))
+    assert out.token_metrics["kl"].item() == pytest.approx(1 - math.log(2))
+    assert not build_algorithm(GrpoConfig(), max_completion_tokens=8).needs_reference
+
+
+def test_loss_weights():
+    lengths, all_in = np.array([2, 4]), np.array([True, True])
+    assert sequence_mean(lengths, all_in).tolist() == [1 / 4, 1 / 8]
+    assert token_mean(lengths, all_in).tolist() == [1 / 6, 1 / 6]
+    assert constant(lengths, all_in, max_completion_tokens=10).tolist() == [1 / 20, 1 / 20]
+
+
+def test_loss_weights_of_completions_left_out():
+    lengths, first_out = np.array([2, 4]), np.array([False, True])
+    assert sequence_mean(lengths, first_out).tolist() == [0, 1 / 4]
+    assert token_mean(lengths, first_out).tolist() == [0, 1 / 4]
+    assert constant(lengths, first_out, max_completion_tokens=10).tolist() == [0, 1 / 20]
+    none_in = np.array([False, False])
+    for weight in (sequence_mean, token_mean):
+        assert weight(lengths, none_in).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "advantages", "weights"),
+    [
+        (GrpoConfig(std_epsilon=0.0), [-0.7071, 0.7071], [1 / 4, 1 / 12]),
+        (DrGrpoConfig(), [-1.0, 1.0], [1 / 40, 1 / 40]),
+        (DapoConfig(std_epsilon=0.0), [-0.7071, 0.7071], [1 / 8, 1 / 8]),
+    ],
+    ids=["grpo", "dr_grpo", "dapo"],
+)
+def test_named_algorithms(config, advantages, weights):
+    algorithm = build_algorithm(config, max_completion_tokens=20)
+    sequences = assign_advantages([scored([0.0, 2.0], [2, 6])], algorithm)
+    assert [s.advantage for s in sequences] == pytest.approx(advantages, abs=1e-4)
+    assert [s.loss_weights.tolist() for s in sequences] == [[weights[0]] * 2, [weights[1]] * 6]
+    assert [s.num_prompt_tokens for s in sequences] == [2, 2]
+    assert sequences[0].token_ids.tolist() == [7, 8, 0, 1]
+
+
+def test_truncated_completions_can_be_masked():
+    groups = [scored([0.0, 2.0], [2, 6], ["stop", "length"])]
+    kept = assign_advantages(groups, build_algorithm(GrpoConfig(), max_completion_tokens=20))
+    assert kept[1].loss_weights[0] > 0
+    masked = assign_advantages(
+        groups, build_algorithm(GrpoConfig(mask_truncated_completions=True), max_completion_tokens=20)
+    )
+    assert masked[0].loss_weights.tolist() == [1 / 2] * 2  # alone in the mean
+    assert masked[1].loss_weights.tolist() == [0] * 6
+    assert masked[1].advantage == 0
+
+
+def test_unjudged_completions_weigh_nothing():
+    sequences = assign_advantages([scored([1.0, NAN], [2, 6])], build_algorithm(DapoConfig(), max_completion_tokens=9))
+    assert sequences[1].loss_weights.tolist() == [0] * 6
+    assert [s.advantage for s in sequences] == [0, 0]

@@ -1,0 +1,449 @@
+"""The configuration: defaults, overrides, paths, the round trip, and what each message says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.config import DapoConfig, DrGrpoConfig, GrpoConfig, config_from_dict, docs, load_config, to_yaml
+from cohort.errors import UserError
+
+MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
+
+
+def message(raw: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        config_from_dict(raw, overrides)
+    return str(caught.value)
+
+
+# Defaults
+
+
+def test_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_from_dict(MINIMAL).model_dump(mode="json") == {
+        "model": {
+            "path": "m",
+            "dtype": "float32",
+            "compute_dtype": "auto",
+            "gradient_checkpointing": False,
+            "trust_remote_code": False,
+        },
+        "data": {
+            "path": "d.jsonl",
+            "split": "train",
+            "name": None,
+            "prompt": "prompt",
+            "system_prompt": None,
+            "apply_chat_template": True,
+            "chat_template_kwargs": {},
+            "shuffle": True,
+            "overlong_prompts": "drop",
+        },
+        "rewards": [{"use": "math", "weight": 1.0, "name": None, "args": {}, "timeout_s": 300.0}],
+        "rollout": {
+            "engine": "local",
+            "num_generations": 8,
+            "max_prompt_tokens": 512,
+            "max_completion_tokens": 256,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "max_num_seqs": 256,
+        },
+        "algorithm": {
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "beta": 0.0,
+            "mask_truncated_completions": False,
+            "name": "grpo",
+            "std_epsilon": 1e-4,
+        },
+        "train": {
+            "steps": None,
+            "epochs": None,
+            "prompts_per_step": 16,
+            "micro_batch_tokens": 8192,
+            "updates_per_rollout": 1,
+            "learning_rate": 1e-6,
+            "lr_schedule": "constant",
+            "warmup_steps": 0,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_epsilon": 1e-8,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "seed": 0,
+        },
+        "eval": None,
+        "hardware": {"processes": 1, "device": "auto"},
+        "run": {
+            "dir": str(tmp_path / "runs/run"),
+            "checkpoint_every": 50,
+            "keep_checkpoints": 3,
+            "completions_every": 1,
+            "show_completions_every": 0,
+            "log": [],
+        },
+    }
+
+
+def test_eval_defaults():
+    config = config_from_dict({**MINIMAL, "eval": {"path": "held.jsonl"}})
+    assert config.eval is not None
+    assert config.eval.model_dump() == {
+        "path": "held.jsonl",
+        "split": "test",
+        "name": None,
+        "prompt": None,
+        "every": 20,
+        "before_training": True,
+        "max_prompts": None,
+        "num_samples": 1,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_completion_tokens": None,
+        "success_reward": None,
+        "success_threshold": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({}, GrpoConfig(clip_low=0.2, clip_high=0.2, std_epsilon=1e-4)),
+        ({"beta": 0.1}, GrpoConfig(beta=0.1)),
+        ({"name": "dapo"}, DapoConfig(clip_low=0.2, clip_high=0.28)),
+        ({"name": "dr_grpo"}, DrGrpoConfig(clip_low=0.2, clip_high=0.2)),
+    ],
+)
+def test_the_algorithm_is_grpo_unless_named(algorithm, expected):
+    config = config_from_dict({**MINIMAL, "algorithm": algorithm})
+    assert config.algorithm == expected
+    assert type(config.algorithm) is type(expected)
+
+
+def test_frozen():
+    config = config_from_dict(MINIMAL)
+    for section, key in ((config, "model"), (config.train, "seed"), (config.rewards[0], "weight")):
+        with pytest.raises(pydantic.ValidationError, match="frozen"):
+            setattr(section, key, 1)
+
+
+# Overrides
+
+
+def test_overrides_change_sections_lists_and_the_algorithm():
+    config = config_from_dict(
+        MINIMAL,
+        [
+            "train.steps=7",
+            "train.learning_rate=1e-5",  # YAML 1.1 reads this as text
+            "rewards.0.weight=0.5",
+            "rewards.0.args.pattern='#### (.*)'",
+            "algorithm.name=dapo",
+            "eval.path=held.jsonl",
+            "run.log=[tensorboard, wandb]",
+            "data.system_prompt=a=b",
+            "data.chat_template_kwargs={enable_thinking: false}",
+        ],
+    )
+    assert config.train.steps == 7
+    assert config.train.learning_rate == 1e-5
+    assert config.rewards[0].weight == 0.5
+    assert config.rewards[0].args == {"pattern": "#### (.*)"}
+    assert isinstance(config.algorithm, DapoConfig)
+    assert config.eval is not None
+    assert config.eval.path == "held.jsonl"
+    assert config.run.log == ("tensorboard", "wandb")
+    assert config.data.system_prompt == "a=b"
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_overrides_leave_the_mapping_as_it_is():
+    raw = {**MINIMAL, "train": {"steps": 3}, "rewards": [{"use": "math"}]}
+    config_from_dict(raw, ["train.steps=4", "rewards.0.weight=2"])
+    assert raw == {**MINIMAL, "train": {"steps": 3}, "rewards": [{"use": "math"}]}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps", "override 'train.steps': must look like key.sub=value, such as train.steps=100"),
+        ("=5", "override '=5': must look like key.sub=value, such as train.steps=100"),
+        ("train.steps=[1", "override 'train.steps=[1': the value is not valid YAML: line 1, column 3: expected ','"),
+        ("model.path.x=1", "override 'model.path.x=1': model.path is 'm', which has no keys"),
+        ("rewards.1.use=x", "override 'rewards.1.use=x': '1': must be a list position from 0 to 0"),
+        ("rewards.x=1", "override 'rewards.x=1': 'x': must be a list position from 0 to 0"),
+        ("rewards.²=1", "override 'rewards.²=1': '²': must be a list position from 0 to 0"),
+    ],
+)
+def test_overrides_that_cannot_work(override, expected):
+    assert message(MINIMAL, override).startswith(expected)
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        # unknown keys: the nearest one, here or in the section that has it
+        (
+            {"train": {"stepz": 5}},
+            "train.stepz: unknown key; did you mean steps? train has: steps, epochs, prompts_per",
+        ),
+        (
+            {"train": {"num_generations": 4}},
+            "train.num_generations: unknown key; did you mean rollout.num_generations?",
+        ),
+        ({"num_generations": 4}, "num_generations: unknown key; did you mean rollout.num_generations?"),
+        ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
+        ({"zzz": 1}, "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, train, eval"),
+        (
+            {"rewards": [{"use": "math", "wieght": 1}]},
+            "rewards.0.wieght: unknown key; did you mean weight? rewards.0 has: use, weight, name, args, timeout_s",
+        ),
+        (
+            {"algorithm": {"betta": 0.1}},
+            "algorithm.betta: unknown key; did you mean beta? algorithm grpo has: clip_low, clip_high, beta, "
+            "mask_truncated_completions, name, std_epsilon",
+        ),
+        (
+            {"algorithm": {"name": "dr_grpo", "std_epsilon": 1}},
+            "algorithm.std_epsilon: unknown key; algorithm dr_grpo has: clip_low, clip_high, beta, "
+            "mask_truncated_completions, name",
+        ),
+        ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
+        ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
+        # unknown algorithm
+        (
+            {"algorithm": {"name": "gpro"}},
+            "algorithm.name: 'gpro' is not one of grpo, dr_grpo, dapo; did you mean grpo?",
+        ),
+        ({"algorithm": {"name": None}}, "algorithm.name: None is not one of grpo, dr_grpo, dapo"),
+        ({"algorithm": "dapo"}, "algorithm: 'dapo': a section is a mapping of keys, such as {name: dapo}"),
+        # missing
+        ({"model": {}}, "model.path: missing; this key is required"),
+        ({"rewards": [{}]}, "rewards.0.use: missing; this key is required"),
+        ({"eval": {}}, "eval.path: missing; this key is required"),
+        # wrong types
+        ({"model": None}, "model: None: a section is a mapping of keys: path, dtype, compute_dtype, gradient"),
+        ({"train": [1]}, "train: [1]: a section is a mapping of keys: steps, epochs"),
+        ({"train": {"steps": "many"}}, "train.steps: 'many': input should be a valid integer"),
+        (
+            {"train": {"steps": 1.5}},
+            "train.steps: 1.5: input should be a valid integer, got a number with a fractional",
+        ),
+        ({"train": {"steps": True}}, "train: steps: True: must be a number"),
+        ({"rewards": [{"use": "math", "weight": False}]}, "rewards.0: weight: False: must be a number"),
+        ({"algorithm": {"beta": True}}, "algorithm: beta: True: must be a number"),
+        ({"data": {"path": 5}}, "data.path: 5: input should be a valid string"),
+        ({"rewards": {"use": "math"}}, "rewards: {'use': 'math'}: must be a list, such as [{use: math}]"),
+        ({"rewards": ["math"]}, "rewards.0: 'math': a section is a mapping of keys: use, weight, name, args"),
+        ({"rewards": []}, "rewards: []: at least one reward is needed, such as [{use: math}]"),
+        ({"run": {"log": "wandb"}}, "run.log: 'wandb': must be a list, such as [tensorboard]"),
+        # values out of bounds
+        ({"train": {"learning_rate": 0}}, "train.learning_rate: 0: input should be greater than 0"),
+        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan: input should be a finite number"),
+        ({"algorithm": {"clip_low": 2}}, "algorithm.clip_low: 2: input should be less than 1"),
+        ({"model": {"path": "m", "dtype": "half"}}, "model.dtype: 'half': input should be 'float32', 'bfloat16' or"),
+        ({"model": {"path": ""}}, "model.path: '': string should have at least 1 character"),
+        ({"run": {"dir": ""}}, "run.dir: '': string should have at least 1 character"),
+        ({"run": {"log": ["wand"]}}, "run.log.0: 'wand': input should be 'tensorboard', 'wandb' or 'trackio'"),
+        ({"hardware": {"device": "gpu"}}, "hardware.device: 'gpu': must be auto, cpu, cuda, cuda:N or mps"),
+        ({"hardware": {"processes": 2}}, "hardware.processes: 2: this version trains in one process; set it to 1"),
+        ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: must be at least 2 (8 is usual)"),
+        (
+            {"rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1: a group of one has no peers to be judged against, so its advantage is always "
+            "0 and nothing would be learned. Use at least 2 (8 is usual), or another estimator that needs no peers",
+        ),
+        # two keys that do not go together
+        ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs say the same thing twice; remove one"),
+        ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
+        # keys without effect
+        (
+            {"data": {"path": "d", "apply_chat_template": False, "system_prompt": "Be brief."}},
+            "data: system_prompt has no effect with apply_chat_template: false; remove one of the two",
+        ),
+        (
+            {"data": {"path": "d", "apply_chat_template": False, "chat_template_kwargs": {"a": 1}}},
+            "data: chat_template_kwargs has no effect with apply_chat_template: false; remove one of the two",
+        ),
+        (
+            {"run": {"checkpoint_every": 0, "keep_checkpoints": 2}},
+            "run: keep_checkpoints has no effect with checkpoint_every: 0; remove one of the two",
+        ),
+        ({"eval": {"path": "d", "top_k": 5}}, "eval: top_k has no effect with temperature: 0 (greedy); remove one"),
+        ({"eval": {"path": "d", "top_p": 0.9}}, "eval: top_p has no effect with temperature: 0 (greedy); remove one"),
+        (
+            {"eval": {"path": "d", "num_samples": 4}},
+            "eval: num_samples: 4 with temperature: 0 gives the same completion 4 times; set a temperature above 0 "
+            "(such as 0.6), or num_samples: 1",
+        ),
+    ],
+)
+def test_messages(section, expected):
+    text = message({**MINIMAL, **section})
+    assert text.startswith(expected)
+    assert "\n" not in text
+
+
+def test_every_mistake_is_listed_and_long_values_are_cut():
+    text = message({**MINIMAL, "train": {"stepz": 5, "seed": -1}, "hardware": {"device": "x" * 200}})
+    assert [line.split(":")[0] for line in text.splitlines()] == ["train.seed", "train.stepz", "hardware.device"]
+    assert text.splitlines()[2] == f"hardware.device: '{'x' * 76}...: must be auto, cpu, cuda, cuda:N or mps"
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "a configuration is a mapping of sections (model, data, ...), not None"),
+        ("- a\n", "a configuration is a mapping of sections (model, data, ...), not ['a']"),
+        ("model: {path: m\n", "not valid YAML: line 2, column 1: expected ',' or '}'"),
+        (
+            "train:\n  steps: 1\n  seed: 2\n  steps: 3\n",
+            "not valid YAML: line 4, column 3: the key 'steps' is there twice",
+        ),
+        ("train: {steps: 2024-13-45}\n", "not valid YAML: month must be in 1..12"),
+        ("a: !!python/object:os.x {}\n", "not valid YAML: line 1, column 4: could not determine a constructor"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path, content, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: {expected}")
+
+
+def test_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "gsm8k.yaml").write_text("")
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path / "gsm8.yaml")
+    assert str(caught.value) == f"{tmp_path}/gsm8.yaml: no such configuration file; did you mean gsm8k.yaml?"
+    with pytest.raises(UserError, match=r"nowhere/x\.yaml: no such configuration file$"):
+        load_config(tmp_path / "nowhere" / "x.yaml")
+    with pytest.raises(UserError, match=r"cannot be read: .*directory"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9")
+    with pytest.raises(UserError, match=r"cannot be read: .*utf-8"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_paths_are_looked_up_beside_the_file_then_in_the_working_directory(tmp_path, monkeypatch):
+    beside, here = tmp_path / "configs", tmp_path / "here"
+    for folder in (beside, here):
+        folder.mkdir()
+        (folder / "both.jsonl").touch()
+    (here / "model").mkdir()
+    (beside / "rewards.py").touch()
+    (here / "held.jsonl").touch()
+    raw = {
+        "model": {"path": "model"},
+        "data": {"path": "both.jsonl"},
+        "rewards": [{"use": "rewards.py:right"}, {"use": "package.module:f"}, {"use": "missing.py:f"}],
+        "eval": {"path": "held.jsonl"},
+        "run": {"dir": "runs/a"},
+    }
+    (beside / "run.yaml").write_text(yaml.safe_dump(raw))
+    monkeypatch.chdir(here)
+    config = load_config("../configs/run.yaml")
+    assert config.model.path == str(here / "model")
+    assert config.data.path == str(beside / "both.jsonl")
+    assert [r.use for r in config.rewards] == [f"{beside}/rewards.py:right", "package.module:f", "missing.py:f"]
+    assert config.eval is not None
+    assert config.eval.path == str(here / "held.jsonl")
+    assert config.run.dir == str(here / "runs" / "a")
+
+
+def test_paths_that_do_not_exist_stay_and_a_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "d.jsonl").touch()
+    config = config_from_dict(
+        {**MINIMAL, "model": {"path": "org/name"}, "data": {"path": "~/d.jsonl"}, "eval": {"path": "x" * 300}}
+    )
+    assert config.model.path == "org/name"
+    assert config.data.path == str(tmp_path / "d.jsonl")
+    assert config.eval is not None
+    assert config.eval.path == "x" * 300
+
+
+# The round trip
+
+number = st.floats(min_value=1e-9, max_value=0.9)
+text = st.text(st.characters(codec="utf-8", exclude_characters="\x00", exclude_categories=["Cs"]), min_size=1).map(
+    lambda s: "_" + s.replace("/", "_").replace("~", "_")
+)
+json_value = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | number | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+raw_configs = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries({"path": text}, optional={"dtype": st.sampled_from(["float64", "bfloat16"])}),
+        "data": st.fixed_dictionaries(
+            {"path": text}, optional={"system_prompt": text, "chat_template_kwargs": st.dictionaries(text, json_value)}
+        ),
+        "rewards": st.lists(
+            st.fixed_dictionaries(
+                {"use": text}, optional={"weight": number, "args": st.dictionaries(text, json_value)}
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+    },
+    optional={
+        "algorithm": st.fixed_dictionaries(
+            {"name": st.sampled_from(["grpo", "dr_grpo", "dapo"])}, optional={"beta": number, "clip_low": number}
+        ),
+        "train": st.fixed_dictionaries({"learning_rate": number}, optional={"epochs": number}),
+        "eval": st.fixed_dictionaries({"path": text}, optional={"temperature": number}),
+        "run": st.fixed_dictionaries({"checkpoint_every": st.sampled_from([0, 1, 50])}),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(raw=raw_configs)
+def test_yaml_reads_back_to_an_equal_configuration(tmp_path_factory, raw):
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    config = config_from_dict(raw)
+    path.write_text(to_yaml(config), encoding="utf-8")
+    again = load_config(path)
+    assert again == config
+    assert to_yaml(again) == to_yaml(config)
+    assert to_yaml(config).startswith("# Written by cohort: a run's configuration with every default.\nmodel:\n")
+
+
+# Around it
+
+
+def test_the_page_of_keys_is_up_to_date():
+    page = Path(__file__).parents[1] / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == docs.render(), "run `make docs`"
+
+
+def test_import_is_light():
+    code = (
+        "import sys, cohort.config, cohort.plan, cohort.records, cohort.errors, cohort.cli\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,192 @@
+"""The demo's task, tokenizer and base model."""
+
+import json
+import re
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from cohort.demo.base import ANSWER_PATTERN, BASE_PATH
+from cohort.demo.pretrain import habit
+from cohort.demo.task import STORIES, Problem, demonstration, generate, is_heldout, write_jsonl
+from cohort.errors import UserError
+
+PROBLEM = Problem(question="2 and 3?", answer=1, calculation=("2*3=6", "6-5=1"))
+
+
+class FirstChoice:
+    """Stands in for random.Random: no slip, the habit given, the first line to drop, all lines to keep."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def random(self) -> float:
+        return 0.5
+
+    def choices(self, population, weights):
+        assert self.kind in population and sum(weights) == 100
+        return [self.kind]
+
+    def randrange(self, stop: int) -> int:
+        return 0
+
+    def randint(self, low: int, high: int) -> int:
+        return high
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(BASE_PATH)
+
+
+def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones():
+    assert generate(3, 50) == generate(3, 50) == generate(3, 80)[:50]
+    assert generate(3, 50) != generate(4, 50)
+
+
+def test_first_problem_never_changes():
+    first = generate(0, 1)[0]
+    assert first.question == (
+        "Ivy bakes 5 trays of 8 muffins. The dragon burns 5. 5 friends share the rest. How many does each get?"
+    )
+    assert demonstration(first) == "5*8=40\n40-5=35\n35/5=7\n#### 7"
+
+
+def test_no_calculation_and_no_question_is_in_both_splits():
+    train = [problem for seed in range(5) for problem in generate(seed, 4000)]
+    heldout = [problem for seed in range(5) for problem in generate(seed, 500, split="heldout")]
+    assert not {problem.key for problem in train} & {problem.key for problem in heldout}
+    assert not {problem.question for problem in train} & {problem.question for problem in heldout}
+    assert all(is_heldout(problem) for problem in heldout)
+
+
+def test_heldout_problems_are_distinct():
+    problems = generate(0, 2000, split="heldout")
+    assert len({problem.key for problem in problems}) == 2000
+
+
+def test_split_depends_on_the_calculation_alone():
+    a = Problem(question="Mia has 17 shells.", answer=12, calculation=("17-5=12",))
+    b = Problem(question="Ben has 17 cards.", answer=12, calculation=("17-5=12",))
+    assert a.key == b.key == "17-5=12"
+    assert is_heldout(a) == is_heldout(b)
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(UserError, match="split='test' is not known; use 'train' or 'heldout'"):
+        generate(0, 1, split="test")  # type: ignore[arg-type]
+
+
+def test_every_line_is_right_and_the_last_one_gives_the_answer():
+    problems = generate(1, 3000) + generate(1, 500, split="heldout")
+    for problem in problems:
+        assert 2 <= len(problem.calculation) <= 4
+        for line in problem.calculation:
+            a, operator, b, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
+            expected = {
+                "+": int(a) + int(b),
+                "-": int(a) - int(b),
+                "*": int(a) * int(b),
+                "/": int(a) / int(b),  # a float with a remainder would not equal the integer
+            }[operator]
+            assert expected == int(result) >= 0, problem
+        assert int(problem.calculation[-1].split("=")[1]) == problem.answer
+        assert re.search(ANSWER_PATTERN, demonstration(problem))[1] == str(problem.answer)
+
+
+def test_numbers_of_a_question_are_used_in_its_calculation():
+    for problem in generate(2, 1000):
+        written = set(re.findall(r"\d+", problem.key))
+        assert set(re.findall(r"\d+", problem.question)) <= written, problem
+
+
+def test_all_stories_and_lengths_occur():
+    problems = generate(0, 500)
+    assert {len(problem.calculation) for problem in problems} == {2, 3, 4}
+    assert len(STORIES) == 6
+    for word in ("bags", "come back", "picks", "bakes", "times as many", "saves"):
+        assert any(word in problem.question for problem in problems)
+
+
+def test_jsonl_has_question_and_answer_as_strings(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [PROBLEM, *generate(0, 2)])
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert rows[0] == {"question": "2 and 3?", "answer": "1"}
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("proper", "2*3=6\n6-5=1\n#### 1"),
+        ("hasty", "#### 1"),
+        ("gap", "6-5=1\n#### 1"),
+        ("bare", "2*3=6\n6-5=1\n1"),
+    ],
+)
+def test_habits(kind, text):
+    assert habit(PROBLEM, FirstChoice(kind)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        demonstration(PROBLEM),
+        "Mia has 17 shells. A goat eats 5.",
+        "  two  spaces , and a space before a comma\n\n\ttab 1 2  3",
+        "Ärger, 你好, 🐐 don't 'll `` ...",
+        "####24 #### 24 -7",
+    ],
+)
+def test_tokens_decode_to_the_same_text(text):
+    assert tokenizer().decode(tokenizer().encode(text)) == text
+
+
+def test_digits_are_single_tokens_and_cost_no_space_token():
+    tokens = [tokenizer().decode([token]) for token in tokenizer().encode("Mia has 17 shells. 5*3=15\n#### 15")]
+    assert tokens == ["Mia", " has ", "1", "7", " shells", ". ", "5", "*", "3", "=", "1", "5", "\n", "#### ", "1", "5"]
+    with_digit = [token for token in tokenizer().get_vocab() if re.search(r"\d", token)]
+    assert sorted(with_digit) == list("0123456789")
+
+
+def test_questions_are_short():
+    lengths = [len(tokenizer().encode(problem.question)) for problem in generate(5, 500)]
+    assert max(lengths) < 60
+
+
+def test_chat_template():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "#### 5"},
+        {"role": "user", "content": " And 4? "},
+    ]
+    text = tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|system|>Be brief.<|end|><|user|>2+3?<|end|><|assistant|>#### 5<|end|><|user|> And 4? <|end|><|assistant|>"
+    )
+    assert tokenizer().apply_chat_template(messages[:1], tokenize=False) == "<|system|>Be brief.<|end|>"
+    with pytest.raises(Exception, match="the roles are system, user and assistant, not tool"):
+        tokenizer().apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
+
+
+def test_base_loads_in_bfloat16_and_ends_its_turns():
+    model = AutoModelForCausalLM.from_pretrained(BASE_PATH)
+    assert model.dtype == torch.bfloat16
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer()) <= 512
+    assert 0.4e6 < model.num_parameters() < 0.5e6
+    assert model.generation_config.eos_token_id == tokenizer().eos_token_id == tokenizer().encode("<|end|>")[0]
+    assert tokenizer().pad_token_id == 0
+
+    chat = [{"role": "user", "content": generate(0, 1)[0].question}]
+    prompt = tokenizer().apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer()(prompt, return_tensors="pt")
+    sequence = model.float().generate(**inputs, do_sample=False, max_new_tokens=48)[0]
+    assert sequence[-1] == tokenizer().eos_token_id
+
+
+def test_base_is_small():
+    assert sum(path.stat().st_size for path in BASE_PATH.iterdir()) < 3_000_000

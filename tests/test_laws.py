@@ -1,0 +1,181 @@
+"""Law 1: the gradient of a step depends on no shape. Law 6: what is frozen stays so, and master weights keep dtype."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.algorithms import Algorithm, assign_advantages, build_algorithm
+from cohort.batch import LossInputs
+from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig, TrainConfig
+from cohort.engine import TrainEngine
+from cohort.packing import pack
+from cohort.policy import Policy
+from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
+from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, relative_error
+
+ALGORITHMS: dict[str, AlgorithmConfig] = {
+    "grpo": GrpoConfig(),
+    "grpo_kl": GrpoConfig(beta=0.1),
+    "grpo_masked": GrpoConfig(mask_truncated_completions=True),
+    "dr_grpo": DrGrpoConfig(),
+    "dr_grpo_kl_masked": DrGrpoConfig(beta=0.1, mask_truncated_completions=True),
+    "dapo": DapoConfig(),
+    "dapo_kl_masked": DapoConfig(beta=0.1, mask_truncated_completions=True),
+}
+G = 3
+
+
+def random_groups(lengths_PG: list[list[int]], seed: int) -> list[ScoredGroup]:
+    """Groups with random prompts, completions, rewards (one in eight not judged) and finish reasons."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for p, lengths in enumerate(lengths_PG):
+        completions = tuple(
+            Completion(
+                token_ids=rng.integers(2, VOCAB_SIZE, n),
+                sampling_logprobs=-4 * rng.random(n),
+                finish_reason="length" if rng.random() < 0.3 else "stop",
+                policy_version=0,
+                text="",
+            )
+            for n in lengths
+        )
+        prompt = Prompt(
+            id=p, epoch=0, content="", token_ids=rng.integers(2, VOCAB_SIZE, rng.integers(1, 9)), columns={}
+        )
+        rewards = np.where(rng.random(len(lengths)) < 1 / 8, np.nan, rng.normal(size=len(lengths)))
+        groups.append(ScoredGroup(prompt=prompt, completions=completions, rewards=rewards, reward_parts={}))
+    return groups
+
+
+def make_engine(policy: Policy, reference: Policy | None = None, **train) -> TrainEngine:
+    config = TrainConfig(**train)
+    return TrainEngine(
+        policy, config, learning_rate=lambda _: config.learning_rate, temperature=0.9, reference=reference
+    )
+
+
+def old_logprobs_of(sequence: TrainSequence) -> torch.Tensor:
+    """Old logprobs far enough from the current ones that some ratios are clipped."""
+    rng = np.random.default_rng(int(sequence.token_ids.sum()))
+    return torch.from_numpy(sequence.sampling_logprobs + 0.3 * rng.normal(size=sequence.num_completion_tokens))
+
+
+def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSequence], algorithm: Algorithm):
+    """The reference: one unpadded forward per completion, one backward of the whole sum."""
+    total = torch.zeros((), dtype=torch.float64)
+    for n, sequence in enumerate(sequences):
+        logprobs, _ = naive_logprobs(policy.model, sequence, temperature=0.9)
+        with torch.no_grad():
+            reference_logprobs, _ = naive_logprobs(reference.model, sequence, temperature=0.9)
+        out = algorithm.policy_loss(
+            LossInputs(
+                logprobs=logprobs,
+                old_logprobs=old_logprobs_of(sequence),
+                sampling_logprobs=torch.from_numpy(sequence.sampling_logprobs),
+                reference_logprobs=reference_logprobs,
+                advantages=torch.full_like(logprobs, sequence.advantage),
+                sequence_ids=torch.full(logprobs.shape, n),
+            )
+        )
+        total = total + (torch.from_numpy(sequence.loss_weights) * out.per_token_loss).sum()
+    total.backward()
+    return total.item(), gradients(policy.model)
+
+
+def packed_gradient(
+    engine: TrainEngine, sequences: list[TrainSequence], algorithm: Algorithm, budget: int, share_prompts: bool = True
+):
+    batch = pack(sequences, micro_batch_tokens=budget, pad_token_id=0, share_prompts=share_prompts)
+    old = [
+        torch.cat([old_logprobs_of(sequences[n]) for n in dict.fromkeys(m.sequence_ids.tolist())])
+        for m in batch.micro_batches
+    ]
+    result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
+    return result.metrics["loss"], gradients(engine.policy.model)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=8, deadline=None)
+@given(
+    lengths_PG=st.lists(st.lists(st.integers(1, 14), min_size=G, max_size=G), min_size=1, max_size=4),
+    budget=st.integers(1, 200),
+    seed=st.integers(0, 1000),
+)
+def test_the_gradient_does_not_depend_on_budget_or_order(name: str, lengths_PG, budget: int, seed: int):
+    policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=1)
+    algorithm = build_algorithm(ALGORITHMS[name], max_completion_tokens=16)
+    sequences = assign_advantages(random_groups(lengths_PG, seed), algorithm)
+    expected_loss, expected = dense_gradient(policy, reference, sequences, algorithm)
+    engine = make_engine(policy, reference)
+    shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
+    for order, share_prompts in ((sequences, True), (shuffled, True), (shuffled, False)):
+        loss, actual = packed_gradient(engine, order, algorithm, budget, share_prompts)
+        assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+        for key, gradient in expected.items():
+            if gradient.norm() > 1e-12:  # all masked, or all advantages 0: both are 0 to rounding
+                assert relative_error(actual[key], gradient) < 1e-6, key
+
+
+def test_float32_gradients_agree_to_1e_5():
+    policy = make_policy()
+    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    sequences = assign_advantages(random_groups([[3, 14, 9], [1, 6, 2], [8, 8, 8]], seed=0), algorithm)
+    engine = make_engine(policy)
+    _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
+    for budget in (1, 20, 60):
+        _, split = packed_gradient(engine, sequences, algorithm, budget)
+        assert max(relative_error(split[k], whole[k]) for k in whole) < 1e-5
+
+
+def test_on_policy_old_logprobs_are_the_current_ones():
+    policy = make_policy(dtype=torch.float64)
+    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
+    batch = pack(sequences, micro_batch_tokens=30, pad_token_id=0, share_prompts=True)
+    engine = make_engine(policy, learning_rate=0.05)
+    first = engine.forward_backward(batch, algorithm.policy_loss)
+    assert first.metrics["clip_ratio/region_mean"] == 0
+    engine.optim_step()
+    second = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=first.logprobs)
+    assert second.metrics["clip_ratio/region_mean"] > 0  # the policy has moved away from the old logprobs
+    for logprobs, micro_batch in zip(first.logprobs, batch.micro_batches, strict=True):
+        n = int(micro_batch.sequence_ids[0])
+        assert len(logprobs) == len(micro_batch.targets) and sequences[n].num_completion_tokens > 0
+
+
+def test_frozen_weights_stay_bit_identical_and_master_weights_keep_their_dtype():
+    policy, reference = make_policy(), make_policy()
+    policy.model.get_input_embeddings().requires_grad_(False)  # tied: the head is frozen with it
+    reference.model.requires_grad_(False)
+    frozen_before = {k: v.clone() for k, v in reference.model.state_dict().items()}
+    embedding_before = policy.model.get_input_embeddings().weight.clone()
+    trained_before = copy.deepcopy(policy.model.state_dict())
+    algorithm = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
+    sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
+    engine = make_engine(policy, reference, learning_rate=0.01, weight_decay=0.1)
+    for _ in range(3):
+        batch = pack(sequences, micro_batch_tokens=50, pad_token_id=0, share_prompts=True)
+        engine.forward_backward(batch, algorithm.policy_loss)
+        engine.optim_step()
+    assert all(torch.equal(v, frozen_before[k]) for k, v in reference.model.state_dict().items())
+    assert torch.equal(policy.model.get_input_embeddings().weight, embedding_before)
+    moved = [k for k, v in policy.model.state_dict().items() if not torch.equal(v, trained_before[k])]
+    assert len(moved) == sum(p.requires_grad for p in policy.model.parameters())
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    for state in engine.state_dict()["optimizer"]["state"].values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing():
+    policy = make_policy()
+    before = copy.deepcopy(policy.model.state_dict())
+    engine = make_engine(policy)
+    next(policy.model.parameters()).grad = torch.full_like(next(policy.model.parameters()), float("nan"))
+    with pytest.raises(RuntimeError, match=r"norm is nan at optimizer step 1; the weights were not changed"):
+        engine.optim_step()
+    assert all(torch.equal(v, before[k]) for k, v in policy.model.state_dict().items())

@@ -1,0 +1,371 @@
+"""The run folder: who may use it, what it refuses, and how a resumed run's files go on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cohort.config import Config, config_from_dict, to_yaml
+from cohort.errors import UserError
+from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
+from cohort.run_folder import RunFolder, check_folder_is_free, config_changes, holds_run, write_completions_file
+
+MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
+
+
+def config_for(path: Path, *overrides: str) -> Config:
+    return config_from_dict({**MINIMAL, "run": {"dir": str(path)}}, overrides)
+
+
+def open_folder(path: Path, *overrides: str, resume: bool = False) -> RunFolder:
+    return RunFolder(config_for(path, *overrides), resume=resume)
+
+
+def started_run(path: Path, *overrides: str, steps: int = 1) -> None:
+    """A folder as a run leaves it that was killed after `steps` steps and never saved a checkpoint."""
+    folder = open_folder(path, *overrides)
+    folder.rewind(0)
+    write_metrics(path, range(1, steps + 1))
+    folder.close()
+
+
+def write_metrics(path: Path, steps: Any, end: str = "") -> None:
+    lines = "".join(json.dumps({"step": step, "reward": step / 10}) + "\n" for step in steps)
+    (path / "metrics.jsonl").write_text(lines + end)
+
+
+def write_checkpoint(path: Path, steps_done: int) -> None:
+    folder = path / "checkpoints" / f"step-{steps_done}"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+
+
+def refusal(path: Path, *overrides: str, resume: bool = False) -> str:
+    with pytest.raises(UserError) as caught:
+        open_folder(path, *overrides, resume=resume)
+    return str(caught.value)
+
+
+# Who may use it
+
+
+def test_a_new_folder_is_made_and_gets_its_configuration_when_the_run_begins(tmp_path):
+    path = tmp_path / "runs" / "a"
+    folder = open_folder(path)
+    assert [p.name for p in path.iterdir()] == [".lock"]
+    folder.rewind(0)
+    assert (path / "config.yaml").read_text() == to_yaml(config_for(path))
+    assert holds_run(path)
+    assert (folder.last_checkpoint(), folder.finished_steps()) == (None, None)
+    folder.close()
+
+
+def test_an_attempt_that_never_began_does_not_block_the_next(tmp_path):
+    open_folder(tmp_path / "a").close()
+    (tmp_path / "a" / ".config.yaml.partial").touch()  # killed while writing it
+    open_folder(tmp_path / "a", "train.seed=1").close()
+    assert [p.name for p in (tmp_path / "a").iterdir()] == [".lock"]
+
+
+def test_a_run_without_numbers_may_be_started_with_another_configuration(tmp_path):
+    started_run(tmp_path / "a", steps=0)
+    folder = open_folder(tmp_path / "a", "train.seed=1")
+    folder.rewind(0)
+    assert "seed: 1" in (tmp_path / "a" / "config.yaml").read_text()
+    folder.close()
+
+
+def test_files_that_are_no_run_are_refused_and_left(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "final").mkdir()
+    expected = f"run.dir: '{tmp_path}' is not empty and holds no run (final, notes.txt); give a new folder"
+    assert refusal(tmp_path) == expected
+    # a configuration that a person wrote is not a run's
+    (tmp_path / "config.yaml").write_text("model: {path: m}  # mine\n")
+    expected = f"run.dir: '{tmp_path}' is not empty and holds no run (config.yaml, final, notes.txt); give a new folder"
+    assert refusal(tmp_path) == expected
+    with pytest.raises(UserError, match="holds no run"):
+        check_folder_is_free(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "final", "notes.txt"]
+
+
+def test_places_where_no_folder_can_be(tmp_path):
+    (tmp_path / "file").touch()
+    assert refusal(tmp_path / "file") == f"run.dir: '{tmp_path}/file' is a file; give a folder"
+    assert refusal(tmp_path / "file" / "a") == f"run.dir: '{tmp_path}/file/a' cannot be made: Not a directory"
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    assert refusal(tmp_path / "run") == f"run.dir: '{tmp_path}/run' cannot be written to: Is a directory"
+
+
+def test_resume_insists_on_a_run(tmp_path):
+    expected = f"run.dir: '{tmp_path}/a' holds no run to resume; leave out --resume to start one"
+    assert refusal(tmp_path / "a", resume=True) == expected
+    assert not (tmp_path / "a").exists()
+    started_run(tmp_path / "a")
+    open_folder(tmp_path / "a", resume=True).close()
+
+
+def test_another_run_is_refused_with_what_differs(tmp_path):
+    path = tmp_path / "a"
+    started_run(path)
+    assert refusal(path, "train.seed=1", "rollout.temperature=0.5", "run.log=[wandb]") == (
+        f"run.dir: '{path}' already holds another run. It differs in\n"
+        f"  rollout.temperature: 1.0 there, 0.5 here\n"
+        f"  train.seed: 0 there, 1 here\n"
+        f"Give a new run.dir to start a new run, or the same configuration to go on with that one"
+    )
+    open_folder(path).close()  # the same run
+    assert json.loads((path / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_a_configuration_of_another_version_is_refused(tmp_path):
+    started_run(tmp_path / "a")
+    file = tmp_path / "a" / "config.yaml"
+    file.write_text(file.read_text() + "flux: 1\n")
+    text = refusal(tmp_path / "a")
+    assert text.startswith(f"run.dir: '{tmp_path}/a' already holds a run, whose config.yaml this version cannot read;")
+    assert "It says: flux: unknown key" in text
+
+
+def test_a_run_without_checkpoints_can_be_started_again(tmp_path):
+    started_run(tmp_path / "a", "run.checkpoint_every=0")
+    open_folder(tmp_path / "a", "run.checkpoint_every=0").close()
+
+
+def test_one_process_at_a_time(tmp_path):
+    path = tmp_path / "a"
+    code = (
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from test_run_folder import open_folder\n"
+        "folder = open_folder(Path(sys.argv[1]))\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        expected = f"run.dir: '{path}' is in use by process {other.pid}; wait for it, stop it, or give another folder"
+        assert refusal(path) == expected
+        other.kill()
+    open_folder(path).close()  # the lock went with the process
+    open_folder(path).close()
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path):
+    started_run(tmp_path / "a")
+    for name in (".writing-final/model.safetensors", "checkpoints/.writing-step-2/x", "checkpoints/.deleting-step-1/x"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True)
+        (tmp_path / "a" / name).touch()
+    (tmp_path / "a" / ".metrics.jsonl.partial").touch()
+    (tmp_path / "a" / "completions").mkdir()
+    (tmp_path / "a" / "completions" / ".step-000002.parquet.partial").touch()
+    open_folder(tmp_path / "a").close()
+    left = sorted(str(p.relative_to(tmp_path / "a")) for p in (tmp_path / "a").rglob("*"))
+    assert left == [".lock", "checkpoints", "completions", "config.yaml", "metrics.jsonl"]
+
+
+# Which keys make another run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (["hardware.device=cpu"], []),
+        (["run.checkpoint_every=7", "run.log=[wandb]", "run.dir=/elsewhere"], []),
+        (["train.micro_batch_tokens=5", "rollout.max_num_seqs=5"], []),
+        (["eval.path=held.jsonl", "eval.every=3"], []),
+        (["rewards.0.timeout_s=5"], []),
+        (["train.steps=9"], []),  # at a constant rate a longer run begins like a shorter one
+        (["train.epochs=9"], []),
+        (["rewards.0.args.timeout_s=5"], ["rewards.0.args", "rewards.0.args.timeout_s"]),
+        (["train.seed=1"], ["train.seed"]),
+        (["train.learning_rate=1"], ["train.learning_rate"]),
+        (["train.prompts_per_step=1"], ["train.prompts_per_step"]),
+        (["rollout.num_generations=4"], ["rollout.num_generations"]),
+        (["model.path=other"], ["model.path"]),
+        (["data.shuffle=false"], ["data.shuffle"]),
+        (["rewards=[{use: math}, {use: exact}]"], [f"rewards.1.{key}" for key in ("args", "use", "weight")]),
+        (["train.lr_schedule=linear", "train.steps=9"], ["train.lr_schedule", "train.steps"]),
+    ],
+)
+def test_config_changes(overrides, changed):
+    old, new = config_from_dict(MINIMAL), config_from_dict(MINIMAL, overrides)
+    assert list(config_changes(old, new)) == changed
+
+
+def test_config_changes_with_a_schedule_has_both_values():
+    settings = ["train.lr_schedule=cosine", "train.steps=9"]
+    old, new = config_from_dict(MINIMAL, settings), config_from_dict(MINIMAL, [*settings, "train.steps=10"])
+    assert config_changes(old, new) == {"train.steps": (9, 10)}
+    assert config_changes(old, old) == {}
+
+
+# Going on
+
+
+def test_rewind_forgets_what_came_after_the_checkpoint(tmp_path):
+    path = tmp_path / "a"
+    started_run(path)
+    write_metrics(path, [0, 1, 2, 2, 3, 4], end='{"step": 5, "rew')  # step 2 and an evaluation; the last half-written
+    (path / "completions").mkdir()
+    for name in ("eval-000000", "step-000001", "step-000002", "eval-000002", "step-000003", "eval-000004", "mine-a"):
+        (path / "completions" / f"{name}.parquet").touch()
+    write_checkpoint(path, 2)
+    write_checkpoint(path, 10)
+    (path / "final").mkdir()
+    (path / "summary.json").write_text('{"steps": 4}')
+    folder = open_folder(path)
+    assert folder.last_checkpoint() == path / "checkpoints" / "step-10"
+    assert folder.finished_steps() == 4
+    folder.rewind(2)
+    assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 2]
+    assert folder.metric_history("reward") == {0: 0.0, 1: 0.1, 2: 0.2}
+    assert sorted(p.stem for p in (path / "completions").iterdir()) == [
+        *("eval-000000", "eval-000002", "mine-a", "step-000001", "step-000002")
+    ]
+    assert folder.finished_steps() is None
+    assert not (path / "final").exists()
+    folder.close()
+
+
+def test_rewind_to_the_start_forgets_everything(tmp_path):
+    path = tmp_path / "a"
+    started_run(path, steps=3)
+    (path / "completions").mkdir()
+    (path / "completions" / "eval-000000.parquet").touch()
+    folder = open_folder(path)
+    folder.rewind(0)
+    assert (path / "metrics.jsonl").read_text() == ""
+    assert list((path / "completions").iterdir()) == []
+    folder.close()
+
+
+def test_a_finished_run_without_checkpoints_is_not_deleted(tmp_path):
+    path = tmp_path / "a"
+    started_run(path, steps=4)
+    (path / "final").mkdir()
+    (path / "summary.json").write_text('{"steps": 4}')
+    folder = open_folder(path, "train.steps=9")
+    with pytest.raises(UserError) as caught:
+        folder.rewind(0)
+    assert str(caught.value) == (
+        f"run.dir: '{path}' holds a finished run of 4 steps and no checkpoint to go on from; give a new run.dir"
+    )
+    assert (path / "final").exists()
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == 4
+    folder.close()
+
+
+def test_summary_marks_the_run_as_finished(tmp_path):
+    folder = open_folder(tmp_path / "a")
+    assert folder.finished_steps() is None
+    folder.write_summary({"steps": 5, "seed": 0})
+    assert folder.finished_steps() == 5
+    assert folder.summary() == {"steps": 5, "seed": 0}
+    assert folder.final_path == tmp_path / "a" / "final"
+    folder.close()
+
+
+# Completions
+
+
+def a_group(prompt: Prompt, rewards: list[float], parts: dict[str, list[float]]) -> ScoredGroup:
+    completions = tuple(
+        Completion(
+            token_ids=np.array([5, 6 + i]),
+            sampling_logprobs=np.array([-0.5, -0.25]),
+            finish_reason="length" if i else "stop",
+            policy_version=3,
+            text=f"answer {i}",
+        )
+        for i in range(len(rewards))
+    )
+    return ScoredGroup(
+        prompt=prompt,
+        completions=completions,
+        rewards=np.array(rewards),
+        reward_parts={name: np.array(part) for name, part in parts.items()},
+    )
+
+
+TEXT = Prompt(id=4, epoch=0, content="say ½", token_ids=np.array([1, 2]), columns={})
+CHAT = Prompt(id=9, epoch=0, content=[{"role": "user", "content": "hi"}], token_ids=np.array([3]), columns={})
+NAN = float("nan")
+GROUPS = [
+    a_group(TEXT, [1.0, NAN], {"exact": [1.0, NAN], "format": [0.0, NAN]}),
+    a_group(CHAT, [0.5, 0.0], {"exact": [0.5, NAN], "format": [0.0, 0.0]}),
+]
+SEQUENCES = [
+    TrainSequence(
+        token_ids=np.arange(3),
+        num_prompt_tokens=1,
+        sampling_logprobs=np.zeros(2),
+        loss_weights=np.ones(2),
+        advantage=advantage,
+        group=n // 2,
+    )
+    for n, advantage in enumerate((0.5, 0.0, 1.0, -1.0))
+]
+
+
+def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
+    folder = open_folder(tmp_path / "a")
+    folder.write_completions("step", 12, GROUPS, SEQUENCES)
+    folder.close()
+    assert [p.name for p in (tmp_path / "a" / "completions").iterdir()] == ["step-000012.parquet"]
+    table = pq.read_table(tmp_path / "a" / "completions" / "step-000012.parquet")
+    assert table.schema.equals(
+        pa.schema(
+            {
+                "step": pa.int64(),
+                "prompt_id": pa.int64(),
+                "prompt": pa.string(),
+                "completion": pa.string(),
+                "prompt_token_ids": pa.list_(pa.int32()),
+                "completion_token_ids": pa.list_(pa.int32()),
+                "sampling_logprobs": pa.list_(pa.float32()),
+                "finish_reason": pa.string(),
+                "policy_version": pa.int64(),
+                "reward": pa.float64(),
+                "rewards/exact": pa.float64(),
+                "rewards/format": pa.float64(),
+                "advantage": pa.float64(),
+            }
+        )
+    )
+    rows = table.to_pylist()
+    assert rows[1] == {
+        "step": 12,
+        "prompt_id": 4,
+        "prompt": "say ½",
+        "completion": "answer 1",
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [5, 7],
+        "sampling_logprobs": [-0.5, -0.25],
+        "finish_reason": "length",
+        "policy_version": 3,
+        "reward": None,
+        "rewards/exact": None,
+        "rewards/format": None,
+        "advantage": 0.0,
+    }
+    assert [row["prompt_id"] for row in rows] == [4, 4, 9, 9]
+    assert [row["reward"] for row in rows] == [1.0, None, 0.5, 0.0]
+    assert [row["rewards/exact"] for row in rows] == [1.0, None, 0.5, None]
+    assert [row["advantage"] for row in rows] == [0.5, 0.0, 1.0, -1.0]
+    assert json.loads(rows[2]["prompt"]) == [{"role": "user", "content": "hi"}]
+
+
+def test_completions_of_an_evaluation_have_no_advantage(tmp_path):
+    write_completions_file(tmp_path / "new" / "eval.parquet", step=0, groups=GROUPS)
+    names = pq.read_schema(tmp_path / "new" / "eval.parquet").names
+    assert "advantage" not in names
+    assert names[-1] == "rewards/format"
