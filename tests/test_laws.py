@@ -1,6 +1,7 @@
 """Law 1: the gradient of a step depends on no shape. Law 6: what is frozen stays so, and master weights keep dtype."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.algorithms import Algorithm, assign_advantages, build_algorithm
+from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig, TrainConfig
 from cohort.engine import TrainEngine
@@ -113,12 +114,42 @@ def test_the_gradient_does_not_depend_on_budget_or_order(name: str, lengths_PG, 
     expected_loss, expected = dense_gradient(policy, reference, sequences, algorithm)
     engine = make_engine(policy, reference)
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
-    for order, share_prompts in ((sequences, True), (shuffled, True), (shuffled, False)):
+    needed = with_gradient(sequences, algorithm)
+    for order, share_prompts in ((sequences, True), (shuffled, True), (shuffled, False), (needed, True)):
         loss, actual = packed_gradient(engine, order, algorithm, budget, share_prompts)
         assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
         for key, gradient in expected.items():
             if gradient.norm() > 1e-12:  # all masked, or all advantages 0: both are 0 to rounding
                 assert relative_error(actual[key], gradient) < 1e-6, key
+
+
+def test_groups_without_a_gradient_are_not_computed():
+    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    rewards = ([0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [0.0, np.nan, 1.0])
+    groups = [
+        replace(group, rewards=np.array(r))
+        for group, r in zip(random_groups([[3, 4, 5]] * 3, seed=0), rewards, strict=True)
+    ]
+    sequences = assign_advantages(groups, algorithm)
+    kept = [(s.group, s.num_completion_tokens) for s in with_gradient(sequences, algorithm)]
+    assert kept == [(0, 3), (0, 5), (2, 3), (2, 5)]  # the middle one of group 0 has the group's mean
+    with_kl = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
+    assert len(with_gradient(assign_advantages(groups, with_kl), with_kl)) == 8  # a KL term pulls at all but the NaN
+
+
+def test_a_step_without_any_gradient_still_is_a_step_of_the_optimizer():
+    """As if the sequences without a gradient had been computed: AdamW's momentum moves the weights on."""
+    engines = [make_engine(make_policy(), learning_rate=0.01) for _ in range(2)]
+    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    learned = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
+    idle = [replace(s, advantage=0.0) for s in learned]
+    for engine, second in zip(engines, (idle, with_gradient(idle, algorithm)), strict=True):
+        for sequences in (learned, second):
+            batch = pack(sequences, micro_batch_tokens=50, pad_token_id=0, share_prompts=True)
+            engine.forward_backward(batch, algorithm.policy_loss)
+            engine.optim_step()
+    computed, skipped = (engine.policy.model.state_dict() for engine in engines)
+    assert all(torch.equal(computed[k], skipped[k]) for k in computed)
 
 
 def test_float32_gradients_agree_to_1e_5():

@@ -34,6 +34,8 @@ def pack(
         pad_token_id: fills the rows.
         share_prompts: compute the prompt of a group once per micro-batch instead of once per completion.
     """
+    if not sequences:
+        return TrainBatch(micro_batches=(), num_sequences=0, num_over_budget=0)
     num_inputs = np.array([len(s.token_ids) - 1 for s in sequences])  # the last token predicts nothing that is scored
     if share_prompts:
         roots = np.array([s.num_prompt_tokens for s in sequences])

@@ -9,6 +9,15 @@ from cohort.algorithms.table import Algorithm
 from cohort.records import ScoredGroup, TrainSequence
 
 
+def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> list[TrainSequence]:
+    """The sequences whose loss has a gradient; the others need not be computed, and the step's gradient is the same.
+
+    Without a gradient are sequences of loss weight 0, and those of advantage 0 where no KL term pulls at them: the
+    policy losses are all of the form advantage times something. They still count in the loss weights' denominators.
+    """
+    return [s for s in sequences if s.loss_weights.any() and (s.advantage != 0 or algorithm.needs_reference)]
+
+
 def assign_advantages(groups: Sequence[ScoredGroup], algorithm: Algorithm) -> list[TrainSequence]:
     """One training sequence per completion, group after group.
 

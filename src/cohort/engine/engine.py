@@ -123,6 +123,9 @@ class TrainEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            if parameter.grad is None:  # nothing had a gradient in this step: AdamW's momentum moves the weights still
+                parameter.grad = torch.zeros_like(parameter)
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm).item()
         if not math.isfinite(grad_norm):
             raise TrainingError(
@@ -159,6 +162,8 @@ class TrainEngine:
 
 
 def _token_means(totals: Mapping[str, Tensor], num_tokens: int) -> dict[str, float]:
+    if not totals:
+        return {"loss": 0.0}
     means = {name: total.item() / num_tokens for name, total in totals.items()}
     means["loss"] = totals["loss"].item()  # a weighted sum already
     means["sampling/sampling_logp_difference/mean"] = means.pop("difference")

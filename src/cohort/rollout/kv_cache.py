@@ -5,7 +5,6 @@ N rows, K key/value heads, S positions, D head dimension.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -42,8 +41,8 @@ class GrowingLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row n becomes what row `beam_idx[n]` was; rows may repeat or be left out."""
         if self.is_initialized:
-            self._key_buffer = self._key_buffer.index_select(0, beam_idx)
-            self._value_buffer = self._value_buffer.index_select(0, beam_idx)
+            self._key_buffer = _rows(self._key_buffer, beam_idx, self._length)
+            self._value_buffer = _rows(self._value_buffer, beam_idx, self._length)
             self._refresh_views()
 
     def _refresh_views(self) -> None:
@@ -51,9 +50,16 @@ class GrowingLayer(DynamicLayer):
         self.values = self._value_buffer[:, :, : self._length]
 
 
+def _rows(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
+    """A buffer of the same capacity with other rows, of which only the used positions are copied."""
+    chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
+    chosen[:, :, :used] = buffer[:, :, :used].index_select(0, rows)
+    return chosen
+
+
 def _with_room(buffer: Tensor, used: int, capacity: int) -> Tensor:
     shape = (*buffer.shape[:2], capacity, buffer.shape[3])
-    larger = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
+    larger = buffer.new_empty(shape)
     larger[:, :, :used] = buffer[:, :, :used]
     return larger
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cohort.algorithms import assign_advantages
+from cohort.algorithms import assign_advantages, with_gradient
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model, write_folder_atomically
 from cohort.config import Config, config_from_dict, load_config
@@ -17,6 +17,7 @@ from cohort.display import ConsoleDisplay, Display, StepReport
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, peak_memory_bytes, rollout_metrics
 from cohort.packing import pack
+from cohort.records import TrainSequence
 from cohort.rollout import StreamKey
 from cohort.run_folder import RunFolder
 from cohort.trainer.setup import Run, build_run, check_disk_space, read_inputs
@@ -114,7 +115,7 @@ class _Training:
         with phase("pack"):
             sequences = assign_advantages(scored, parts.algorithm)
             batch = pack(
-                sequences,
+                with_gradient(sequences, parts.algorithm),
                 micro_batch_tokens=config.train.micro_batch_tokens,
                 pad_token_id=parts.policy.pad_token_id,
                 share_prompts=parts.policy.shares_prompts,
@@ -140,7 +141,7 @@ class _Training:
                 **rollout_metrics(scored),
                 **self._reward_counts(),
                 **_means(updates),
-                **self._costs(batch, sum(len(s.token_ids) for s in sequences)),
+                **self._costs(batch, sequences),
             },
             groups=scored,
         )
@@ -162,15 +163,16 @@ class _Training:
                 f"{self.config.train.micro_batch_tokens}; each has a micro-batch to itself, over that cap"
             )
 
-    def _costs(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
+    def _costs(self, batch: TrainBatch, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """What the step took: tokens, time, memory."""
         times = self.clock.take()
-        sampled = batch.num_scored_tokens
-        self.num_tokens += num_tokens
+        sampled = sum(s.num_completion_tokens for s in sequences)
+        self.num_tokens += sum(len(s.token_ids) for s in sequences)
         return times | {
             "num_tokens": self.num_tokens,
             "tokens_per_second": sampled / times["step_time"],
             "rollout/tokens_per_second": sampled / times["time/rollout_s"],
+            "completions/trained_ratio": batch.num_sequences / len(sequences),
             "padding_fraction": batch.padding_fraction,
             "micro_batches": len(batch.micro_batches),
             "sequences_over_budget": batch.num_over_budget,
