@@ -15,7 +15,7 @@ from cohort.batch import MicroBatch, TrainBatch
 from cohort.records import IntArray, TrainSequence
 
 # One more micro-batch costs about as much time as computing this many more positions.
-_MICRO_BATCH_POSITIONS = 256
+_MICRO_BATCH_POSITIONS = 512
 # Where micro-batches may be closed early, a row this much shorter than the longest starts the next one.
 _MUCH_SHORTER = 0.75
 
@@ -83,7 +83,7 @@ def _split(
         width = max(branch_width, int(branches[n])), max(root_width, int(roots[n]))
         larger = len(members | {groups[n]}) * width[1] + (len(rows) + 1) * width[0]
         shorter = branches[n] < _MUCH_SHORTER * branch_width or roots[n] + branches[n] < _MUCH_SHORTER * root_width
-        if rows and (larger > budget or (close_early and shorter and positions >= 4 * _MICRO_BATCH_POSITIONS)):
+        if rows and (larger > budget or (close_early and shorter and positions >= 2 * _MICRO_BATCH_POSITIONS)):
             split.append((rows, positions))
             rows, members = [], set()
             width = int(branches[n]), int(roots[n])

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from cohort.config import Config, config_from_dict, to_yaml
 from cohort.demo import base, task
-from cohort.display import ConsoleDisplay, render_curve
+from cohort.display import ConsoleDisplay, on_one_line, render_curve
 from cohort.run_folder import check_folder_is_free
 from cohort.trainer import RunResult, train
 
@@ -99,8 +99,8 @@ def _tell_the_end(console: Console, result: RunResult) -> None:
     console.print(render_curve(steps, [accuracies[step] for step in steps]))
     for question, answer, old, new in _samples(result.run_dir, summary["steps"]):
         console.print(f"\n[dim]{escape(question)}[/dim]  (right: {escape(answer)})", soft_wrap=True)
-        console.print(f"  before  {escape(' ⏎ '.join(old.split()))}", soft_wrap=True)
-        console.print(f"  after   {escape(' ⏎ '.join(new.split()))}", soft_wrap=True)
+        console.print(f"  before  {escape(on_one_line(old))}", soft_wrap=True)
+        console.print(f"  after   {escape(on_one_line(new))}", soft_wrap=True)
     console.print(
         f"\n[bold]Accuracy {before:.1%} before, {after:.1%} after {summary['steps']} steps in "
         f"{summary['seconds']:.0f} s[/bold] (seed {summary['seed']})"

@@ -1,7 +1,7 @@
 """What a person sees while a run runs."""
 
-from cohort.display.console import ConsoleDisplay, EvalProgress
+from cohort.display.console import ConsoleDisplay, EvalProgress, on_one_line
 from cohort.display.curve import render_curve
 from cohort.display.protocol import Display, SilentDisplay, StepReport
 
-__all__ = ["ConsoleDisplay", "Display", "EvalProgress", "SilentDisplay", "StepReport", "render_curve"]
+__all__ = ["ConsoleDisplay", "Display", "EvalProgress", "SilentDisplay", "StepReport", "on_one_line", "render_curve"]

@@ -65,7 +65,7 @@ class ConsoleDisplay:
         accuracy = f"  accuracy {self._accuracy:6.1%}" if self._accuracy is not None else ""
         self._print(
             f"step {report.steps_done:>{len(str(self._num_steps))}}/{self._num_steps}  reward {m['reward']:6.3f}"
-            f"{accuracy}  length {m['completions/mean_length']:5.1f}  kept {1 - m['completions/clipped_ratio']:4.0%}"
+            f"{accuracy}  length {m['completions/mean_length']:5.1f}  ended {1 - m['completions/clipped_ratio']:4.0%}"
             f"  {m['tokens_per_second']:,.0f} tokens/s  {left} left"
         )
         if self._steps is not None:
@@ -110,14 +110,15 @@ class ConsoleDisplay:
         """The best and the worst completion of the group whose rewards differ most."""
         group = max(groups, key=lambda g: float(g.rewards.max() - g.rewards.min()))
         content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
-        self._print(f"  [dim]prompt[/dim] {escape(_shortened(str(content)))}")
+        self._print(f"  [dim]prompt[/dim] {escape(on_one_line(str(content)))}")
         order = group.rewards.argsort()
         for place in dict.fromkeys((int(order[-1]), int(order[0]))):
-            text = _shortened(group.completions[place].text)
+            text = on_one_line(group.completions[place].text)
             self._print(f"  [dim]reward {group.rewards[place]:5.2f}[/dim] {escape(text)}")
 
 
-def _shortened(text: str, limit: int = 240) -> str:
+def on_one_line(text: str, limit: int = 240) -> str:
+    """Text with its line ends made visible, cut at `limit` characters."""
     flat = text.strip().replace("\n", " ⏎ ")
     return flat if len(flat) <= limit else f"{flat[:limit]}…"
 
