@@ -1,0 +1,117 @@
+"""The local rollout engine against transformers' `generate`, on the demo's base model and prompts.
+
+    python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5]
+
+Same prompts, generations, temperature and token limit; in turn, in one process. Tokens after a completion's end count
+for neither. Also prints the largest difference between the engine's logprobs and those of a plain forward pass.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from importlib.metadata import version
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from cohort.config import ModelConfig
+from cohort.data import PromptRenderer, build_prompts
+from cohort.demo import task
+from cohort.demo.base import BASE_PATH
+from cohort.policy import Policy, end_token_ids, load_policy
+from cohort.records import Prompt
+from cohort.rollout import LocalEngine, SamplingParams, StreamKey
+
+PROMPTS, GENERATIONS, MAX_TOKENS = 16, 16, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(BASE_PATH))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    policy = load_policy(ModelConfig(path=args.model), device=torch.device("cpu"), tokenizer=tokenizer, trainable=False)
+    rows = [{"question": problem.question} for problem in task.generate(0, PROMPTS)]
+    renderer = PromptRenderer(tokenizer, prompt_column="question")
+    prompts = build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts
+    ends = end_token_ids(policy, tokenizer)
+    engine = LocalEngine(policy, tokenizer, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
+    speeds: dict[str, list[float]] = {"cohort": [], "transformers": []}
+    worst = 0.0
+    for repeat in range(-1, args.repeats):  # the first round warms up
+        seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(engine, prompts, repeat))
+        num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+        worst = max(worst, largest_difference(policy, groups[0]))
+        hf_seconds, completions = timed(lambda repeat=repeat: sample_with_transformers(policy, prompts, ends, repeat))
+        hf_tokens = sum(length_of(row, ends) for row in completions)
+        if repeat >= 0:
+            speeds["cohort"].append(num_tokens / seconds)
+            speeds["transformers"].append(hf_tokens / hf_seconds)
+    print(
+        f"{PROMPTS} prompts x {GENERATIONS} generations, at most {MAX_TOKENS} tokens, {args.threads} threads, "
+        f"{platform.machine()}, torch {torch.__version__}, transformers {version('transformers')}"
+    )
+    for name, values in speeds.items():
+        print(f"{name:14}{statistics.median(values):10,.0f} tokens/s (median of {args.repeats})")
+    print(f"ratio {statistics.median(speeds['cohort']) / statistics.median(speeds['transformers']):.1f}")
+    print(f"largest difference of a logprob from a plain forward pass: {worst:.1e}")
+
+
+def timed(work):
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def sample_with_cohort(engine: LocalEngine, prompts: tuple[Prompt, ...], repeat: int):
+    sampling = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
+    return engine.generate(prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
+
+
+def sample_with_transformers(policy: Policy, prompts: tuple[Prompt, ...], ends: frozenset[int], repeat: int):
+    torch.manual_seed(repeat + 1)
+    width = max(len(p.token_ids) for p in prompts)
+    ids = np.full((len(prompts), width), policy.pad_token_id)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt.token_ids) :] = prompt.token_ids
+        mask[row, width - len(prompt.token_ids) :] = 1
+    output = policy.model.generate(
+        input_ids=torch.from_numpy(ids),
+        attention_mask=torch.from_numpy(mask),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        num_return_sequences=GENERATIONS,
+        max_new_tokens=MAX_TOKENS,
+        eos_token_id=sorted(ends),
+        pad_token_id=policy.pad_token_id,
+    )
+    return output[:, width:].tolist()
+
+
+def length_of(row: list[int], ends: frozenset[int]) -> int:
+    return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+
+
+def largest_difference(policy: Policy, group) -> float:
+    worst = 0.0
+    for completion in group.completions:
+        ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).unsqueeze(0)
+        with torch.no_grad():
+            logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1))
+        worst = max(worst, float(np.abs(completion.sampling_logprobs - expected.squeeze(-1).numpy()).max()))
+    return worst
+
+
+if __name__ == "__main__":
+    main()
