@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from cohort.packing import pack
 from cohort.policy import Policy, linear_logprobs
+from cohort.policy.load import enable_gradient_checkpointing
 from tiny import CONFIGS, gradients, make_model, make_policy, naive_logprobs, random_sequences, relative_error
 
 LENGTHS = [(5, [7, 1, 3]), (1, [1]), (9, [3, 12]), (4, [1, 1]), (7, [8, 2, 5])]
@@ -55,7 +56,7 @@ def test_packed_logprobs_equal_naive_ones_in_float32():
 def test_gradient_checkpointing_changes_nothing():
     model = make_model(dtype=torch.float64)
     model.train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_gradient_checkpointing(model)
     policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.float64, pad_token_id=0)
     assert not policy.shares_prompts
     assert max(compare_with_naive(policy)) < 1e-6

@@ -126,7 +126,10 @@ def demo(
         Path | None, typer.Option(help="Run folder. Default: runs/demo, or the next free runs/demo-N.")
     ] = None,
     rebuild_base: Annotated[
-        bool, typer.Option("--rebuild-base", help="Make the small base model anew from nothing (minutes) and exit.")
+        bool,
+        typer.Option(
+            "--rebuild-base", help="Make the small base model anew (3 minutes), in --out or in place, and exit."
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -134,7 +137,7 @@ def demo(
     from cohort.demo.run import rebuild, run_demo
 
     if rebuild_base:
-        rebuild()
+        rebuild(out)
     else:
         run_demo(seed=seed, out=out)
 

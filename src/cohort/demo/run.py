@@ -64,9 +64,10 @@ def demo_config(folder: Path, *, seed: int) -> Config:
     )
 
 
-def rebuild() -> None:
-    """Make the base model anew, in place."""
-    base.rebuild(base.BASE_PATH)
+def rebuild(out: Path | None) -> None:
+    """Make the base model anew, in `out` or in place of the one that comes with the package."""
+    results = base.rebuild(out or base.BASE_PATH)
+    print(f"written to {out or base.BASE_PATH}; greedy accuracy on held-out problems {results['greedy_accuracy']:.1%}")
 
 
 def _free_folder(root: Path) -> Path:

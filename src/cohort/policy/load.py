@@ -115,14 +115,19 @@ def load_policy(config: ModelConfig, *, device: torch.device, tokenizer: Any, tr
     model.requires_grad_(trainable)
     model.train(trainable)
     if config.gradient_checkpointing and trainable:
-        # renamed in transformers 5.2x; the old name warns there and is all that older ones have
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_gradient_checkpointing(model)
     compute: str = config.compute_dtype
     if compute == "auto":
         compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Policy(model, device=device, compute_dtype=getattr(torch, compute), pad_token_id=pad)
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Have the model recompute its layers' activations in backward."""
+    # renamed in transformers 5.2x; the old name warns there and is all that older ones have
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 @contextmanager

@@ -98,6 +98,9 @@ class AsyncCaller:
     def _running_loop(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
         if self._loop is None or self._thread is None:
             loop = asyncio.new_event_loop()
+            # Every outcome is collected below. What is left to report is a late function that would not be cancelled
+            # and is still pending when the process ends, which has been an error long before.
+            loop.set_exception_handler(lambda _loop, _context: None)
             on_thread_start = self._on_thread_start
 
             def work() -> None:
