@@ -111,11 +111,11 @@ def cohort_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def train_with_cohort(args: argparse.Namespace) -> dict[str, Any]:
     import cohort
-    from cohort.display import SilentDisplay
+    from cohort.display import Display
 
     config, times = cohort_config(args), []
 
-    class Stopwatch(SilentDisplay):
+    class Stopwatch(Display):
         def started(self, plan, *, steps_done):
             times.append(time.perf_counter())
 

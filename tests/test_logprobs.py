@@ -4,12 +4,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 from cohort.packing import pack
 from cohort.policy import Policy, linear_logprobs
 from cohort.policy.load import enable_gradient_checkpointing
-from tiny import CONFIGS, gradients, make_model, make_policy, naive_logprobs, random_sequences, relative_error
+from tiny import (
+    CONFIGS,
+    VOCAB_SIZE,
+    gradients,
+    make_gemma2,
+    make_model,
+    make_policy,
+    naive_logprobs,
+    policy_of,
+    random_sequences,
+    relative_error,
+)
 
 LENGTHS = [(5, [7, 1, 3]), (1, [1]), (9, [3, 12]), (4, [1, 1]), (7, [8, 2, 5])]
 
@@ -57,54 +68,27 @@ def test_gradient_checkpointing_changes_nothing():
     model = make_model(dtype=torch.float64)
     model.train()
     enable_gradient_checkpointing(model)
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.float64, pad_token_id=0)
+    policy = policy_of(model)
     assert not policy.shares_prompts
     assert max(compare_with_naive(policy)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Gemma2Config(final_logit_softcapping=3.0, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
-        GraniteConfig(logits_scaling=4.0),
-    ],
-    ids=["softcap", "scale"],
-)
-def test_heads_with_softcap_and_scale(config):
-    torch.manual_seed(0)
-    for key, value in {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 101,
-        "pad_token_id": 0,
-    }.items():
-        setattr(config, key, value)
-    config.layer_types = ["full_attention"] * 2
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.float64, pad_token_id=0)
+@pytest.mark.parametrize("window", [8, 64])
+def test_a_softcapped_head_and_windows(window: int):
+    """A model whose window could cut a prompt off is computed in whole rows; the head is known either way."""
+    types = ["sliding_attention" if window == 8 else "full_attention", "full_attention"]
+    policy = policy_of(make_gemma2(dtype=torch.float64, sliding_window=window, layer_types=types))
     assert policy.has_plain_head
+    assert policy.shares_prompts == (window == 64)
     assert max(compare_with_naive(policy)) < 1e-6
 
 
-def test_a_sliding_window_is_computed_whole():
-    config = Gemma2Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        vocab_size=101,
-        sliding_window=4,
-    )
+def test_a_scaled_head():
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.float64, pad_token_id=0)
-    assert not policy.shares_prompts
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GraniteConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB_SIZE, pad_token_id=0, logits_scaling=4.0)
+    policy = policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+    assert policy.has_plain_head
     assert max(compare_with_naive(policy)) < 1e-6
 
 
@@ -127,7 +111,7 @@ def test_a_prompt_whose_gradient_is_cut_would_be_noticed(monkeypatch: pytest.Mon
 def test_an_unknown_head_falls_back_to_the_models_own_logits():
     model = make_model(dtype=torch.float64)
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 1.5)
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.float64, pad_token_id=0)
+    policy = policy_of(model)
     assert not policy.has_plain_head
     assert max(compare_with_naive(policy)) < 1e-6
 

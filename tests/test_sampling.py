@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from transformers import AutoModelForCausalLM, Gemma2Config
 
 from cohort.policy import Policy, end_token_ids
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey
 from cohort.rollout.sampling import sample_tokens, uniform_stream
-from tiny import CONFIGS, VOCAB_SIZE, make_policy, make_tokenizer
+from tiny import CONFIGS, VOCAB_SIZE, make_gemma2, make_policy, make_tokenizer, policy_of
 
 KEY = StreamKey(purpose="train", seed=3, step=5)
 
@@ -64,24 +63,7 @@ def test_sampling_logprobs_equal_a_plain_forward_pass(kind: str, temperature: fl
 
 
 def test_a_model_with_a_sliding_window():
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        vocab_size=VOCAB_SIZE,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-        final_logit_softcapping=20.0,
-        attn_logit_softcapping=None,
-        initializer_range=0.15,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.float32, pad_token_id=0)
+    policy = policy_of(make_gemma2())
     for group in make_engine(policy).generate(prompts([3, 17, 1]), sampling(), KEY):
         for completion in group.completions:
             log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)

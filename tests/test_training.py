@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort
 from cohort.config import config_from_dict
-from cohort.display import SilentDisplay
+from cohort.display import Display
 from cohort.trainer.evaluate_model import evaluate_model
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
@@ -60,7 +60,7 @@ def changed(config: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any
 
 
 def train(config: dict[str, Any], **kwargs: Any) -> cohort.RunResult:
-    return cohort.train(config, display=SilentDisplay(), **kwargs)
+    return cohort.train(config, display=Display(), **kwargs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -210,7 +210,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, dr
     config = changed(config, train={"lr_schedule": "cosine", "warmup_steps": 1, "updates_per_rollout": 2})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
 
-    class Interrupt(SilentDisplay):
+    class Interrupt(Display):
         def step(self, report):
             if report.steps_done == 5:
                 raise KeyboardInterrupt
@@ -226,8 +226,8 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, dr
 CHILD = """
 import sys
 import cohort
-from cohort.display import SilentDisplay
-cohort.train(sys.argv[1], display=SilentDisplay())
+from cohort.display import Display
+cohort.train(sys.argv[1], display=Display())
 """
 
 

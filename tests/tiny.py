@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -71,8 +72,33 @@ def make_model(
 
 
 def make_policy(kind: str = "llama", *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Policy:
-    model = make_model(kind, dtype=dtype, **overrides)
-    return Policy(model, device=torch.device("cpu"), compute_dtype=dtype, pad_token_id=0)
+    return policy_of(make_model(kind, dtype=dtype, **overrides))
+
+
+def make_gemma2(*, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+    """A model with softcapped logits whose first layer sees a window of 8 tokens."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "vocab_size": VOCAB_SIZE,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 3.0,
+        "attn_logit_softcapping": None,
+        "initializer_range": 0.15,
+        **overrides,
+    }
+    return AutoModelForCausalLM.from_config(Gemma2Config(**settings), dtype=dtype)
+
+
+def policy_of(model: PreTrainedModel) -> Policy:
+    return Policy(model, device=torch.device("cpu"), compute_dtype=model.dtype, pad_token_id=0)
 
 
 def save_model_folder(path: Path, kind: str = "llama", **overrides: Any) -> Path:

@@ -1,7 +1,4 @@
-"""The demo's base model as package data, and how to rebuild it from nothing.
-
-python -c "from pathlib import Path; from cohort.demo.base import rebuild; rebuild(Path('my-base'))"
-"""
+"""The demo's base model as package data, and how to rebuild it from nothing (`cohort demo --rebuild-base`)."""
 
 import random
 import re
@@ -14,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCaus
 from cohort.demo.pretrain import WarmStart, build_model, habit, warm_start
 from cohort.demo.task import Problem, demonstration, generate
 from cohort.demo.tokenizer import train_tokenizer
+from cohort.policy import quiet_transformers
 
 BASE_PATH = Path(__file__).parent / "base"
 ANSWER_PATTERN = r"####\s*(-?\d+)\s*$"
@@ -47,8 +45,9 @@ def rebuild(out: Path, *, seed: int = 0, progress: Callable[[str], None] = print
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with quiet_transformers():
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
     # measured as it is trained and sampled: the saved weights, in float32 arithmetic
     results = measure(model.float(), tokenizer, seed=seed)
     progress(", ".join(f"{name} {value:.3f}" for name, value in results.items()))

@@ -2,6 +2,6 @@
 
 from cohort.display.console import ConsoleDisplay, EvalProgress, on_one_line
 from cohort.display.curve import render_curve
-from cohort.display.protocol import Display, SilentDisplay, StepReport
+from cohort.display.events import Display, StepReport
 
-__all__ = ["ConsoleDisplay", "Display", "EvalProgress", "SilentDisplay", "StepReport", "on_one_line", "render_curve"]
+__all__ = ["ConsoleDisplay", "Display", "EvalProgress", "StepReport", "on_one_line", "render_curve"]

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from cohort.display.protocol import StepReport
+from cohort.display.events import Display, StepReport
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
 
 
-class ConsoleDisplay:
+class ConsoleDisplay(Display):
     """One line per step; every so many steps a group's best and worst completion."""
 
     def __init__(self, *, show_completions_every: int = 0, console: Console | None = None):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
@@ -17,51 +16,23 @@ class StepReport:
     groups: Sequence[ScoredGroup]
 
 
-class Display(Protocol):
-    """Told of everything that happens in a run, in order."""
+class Display:
+    """Told of everything that happens in a run, in order. This one shows nothing; others override what they show."""
 
     def started(self, plan: RunPlan, *, steps_done: int) -> None:
         """The run begins, or goes on after `steps_done` steps."""
-        ...
 
     def note(self, text: str) -> None:
         """Something a person should know."""
-        ...
 
     def step(self, report: StepReport) -> None:
         """A step is done."""
-        ...
 
     def eval_progress(self, done: int, total: int) -> None:
         """`done` of `total` prompts are evaluated."""
-        ...
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """An evaluation is done."""
-        ...
 
     def close(self) -> None:
         """Nothing more comes, for whatever reason."""
-        ...
-
-
-class SilentDisplay:
-    """Shows nothing."""
-
-    def started(self, plan: RunPlan, *, steps_done: int) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def step(self, report: StepReport) -> None:
-        """Nothing."""
-
-    def eval_progress(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
