@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from cohort.config import ModelConfig
 from cohort.data import PromptRenderer, build_prompts
 from cohort.demo import task
-from cohort.demo.base import BASE_PATH
+from cohort.demo.base_model import BASE_PATH
 from cohort.policy import Policy, end_token_ids, load_policy
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey

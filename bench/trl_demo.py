@@ -89,7 +89,7 @@ def make_data(folder: Path, seed: int) -> tuple[Path, Path]:
 
 
 def cohort_config(args: argparse.Namespace) -> dict[str, Any]:
-    from cohort.demo.base import ANSWER_PATTERN, BASE_PATH, MAX_COMPLETION_TOKENS
+    from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH, MAX_COMPLETION_TOKENS
 
     train, _ = make_data(args.folder, args.seed)
     return {
@@ -131,7 +131,7 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from cohort.demo.base import ANSWER_PATTERN, BASE_PATH, MAX_COMPLETION_TOKENS
+    from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH, MAX_COMPLETION_TOKENS
 
     train, _ = make_data(args.folder, args.seed)
     rows = [json.loads(line) for line in train.read_text().splitlines()]
@@ -187,7 +187,7 @@ def differences(times: list[float]) -> list[float]:
 
 def accuracy(model: str, folder: Path) -> float:
     """Greedy accuracy on the held-out problems."""
-    from cohort.demo.base import ANSWER_PATTERN
+    from cohort.demo.base_model import ANSWER_PATTERN
 
     command = [sys.executable, "-m", "cohort", "eval", model, "--data", str(folder / "heldout.jsonl")]
     command += ["--prompt", "question", "--reward", "exact", "--reward-args", json.dumps({"pattern": ANSWER_PATTERN})]

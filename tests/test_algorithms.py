@@ -62,8 +62,11 @@ def test_group_mean():
 
 @pytest.mark.parametrize("std_epsilon", [0.0, 1e-4])
 def test_equal_rewards_have_advantage_zero(std_epsilon: float):
-    assert group_mean_std(torch.full((2, 4), 0.1), std_epsilon=std_epsilon).abs().max() < 1e-3
-    assert group_mean_std(torch.ones(2, 4), std_epsilon=std_epsilon).tolist() == [[0.0] * 4] * 2
+    for reward in (0.1, 0.7, 1.0, 1e6 / 3):  # the mean of three times 0.7 is not 0.7 to the last bit
+        for dtype in (torch.float32, torch.float64):
+            rewards = torch.full((2, 3), reward, dtype=dtype)
+            assert group_mean_std(rewards, std_epsilon=std_epsilon).tolist() == [[0.0] * 3] * 2
+            assert group_mean(rewards).tolist() == [[0.0] * 3] * 2
 
 
 def test_unjudged_completions_take_no_part_in_their_group():

@@ -210,13 +210,48 @@ def test_a_model_folder_that_lacks_something(tmp_path, cohort, missing, part):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("no_weights")
 def test_a_tokenizer_that_cannot_end_a_completion(tmp_path, cohort):
     path = set_up(tmp_path)
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "model")
-    assert_refused(cohort("train", path), "the tokenizer has no eos_token, so completions would never end")
+    assert cohort("train", path, f"run.dir={tmp_path}/fine").code == 0  # the model's config has one
+    for name in ("config.json", "generation_config.json"):
+        file = tmp_path / "model" / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
+    assert_refused(cohort("train", path), "has an eos_token, so completions would never end")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
+    ended = cohort("train", set_up(tmp_path, rollout={"max_completion_tokens": 1000}))
+    assert_refused(
+        ended, "rollout.max_completion_tokens: 1000 after the longest prompt", "the model knows 512 positions"
+    )
+
+
+def test_a_tokenizer_with_tokens_that_the_model_does_not_have(tmp_path, cohort):
+    path = set_up(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["say"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = len(make_tokenizer())
+    assert_refused(cohort("train", path), f"token id {rows}, and the model has embeddings for {rows} tokens")
+
+
+def test_fewer_steps_than_the_run_has_behind_it(tmp_path, cohort):
+    path = set_up(tmp_path)
+    assert cohort("train", path).code == 0
+    (tmp_path / "run" / "summary.json").unlink()
+    assert_refused(cohort("train", path, "train.steps=2"), "train.steps: the run in", "has 3 steps behind it already")
+
+
+def test_a_run_whose_answers_have_changed_does_not_go_on(tmp_path, cohort):
+    path = set_up(tmp_path)
+    assert cohort("train", path).code == 0
+    data = tmp_path / "data.jsonl"
+    data.write_text(data.read_text().replace('"answer": "1"', '"answer": "2"'))
+    assert_refused(cohort("train", path, "train.steps=4"), "data.path")
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -327,7 +362,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, cohort):
     write_jsonl(tmp_path / "data.jsonl", rows)
     ended = cohort("train", set_up(tmp_path))
     assert ended.code == 0
-    assert "1 prompts over rollout.max_prompt_tokens: 32 dropped, 4 left" in ended.out
+    assert "1 training prompts over rollout.max_prompt_tokens: 32 dropped, 4 left" in ended.out
 
 
 # No space on the disk

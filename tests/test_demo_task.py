@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cohort.demo.base import ANSWER_PATTERN, BASE_PATH
+from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH
 from cohort.demo.pretrain import habit
 from cohort.demo.task import STORIES, Problem, demonstration, generate, is_heldout, write_jsonl
 from cohort.errors import UserError

@@ -181,7 +181,6 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
         (["hardware.device=cpu"], []),
         (["run.checkpoint_every=7", "run.log=[wandb]", "run.dir=/elsewhere"], []),
         (["train.micro_batch_tokens=5", "rollout.max_num_seqs=5"], []),
-        (["eval.path=held.jsonl", "eval.every=3"], []),
         (["rewards.0.timeout_s=5"], []),
         (["train.steps=9"], []),  # at a constant rate a longer run begins like a shorter one
         (["train.epochs=9"], []),
@@ -369,3 +368,10 @@ def test_completions_of_an_evaluation_have_no_advantage(tmp_path):
     names = pq.read_schema(tmp_path / "new" / "eval.parquet").names
     assert "advantage" not in names
     assert names[-1] == "rewards/format"
+
+
+def test_an_evaluation_may_change_when_it_happens_but_not_what_it_measures():
+    base = {**MINIMAL, "eval": {"path": "held.jsonl"}}
+    old = config_from_dict(base)
+    assert not config_changes(old, config_from_dict(base, ["eval.every=3", "eval.before_training=false"]))
+    assert list(config_changes(old, config_from_dict(base, ["eval.temperature=0.5"]))) == ["eval.temperature"]

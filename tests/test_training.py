@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,13 +212,8 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, dr
     config = changed(config, train={"lr_schedule": "cosine", "warmup_steps": 1, "updates_per_rollout": 2})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
 
-    class Interrupt(Display):
-        def step(self, report):
-            if report.steps_done == 5:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        cohort.train(config, display=Interrupt())
+        cohort.train(config, display=stop_after(5))
     actual = train(config, resume=True)
     assert_same_weights(actual.final_dir, expected.final_dir)
     for name in ("loss", "reward", "grad_norm", "learning_rate", "eval/reward", "num_tokens"):
@@ -287,6 +284,72 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path):
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     rewards = [event.value for event in events.Scalars("reward")]
     np.testing.assert_allclose(rewards, metric(run, "reward"), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "bound"),
+    [({"dtype": "bfloat16"}, 0.3), ({"dtype": "float32", "compute_dtype": "bfloat16"}, 0.3)],
+    ids=["bfloat16 weights", "bfloat16 autocast"],
+)
+def test_bfloat16(tmp_path: Path, model: dict[str, str], bound: float):
+    result = train(changed(make_inputs(tmp_path), model=model))
+    saved = AutoModelForCausalLM.from_pretrained(result.final_dir)
+    assert saved.dtype == getattr(torch, model["dtype"])  # autocast leaves the weights in float32
+    assert 0 < max(metric(result.run_dir, "sampling/sampling_logp_difference/max")) < bound
+    before = weights(tmp_path / "base")
+    assert any(not torch.equal(t.float(), before[name].float()) for name, t in weights(result.final_dir).items())
+    with pytest.raises(KeyboardInterrupt):  # and it resumes bit for bit too
+        cohort.train(
+            changed(make_inputs(tmp_path), model=model, run={"dir": str(tmp_path / "b")}), display=stop_after(5)
+        )
+    again = train(changed(make_inputs(tmp_path), model=model, run={"dir": str(tmp_path / "b")}), resume=True)
+    assert_same_weights(again.final_dir, result.final_dir)
+
+
+def stop_after(steps: int) -> Display:
+    class Interrupt(Display):
+        def step(self, report):
+            if report.steps_done == steps:
+                raise KeyboardInterrupt
+
+    return Interrupt()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_loggers_go_on_with_their_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """With a stand-in for the package: what it is told to start, and that all metrics reach it."""
+    started, logged = [], []
+    run = SimpleNamespace(
+        log=lambda metrics, step=None: logged.append(step if step is not None else metrics["step"]),
+        define_metric=lambda *_, **__: None,
+        finish=lambda: None,
+    )
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    module.init = lambda **kwargs: started.append(kwargs) or run
+    monkeypatch.setitem(sys.modules, name, module)
+    config = changed(make_inputs(tmp_path), run={"log": [name]})
+    with pytest.raises(KeyboardInterrupt):
+        cohort.train(config, display=stop_after(5))
+    train(config)
+    identity = "id" if name == "wandb" else "name"
+    assert len(started) == 2 and started[0][identity] == started[1][identity]
+    assert set(logged) == {0, 1, 2, 3, 4, 5, 6}
+
+
+def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
+    config = make_inputs(tmp_path)
+    rows = [*copy_task_rows(4), {"question": "x" * 100, "answer": "1", "level": 0}]
+    write_jsonl(tmp_path / "heldout.jsonl", rows)
+    notes: list[str] = []
+
+    class Notes(Display):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    run = cohort.train(config, display=Notes()).run_dir
+    assert notes == ["1 held-out prompts over rollout.max_prompt_tokens: 64 dropped, 4 left"]
+    assert metric(run, "eval/num_dropped_overlong") == [1, 1, 1]
 
 
 def test_evaluation_with_k_samples(tmp_path: Path):

@@ -20,6 +20,7 @@ class Evaluation:
     """What is evaluated and how; the same for every evaluation of a run."""
 
     prompts: Sequence[Prompt]
+    num_dropped_overlong: int  # prompts left out because they are too long
     sampling: SamplingParams
     seed: int
     success_reward: str  # the reward part that decides success
@@ -64,8 +65,12 @@ def evaluate(
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
     k = evaluation.sampling.num_generations
     accuracy = float(success_PK.mean())
-    metrics = {"accuracy": accuracy, f"mean@{k}": accuracy, f"pass@{k}": float(success_PK.any(axis=1).mean())}
-    metrics |= rollout_metrics(groups)
+    metrics: dict[str, float] = {
+        "accuracy": accuracy,
+        f"mean@{k}": accuracy,
+        f"pass@{k}": float(success_PK.any(axis=1).mean()),
+    }
+    metrics |= {"num_dropped_overlong": evaluation.num_dropped_overlong, **rollout_metrics(groups)}
     return EvalResult(accuracy=accuracy, metrics={f"eval/{n}": v for n, v in metrics.items()}, groups=groups)
 
 

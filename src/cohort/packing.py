@@ -81,7 +81,7 @@ def _split(
     root_width = branch_width = positions = 0
     for n in order:
         width = max(branch_width, int(branches[n])), max(root_width, int(roots[n]))
-        larger = len(members | {groups[n]}) * width[1] + (len(rows) + 1) * width[0]
+        larger = (len(members) + (groups[n] not in members)) * width[1] + (len(rows) + 1) * width[0]
         shorter = branches[n] < _MUCH_SHORTER * branch_width or roots[n] + branches[n] < _MUCH_SHORTER * root_width
         if rows and (larger > budget or (close_early and shorter and positions >= 2 * _MICRO_BATCH_POSITIONS)):
             split.append((rows, positions))

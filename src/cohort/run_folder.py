@@ -21,7 +21,14 @@ from cohort.errors import UserError
 from cohort.records import ScoredGroup, TrainSequence
 
 # Keys that may differ when a run goes on: they change neither what is learned nor in which order.
-_MAY_CHANGE = ("hardware.", "run.", "eval.", "eval", "train.micro_batch_tokens", "rollout.max_num_seqs")
+_MAY_CHANGE = (
+    "hardware.",
+    "run.",
+    "eval.every",
+    "eval.before_training",
+    "train.micro_batch_tokens",
+    "rollout.max_num_seqs",
+)
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 
 

@@ -9,7 +9,11 @@ from torch import Tensor
 
 def group_mean(rewards_PG: Tensor) -> Tensor:
     """Reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783)."""
-    return rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
+    centered = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
+    # the mean of equal rewards is not always one of them to the last bit; dividing by the std would learn from that
+    largest = rewards_PG.nan_to_num(0.0).abs().amax(dim=1, keepdim=True)
+    rounding = 8 * torch.finfo(rewards_PG.dtype).eps * largest
+    return torch.where(centered.abs() <= rounding, torch.zeros_like(centered), centered)
 
 
 def group_mean_std(rewards_PG: Tensor, *, std_epsilon: float) -> Tensor:

@@ -28,7 +28,9 @@ class ModelConfig(Section):
         min_length=1, description="Model folder (safetensors, config.json, tokenizer) or Hugging Face model id."
     )
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32", description="Dtype of the trained weights and of the optimizer state."
+        "float32",
+        description="Dtype of the trained weights and of the optimizer state. bfloat16 halves both, and updates that "
+        "are small beside a weight are rounded away: it needs a learning rate of 1e-5 or more.",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -39,6 +41,18 @@ class ModelConfig(Section):
         False, description="Recompute activations in backward: less memory, about a third more time."
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
+
+    @model_validator(mode="after")
+    def _autocast_has_an_effect(self) -> Self:
+        if self.compute_dtype not in ("auto", self.dtype) and (self.dtype, self.compute_dtype) != (
+            "float32",
+            "bfloat16",
+        ):
+            raise ValueError(
+                f"compute_dtype: {self.compute_dtype} has no effect on weights of dtype: {self.dtype}; use auto, "
+                f"{self.dtype}, or dtype: float32 with compute_dtype: bfloat16"
+            )
+        return self
 
 
 class DataConfig(Section):
@@ -117,8 +131,14 @@ class RolloutConfig(Section):
 class PolicyGradientConfig(Section):
     """What the clipped policy-gradient algorithms have in common."""
 
-    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped from below at 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped from above at 1 + clip_high.")
+    clip_low: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="The ratio is clipped from below at 1 - clip_low. It "
+        "is exactly 1 at the first update of a rollout, so this matters with `train.updates_per_rollout` above 1.",
+    )
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped from above at 1 + clip_high (as clip_low).")
     beta: float = Field(0.0, ge=0, description="Weight of the KL term (k3). Above 0 a reference model is loaded.")
     mask_truncated_completions: bool = Field(
         False, description="Completions that hit the token limit get no loss and do not count in its denominator."
@@ -142,7 +162,7 @@ class DapoConfig(PolicyGradientConfig):
     """DAPO (arXiv:2503.14476): clip-higher and the token mean over the whole step."""
 
     name: Literal["dapo"] = Field("dapo", description="The algorithm.")
-    clip_high: float = Field(0.28, ge=0, description="The ratio is clipped from above at 1 + clip_high.")
+    clip_high: float = Field(0.28, ge=0, description="The ratio is clipped from above at 1 + clip_high (as clip_low).")
     std_epsilon: float = Field(1e-4, ge=0, description="Added to the group's standard deviation.")
 
 
@@ -158,14 +178,17 @@ class TrainConfig(Section):
     epochs: float | None = Field(None, gt=0, description="Passes over the prompts, instead of `steps`. Default 1.")
     prompts_per_step: int = Field(16, ge=1, description="P, prompts per step; a step has P x G completions.")
     micro_batch_tokens: int = Field(
-        8192, ge=1, description="Hard cap on the tokens of one forward/backward. Changes memory, never the gradient."
+        8192,
+        ge=1,
+        description="Hard cap on the tokens of one forward/backward, but for a sequence that is "
+        "longer by itself. Changes memory, never the gradient.",
     )
     updates_per_rollout: int = Field(
         1, ge=1, description="Optimizer steps on the same completions, each over all of them (GRPO's mu)."
     )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="After warm-up: constant, or decay to 0 at the last step."
+        "constant", description="After warm-up: constant, or decay towards 0 at the end of the run."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
@@ -224,7 +247,7 @@ class HardwareConfig(Section):
     """Where the run runs."""
 
     processes: Literal[1] = Field(1, description="Training processes.")
-    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:N or mps.")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
 
 
 class RunConfig(Section):

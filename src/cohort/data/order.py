@@ -94,12 +94,14 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntA
 
 
 def _fingerprint(prompts: tuple[Prompt, ...]) -> str:
-    """SHA-256 of row numbers and contents.
+    """SHA-256 of row numbers, contents and the columns that the rewards see.
 
     Not of token ids: chat templates may write today's date into them, and a run must resume tomorrow.
     """
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.id, prompt.content], sort_keys=True, default=str).encode())
+        digest.update(
+            json.dumps([prompt.id, prompt.content, dict(prompt.columns)], sort_keys=True, default=str).encode()
+        )
         digest.update(b"\n")
     return digest.hexdigest()

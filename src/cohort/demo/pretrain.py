@@ -31,7 +31,7 @@ class WarmStart:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """Make a Qwen3 model of 0.45M parameters with random float32 weights, the same ones for the same seed."""
+    """Make a Qwen3 model of 0.46M parameters with random float32 weights, the same ones for the same seed."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cohort.config import Config, config_from_dict, to_yaml
-from cohort.demo import base, task
+from cohort.demo import base_model, task
 from cohort.display import ConsoleDisplay, on_one_line, render_curve
 from cohort.run_folder import check_folder_is_free
 from cohort.trainer import RunResult, train
@@ -24,11 +24,11 @@ def run_demo(*, seed: int, out: Path | None) -> RunResult:
         out: run folder; by default runs/demo, or runs/demo-2 and so on where that is taken.
     """
     console = Console(highlight=False)
-    folder = out or _free_folder(Path("runs"))
+    folder = out or free_folder(Path("runs"))
     config = demo_config(folder, seed=seed)
     _write_data(folder, config, seed=seed)
     console.print(
-        "A model of 0.45 million weights learns word problems by GRPO: it is never shown a "
+        "A model of 0.46 million weights learns word problems by GRPO: it is never shown a "
         "solution, only told whether its answer is right.",
         soft_wrap=True,
     )
@@ -41,13 +41,13 @@ def demo_config(folder: Path, *, seed: int) -> Config:
     """The demo's configuration, which `cohort train` runs just as well."""
     return config_from_dict(
         {
-            "model": {"path": str(base.BASE_PATH)},
+            "model": {"path": str(base_model.BASE_PATH)},
             "data": {"path": str(folder / "data" / "train.jsonl"), "prompt": "question"},
-            "rewards": [{"use": "exact", "name": "right", "args": {"pattern": base.ANSWER_PATTERN}}],
+            "rewards": [{"use": "exact", "name": "right", "args": {"pattern": base_model.ANSWER_PATTERN}}],
             "rollout": {
                 "num_generations": 16,
                 "max_prompt_tokens": 128,
-                "max_completion_tokens": base.MAX_COMPLETION_TOKENS,
+                "max_completion_tokens": base_model.MAX_COMPLETION_TOKENS,
             },
             "algorithm": {"name": "grpo"},
             "train": {
@@ -66,11 +66,12 @@ def demo_config(folder: Path, *, seed: int) -> Config:
 
 def rebuild(out: Path | None) -> None:
     """Make the base model anew, in `out` or in place of the one that comes with the package."""
-    results = base.rebuild(out or base.BASE_PATH)
-    print(f"written to {out or base.BASE_PATH}; greedy accuracy on held-out problems {results['greedy_accuracy']:.1%}")
+    results = base_model.rebuild(out or base_model.BASE_PATH)
+    accuracy = results["greedy_accuracy"]
+    print(f"written to {out or base_model.BASE_PATH}; greedy accuracy on held-out problems {accuracy:.1%}")
 
 
-def _free_folder(root: Path) -> Path:
+def free_folder(root: Path) -> Path:
     """`root/demo`, or the first of demo-2, demo-3, ... that does not exist."""
     folder, number = root / "demo", 1
     while folder.exists():
@@ -82,8 +83,8 @@ def _free_folder(root: Path) -> Path:
 def _write_data(folder: Path, config: Config, *, seed: int) -> None:
     """The problems and the configuration, as files that a person can look at and reuse."""
     check_folder_is_free(folder)
-    if (folder / "data" / "heldout.jsonl").exists():
-        return  # an earlier demo with this folder: the same command goes on with it
+    if (folder / "metrics.jsonl").exists():
+        return  # an earlier demo in this folder: the same command goes on with it, another one is refused
     (folder / "data").mkdir(parents=True, exist_ok=True)
     # first, so that a kill while the data is written leaves a folder that is known to be a run's
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")

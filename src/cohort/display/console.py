@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -108,11 +109,11 @@ class ConsoleDisplay(Display):
 
     def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
         """The best and the worst completion of the group whose rewards differ most."""
-        group = max(groups, key=lambda g: float(g.rewards.max() - g.rewards.min()))
+        judged = [g for g in groups if not np.isnan(g.rewards).all()]
+        group = max(judged, key=lambda g: float(np.nanmax(g.rewards) - np.nanmin(g.rewards)))
         content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
         self._print(f"  [dim]prompt[/dim] {escape(on_one_line(str(content)))}")
-        order = group.rewards.argsort()
-        for place in dict.fromkeys((int(order[-1]), int(order[0]))):
+        for place in dict.fromkeys((int(np.nanargmax(group.rewards)), int(np.nanargmin(group.rewards)))):
             text = on_one_line(group.completions[place].text)
             self._print(f"  [dim]reward {group.rewards[place]:5.2f}[/dim] {escape(text)}")
 

@@ -1,8 +1,10 @@
 """Where metrics go: `metrics.jsonl` always, and the loggers a run asks for."""
 
+import contextlib
 import importlib.util
 import json
 import math
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,17 @@ def check_loggers(names: Sequence[str]) -> None:
 class MetricsWriter:
     """Appends one JSON object per line, flushed at once, and forwards to the loggers."""
 
-    def __init__(self, folder: Path, *, log: Sequence[str], config: Mapping[str, Any]):
+    def __init__(self, folder: Path, *, log: Sequence[str], config: Mapping[str, Any], steps_done: int = 0):
         """Open for appending.
 
         Args:
             folder: the run folder; holds metrics.jsonl and, for tensorboard, tensorboard/.
             log: names of loggers.
             config: the resolved configuration, for loggers that show it.
+            steps_done: what loggers already have of later steps is from before the run was last interrupted.
         """
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._loggers = [_LOGGERS[name](folder, config) for name in log]
+        self._loggers = [_LOGGERS[name](folder, config, steps_done) for name in log]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of the state after `step` steps. NaN, which JSON does not know, becomes null."""
@@ -49,7 +52,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file and the loggers."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # every line has been flushed: a full disk has been reported by then
+            self._file.close()
         for _, close in self._loggers:
             close()
 
@@ -57,10 +61,10 @@ class MetricsWriter:
 _Logger = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
 
 
-def _tensorboard(folder: Path, config: Mapping[str, Any]) -> _Logger:
+def _tensorboard(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps_done + 1)
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -69,18 +73,35 @@ def _tensorboard(folder: Path, config: Mapping[str, Any]) -> _Logger:
     return log, writer.close
 
 
-def _wandb_like(package: str) -> Callable[[Path, Mapping[str, Any]], _Logger]:
-    def start(folder: Path, config: Mapping[str, Any]) -> _Logger:
-        module = importlib.import_module(package)
-        # the folder's name is the run's id, so that a resumed run goes on in the same curves
-        run = module.init(project="cohort", name=folder.name, config=dict(config), resume="allow")
-        return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+def _wandb(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
+    import wandb
 
-    return start
+    run = wandb.init(
+        project="cohort", name=folder.name, id=_run_id(folder), config=dict(config), resume="allow", dir=str(folder)
+    )
+    # wandb's own step never goes back, and a resumed run repeats some: the step is a metric that the others go by
+    run.define_metric("*", step_metric="step")
+    return lambda step, metrics: run.log({"step": step, **metrics}), run.finish
 
 
-_LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], _Logger]] = {
+def _trackio(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
+    import trackio
+
+    # trackio knows a run by its name
+    run = trackio.init(project="cohort", name=f"{folder.name}-{_run_id(folder)}", config=dict(config), resume="allow")
+    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+
+
+def _run_id(folder: Path) -> str:
+    """A name for the run in this folder that is the same after a resume and that no other run has."""
+    file = folder / ".run_id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+_LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], _Logger]] = {
     "tensorboard": _tensorboard,
-    "wandb": _wandb_like("wandb"),
-    "trackio": _wandb_like("trackio"),
+    "wandb": _wandb,
+    "trackio": _trackio,
 }

@@ -1,7 +1,7 @@
 """Loading a policy and its tokenizer from a model folder or a hub."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.policy.policy import Policy
+from cohort.records import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -67,7 +68,7 @@ def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
     """The model's tokenizer.
 
     Raises:
-        UserError: there is none, or it has no end-of-sequence token to stop at.
+        UserError: there is none, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -76,8 +77,6 @@ def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the loader raises many types; all mean the same to the user
         raise UserError(f"{field}: {config.path!r}: the tokenizer cannot be loaded: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{field}: {config.path!r}: the tokenizer has no eos_token, so completions would never end")
     return tokenizer
 
 
@@ -119,7 +118,9 @@ def load_policy(config: ModelConfig, *, device: torch.device, tokenizer: Any, tr
     compute: str = config.compute_dtype
     if compute == "auto":
         compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    # never attended to, so any token will do where the tokenizer has none or one that the model has no embedding for
+    pad = tokenizer.pad_token_id
+    pad = pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0
     return Policy(model, device=device, compute_dtype=getattr(torch, compute), pad_token_id=pad)
 
 
@@ -147,9 +148,59 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
-    """Every token id that ends a completion, by the tokenizer, the config or the generation config."""
-    ids: set[int] = {tokenizer.eos_token_id}
-    for source in (policy.model.config, getattr(policy.model, "generation_config", None)):
+    """Every token id that ends a completion, by the tokenizer, the config or the generation config.
+
+    Raises:
+        UserError: there is none, so completions would never end.
+    """
+    config = policy.model.config
+    ids: set[int] = set()
+    for source in (tokenizer, config, config.get_text_config(), getattr(policy.model, "generation_config", None)):
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    if not ids:
+        raise UserError(
+            "model.path: neither the tokenizer nor config.json nor generation_config.json has an eos_token, so "
+            "completions would never end"
+        )
     return frozenset(ids)
+
+
+def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
+    """Compare the token ids of prompts with the rows of the model's embedding.
+
+    Raises:
+        UserError: a token has no embedding, as after adding tokens to a tokenizer and not to its model.
+    """
+    rows = policy.model.get_input_embeddings().num_embeddings
+    largest = max(int(p.token_ids.max()) for p in prompts)
+    if largest >= rows:
+        raise UserError(
+            f"model.path: a prompt has the token id {largest}, and the model has embeddings for {rows} tokens; "
+            f"tokenizer and model do not belong together, or tokens were added without model.resize_token_embeddings"
+        )
+
+
+def check_lengths(config: ModelConfig, *, longest_prompt: int, max_completion_tokens: int) -> None:
+    """Compare the longest sequence that a run can make with the positions that the model knows.
+
+    Raises:
+        UserError: the model would have to extrapolate.
+    """
+    from transformers import AutoConfig
+
+    try:
+        text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code).get_text_config()
+    except Exception as error:  # the loader raises many types; all mean the same to the user
+        raise UserError(f"model.path: {config.path!r}: config.json cannot be used: {error}") from error
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        # beyond this the rotation depends on the longest row of a batch, so on how the batch was put together
+        limit = rope.get("original_max_position_embeddings") or limit
+    if isinstance(limit, int) and longest_prompt + max_completion_tokens > limit:
+        raise UserError(
+            f"rollout.max_completion_tokens: {max_completion_tokens} after the longest prompt of {longest_prompt} "
+            f"tokens makes {longest_prompt + max_completion_tokens}, and the model knows {limit} positions; use at "
+            f"most {max(0, limit - longest_prompt)}, or lower rollout.max_prompt_tokens"
+        )

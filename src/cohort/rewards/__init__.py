@@ -6,16 +6,14 @@ under deadlines, and validates what they return. Built in are `math`, `exact` an
 
 from cohort.rewards.function import ChecksArguments, RewardFunction
 from cohort.rewards.load import BUILTINS, build_rewards, check_columns, load_reward
-from cohort.rewards.runner import NotJudged, RewardRunner, count_not_judged
+from cohort.rewards.runner import RewardRunner
 
 __all__ = [
     "BUILTINS",
     "ChecksArguments",
-    "NotJudged",
     "RewardFunction",
     "RewardRunner",
     "build_rewards",
     "check_columns",
-    "count_not_judged",
     "load_reward",
 ]

@@ -5,9 +5,7 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,6 @@ from cohort.rewards.describe import excerpt
 from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, own_arguments, wanted_arguments
 
 NOT_JUDGED = math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class NotJudged:
-    """How many completions got no number."""
-
-    by_reward: Mapping[str, int]  # reward name -> completions that this reward did not judge
-    by_none: int  # completions that no reward judged; their reward is NaN
 
 
 class RewardRunner:
@@ -139,14 +129,6 @@ class RewardRunner:
         if not np.isfinite(sums_N).all():
             raise UserError("rewards: the weighted sum of the rewards is too large for a float64; use smaller weights")
         return np.where(judged_RN.any(axis=0), sums_N, NOT_JUDGED)
-
-
-def count_not_judged(scored: Sequence[ScoredGroup]) -> NotJudged:
-    """Counts the completions without a number, for the metrics of a step."""
-    by_reward: Counter[str] = Counter()
-    for group in scored:
-        by_reward.update({name: int(np.isnan(part).sum()) for name, part in group.reward_parts.items()})
-    return NotJudged(by_reward=dict(by_reward), by_none=sum(int(np.isnan(group.rewards).sum()) for group in scored))
 
 
 def _prompt(prompt: Prompt, _: Completion) -> Any:

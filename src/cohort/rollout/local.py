@@ -68,7 +68,9 @@ class LocalEngine:
         was_training = model.training
         model.eval()
         try:
-            with torch.inference_mode():
+            # one autocast around all: it casts the weights once. Not inference mode: what a model caches of such
+            # tensors, like the tables of its rotary embedding, could not be used in training.
+            with torch.no_grad(), self._policy.autocast():
                 return [group for wave in self._waves(prompts, sampling) for group in self._wave(wave, sampling, key)]
         finally:
             model.train(was_training)

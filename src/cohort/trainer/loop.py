@@ -14,6 +14,7 @@ from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model, write_folder_atomically
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import ConsoleDisplay, Display, StepReport
+from cohort.errors import UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, peak_memory_bytes, rollout_metrics
 from cohort.packing import pack
@@ -58,12 +59,14 @@ def train(
         if finished is not None and finished >= inputs.plan.num_steps:
             display.note(f"this run is finished ({finished} steps): {folder.final_path}")
             return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
-        if inputs.prompts.num_dropped_overlong:
-            display.note(
-                f"{inputs.prompts.num_dropped_overlong} prompts over rollout.max_prompt_tokens: "
-                f"{config.rollout.max_prompt_tokens} dropped, {len(inputs.prompts.prompts)} left"
-            )
+        for note in inputs.notes(config.rollout.max_prompt_tokens):
+            display.note(note)
         run = build_run(config, inputs, checkpoint=folder.last_checkpoint())
+        if run.state.steps_done > inputs.plan.num_steps:
+            raise UserError(
+                f"train.steps: the run in {str(folder.path)!r} has {run.state.steps_done} steps behind it already, "
+                f"more than {inputs.plan.num_steps}; use at least {run.state.steps_done}, or another run.dir"
+            )
         check_disk_space(config, run.policy, folder.path)
         folder.rewind(run.state.steps_done)
         return _Training(config, run, folder, display).run()
@@ -85,23 +88,34 @@ class _Training:
         self.num_tokens = run.state.num_tokens
         self.started = time.perf_counter()
         self.warned_of_long_sequences = False
-        self.metrics = MetricsWriter(folder.path, log=config.run.log, config=config.model_dump(mode="json"))
+        self.warned_of_different_logprobs = False
+        self.metrics = MetricsWriter(
+            folder.path,
+            log=config.run.log,
+            config=config.model_dump(mode="json"),
+            steps_done=run.state.steps_done,
+        )
 
     def run(self) -> RunResult:
-        """The loop."""
+        """The loop, and the end of the run."""
+        try:
+            self._loop()
+        finally:
+            self.metrics.close()
+        write_folder_atomically(
+            self.folder.final_path, lambda to: save_model(self.parts.policy, self.parts.inputs.tokenizer, to)
+        )
+        summary = self._summary()
+        self.folder.write_summary(summary)
+        return RunResult(run_dir=self.folder.path, final_dir=self.folder.final_path, summary=summary)
+
+    def _loop(self) -> None:
         first_step = self.parts.state.steps_done
         self.display.started(self.plan, steps_done=first_step)
         if first_step == 0:
             self._evaluate_where_due(0)
         for step in range(first_step, self.plan.num_steps):
             self._step(step)
-        write_folder_atomically(
-            self.folder.final_path, lambda to: save_model(self.parts.policy, self.parts.inputs.tokenizer, to)
-        )
-        self.metrics.close()
-        summary = self._summary()
-        self.folder.write_summary(summary)
-        return RunResult(run_dir=self.folder.path, final_dir=self.folder.final_path, summary=summary)
 
     def _step(self, step: int) -> None:
         config, parts, phase = self.config, self.parts, self.clock.phase
@@ -146,6 +160,7 @@ class _Training:
             groups=scored,
         )
         self._log(step + 1, report.metrics)
+        self._warn_of_different_logprobs(report.metrics)
         self.display.step(report)
         self._evaluate_where_due(step + 1)
         if self.plan.saves_at(step + 1):
@@ -161,6 +176,19 @@ class _Training:
             self.display.note(
                 f"{batch.num_over_budget} sequences are longer than train.micro_batch_tokens: "
                 f"{self.config.train.micro_batch_tokens}; each has a micro-batch to itself, over that cap"
+            )
+
+    def _warn_of_different_logprobs(self, metrics: Mapping[str, float]) -> None:
+        """Law 5: the sampler and the trainer compute the same distribution."""
+        sampling = self.parts.sampling
+        if self.warned_of_different_logprobs or sampling.top_p < 1 or sampling.top_k > 0:
+            return  # with top-p or top-k the sampler's distribution is another one, and the difference says nothing
+        largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
+        if largest > self.parts.policy.logprob_tolerance:
+            self.warned_of_different_logprobs = True
+            self.display.note(
+                f"warning: the sampler's logprobs differ from the trainer's by up to {largest:.2g} (expected: at most "
+                f"{self.parts.policy.logprob_tolerance:g}); this model may not be computed the same way in both"
             )
 
     def _costs(self, batch: TrainBatch, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -222,6 +250,7 @@ class _Training:
             "seed": self.config.train.seed,
             "seconds": round(self._seconds(), 2),
             "num_tokens": self.num_tokens,
+            "num_dropped_overlong_prompts": self.parts.inputs.prompts.num_dropped_overlong,
         }
         if accuracies:
             summary |= {

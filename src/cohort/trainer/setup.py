@@ -18,7 +18,15 @@ from cohort.errors import UserError
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
-from cohort.policy import Policy, end_token_ids, load_policy, load_tokenizer, resolve_device
+from cohort.policy import (
+    Policy,
+    check_lengths,
+    check_vocabulary,
+    end_token_ids,
+    load_policy,
+    load_tokenizer,
+    resolve_device,
+)
 from cohort.rewards import RewardRunner, build_rewards, check_columns
 from cohort.rollout import LocalEngine, RolloutEngine, SamplingParams
 
@@ -35,6 +43,17 @@ class Inputs:
     evaluation: Evaluation | None
     plan: RunPlan
     device: torch.device
+
+    def notes(self, max_prompt_tokens: int) -> list[str]:
+        """What a person should know of the data before the run starts."""
+        counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
+        if self.evaluation is not None:
+            counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
+        return [
+            f"{dropped} {kind} prompts over rollout.max_prompt_tokens: {max_prompt_tokens} dropped, {left} left"
+            for kind, dropped, left in counts
+            if dropped
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +94,17 @@ def read_inputs(config: Config) -> Inputs:
         overlong=config.data.overlong_prompts,
         field="data.path",
     )
+    evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
+    check_lengths(
+        config.model,
+        longest_prompt=max(len(p.token_ids) for p in prompts.prompts),
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
     return Inputs(
         tokenizer=tokenizer,
         prompts=prompts,
         rewards=rewards,
-        evaluation=read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None,
+        evaluation=evaluation,
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
         device=device,
     )
@@ -90,6 +115,7 @@ def build_run(config: Config, inputs: Inputs, *, checkpoint: Path | None) -> Run
     rollout, train, plan = config.rollout, config.train, inputs.plan
     source = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
     policy = load_policy(source, device=inputs.device, tokenizer=inputs.tokenizer)
+    check_vocabulary(policy, inputs.prompts.prompts)
     algorithm = build_algorithm(config.algorithm, max_completion_tokens=rollout.max_completion_tokens)
     reference = None
     if algorithm.needs_reference:
@@ -182,6 +208,7 @@ def read_evaluation(
     )
     return Evaluation(
         prompts=prompts.prompts,
+        num_dropped_overlong=prompts.num_dropped_overlong,
         sampling=SamplingParams(
             num_generations=settings.num_samples,
             max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,

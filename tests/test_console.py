@@ -1,0 +1,134 @@
+"""What a person sees: the console, the curve, `cohort eval`, and the demo from its first line to its last."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from cohort.cli import main
+from cohort.config import load_config
+from cohort.demo import run as demo
+from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
+from cohort.plan import plan_run
+from cohort.records import Completion, Prompt, ScoredGroup
+from tiny import copy_task_rows, save_model_folder, write_jsonl
+
+
+def test_a_curve():
+    assert render_curve([0, 5, 10], [0.0, 0.5, 1.0], height=4) == "\n".join(
+        [
+            "  100% ┤      ██",
+            "   75% ┤      ██",
+            "   50% ┤   ██ ██",
+            "   25% ┤   ██ ██",
+            "    0% └─────────",
+            "  step  0      10",
+        ]
+    )
+
+
+def test_text_on_one_line():
+    assert on_one_line(" a\nb ") == "a ⏎ b"
+    assert on_one_line("x" * 300, limit=5) == "xxxxx…"
+
+
+def group_of(rewards: list[float], texts: list[str]) -> ScoredGroup:
+    completions = tuple(
+        Completion(
+            token_ids=np.arange(3),
+            sampling_logprobs=np.zeros(3),
+            finish_reason="stop",
+            policy_version=0,
+            text=text,
+        )
+        for text in texts
+    )
+    prompt = Prompt(id=0, epoch=0, content="2 + 2?", token_ids=np.arange(4), columns={})
+    return ScoredGroup(prompt=prompt, completions=completions, rewards=np.array(rewards), reward_parts={})
+
+
+def test_the_best_and_the_worst_judged_completion_are_shown():
+    out = io.StringIO()
+    display = ConsoleDisplay(show_completions_every=1, console=Console(file=out, width=200))
+    metrics = {
+        "reward": 0.5,
+        "completions/mean_length": 3.0,
+        "completions/clipped_ratio": 0.25,
+        "tokens_per_second": 1234.5,
+    }
+    groups = [
+        group_of([np.nan, np.nan], ["unjudged", "unjudged"]),
+        group_of([np.nan, 1.0, 0.0], ["never [judged]", "[bold]4[/bold]", "5"]),
+    ]
+    display.step(StepReport(steps_done=1, metrics=metrics, groups=groups))
+    text = out.getvalue()
+    assert "reward  0.500" in text and "ended  75%" in text and "1,234 tokens/s" in text
+    # text of a model is not markup
+    assert re.findall(r"reward +(\S+) (.*)", text)[1:] == [("1.00", "[bold]4[/bold]"), ("0.00", "5")]
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_eval_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    model, data = save_model_folder(tmp_path / "base"), write_jsonl(tmp_path / "data.jsonl", copy_task_rows(5))
+    arguments = ["eval", model, "--data", data, "--prompt", "question", "--reward", "exact", "--num-samples", 2]
+    arguments += ["--reward-args", '{pattern: "([0-9])"}', "--max-completion-tokens", 8]
+    assert run_command(monkeypatch, *arguments, "--json", "--out", tmp_path / "out.parquet") == 0
+    metrics = json.loads(capsys.readouterr().out)
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert len(rows) == 10
+    assert metrics["mean@2"] == metrics["accuracy"] == np.mean([row["reward"] for row in rows])
+    assert run_command(monkeypatch, *arguments) == 0
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert printed["prompts"] == "5" and float(printed["mean@2"]) == pytest.approx(metrics["mean@2"], rel=1e-3)
+
+
+def test_a_short_demo_goes_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    full = demo.demo_config
+
+    def short(folder: Path, *, seed: int):
+        config = full(folder, seed=seed)
+        return config.model_copy(update={"train": config.train.model_copy(update={"steps": 2, "prompts_per_step": 4})})
+
+    monkeypatch.setattr(demo, "demo_config", short)
+    monkeypatch.setattr(demo, "NUM_HELDOUT", 16)
+    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 3) == 0
+    out = capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"accuracy_before", "accuracy_after", "seconds", "steps", "seed"} <= summary.keys()
+    assert (summary["steps"], summary["seed"]) == (2, 3)
+    for shown in ("step 1/2", "Accuracy on held-out problems", "before", "after", str(tmp_path / "run" / "final")):
+        assert shown in out
+    config = load_config(tmp_path / "run" / "config.yaml")  # the same run by `cohort train`
+    assert plan_run(config, num_prompts=demo.NUM_TRAIN).num_steps == 2
+    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 3) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 4) == 2
+
+
+def test_demos_take_the_next_free_folder(tmp_path: Path):
+    assert demo.free_folder(tmp_path) == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo-2").mkdir()
+    assert demo.free_folder(tmp_path) == tmp_path / "demo-3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_the_demo_gains_at_least_55_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int):
+    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", seed) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.55
