@@ -1,4 +1,4 @@
-"""Before torch is imported: threads that wait for each other must not spin, or a busy machine slows them 10 times."""
+"""Before torch is imported: waiting threads must sleep and not spin, or a busy machine slows them several times."""
 
 import os
 

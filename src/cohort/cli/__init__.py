@@ -3,7 +3,7 @@
 import os
 
 # Threads of one operation that wait for each other must sleep, not spin: with another program on the same cores,
-# spinning made training ten times slower. It has to be set before torch is imported.
+# spinning made training six times slower. It has to be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cohort.cli.app import main
