@@ -21,6 +21,7 @@ from cohort.checkpoint import checkpoints, load_trainer_state
 from cohort.cli import main
 from cohort.config import load_config
 from cohort.metrics import writers
+from cohort.policy.load import _known_positions
 from cohort.run_folder import RunFolder
 from cohort.trainer import loop, setup
 from tiny import copy_task_rows, make_tokenizer, save_model_folder, write_jsonl
@@ -228,6 +229,27 @@ def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
     assert_refused(
         ended, "rollout.max_completion_tokens: 1000 after the longest prompt", "the model knows 512 positions"
     )
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        (None, 512),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 128}, 128),
+    ],
+)
+def test_positions_that_a_model_knows(rope, positions):
+    assert _known_positions(SimpleNamespace(max_position_embeddings=512, rope_parameters=rope)) == positions
+    assert _known_positions(SimpleNamespace()) is None
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_held_out_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
+    evaluation = {"path": str(tmp_path / "data.jsonl"), "max_completion_tokens": 1000}
+    ended = cohort("train", set_up(tmp_path, eval=evaluation))
+    assert_refused(ended, "eval.max_completion_tokens: 1000 after the longest prompt")
 
 
 def test_a_tokenizer_with_tokens_that_the_model_does_not_have(tmp_path, cohort):

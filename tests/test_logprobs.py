@@ -11,6 +11,7 @@ from cohort.policy import Policy, linear_logprobs
 from cohort.policy.load import enable_gradient_checkpointing
 from tiny import (
     CONFIGS,
+    SIZES,
     VOCAB_SIZE,
     gradients,
     make_gemma2,
@@ -85,8 +86,7 @@ def test_a_softcapped_head_and_windows(window: int):
 
 def test_a_scaled_head():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GraniteConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB_SIZE, pad_token_id=0, logits_scaling=4.0)
+    config = GraniteConfig(**SIZES, vocab_size=VOCAB_SIZE, pad_token_id=0, logits_scaling=4.0)
     policy = policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     assert policy.has_plain_head
     assert max(compare_with_naive(policy)) < 1e-6

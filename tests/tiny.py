@@ -46,6 +46,13 @@ def make_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTo
 
 
 VOCAB_SIZE = len(make_tokenizer())
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def make_model(
@@ -54,11 +61,7 @@ def make_model(
     """A model of some tens of thousands of random weights."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **SIZES,
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 512,
         "tie_word_embeddings": tie,
@@ -79,11 +82,7 @@ def make_gemma2(*, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreT
     """A model with softcapped logits whose first layer sees a window of 8 tokens."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **SIZES,
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
         "vocab_size": VOCAB_SIZE,

@@ -83,7 +83,8 @@ def free_folder(root: Path) -> Path:
 def _write_data(folder: Path, config: Config, *, seed: int) -> None:
     """The problems and the configuration, as files that a person can look at and reuse."""
     check_folder_is_free(folder)
-    if (folder / "metrics.jsonl").exists():
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
         return  # an earlier demo in this folder: the same command goes on with it, another one is refused
     (folder / "data").mkdir(parents=True, exist_ok=True)
     # first, so that a kill while the data is written leaves a folder that is known to be a run's

@@ -181,11 +181,17 @@ def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def check_lengths(config: ModelConfig, *, longest_prompt: int, max_completion_tokens: int) -> None:
-    """Compare the longest sequence that a run can make with the positions that the model knows.
+def check_lengths(
+    config: ModelConfig,
+    prompts: Sequence[Prompt],
+    *,
+    max_completion_tokens: int,
+    field: str = "rollout.max_completion_tokens",
+) -> None:
+    """Compare the longest sequence that can be sampled with the positions that the model knows.
 
     Raises:
-        UserError: the model would have to extrapolate.
+        UserError: the model would have to extrapolate; `field` is the key that the message names.
     """
     from transformers import AutoConfig
 
@@ -193,14 +199,26 @@ def check_lengths(config: ModelConfig, *, longest_prompt: int, max_completion_to
         text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code).get_text_config()
     except Exception as error:  # the loader raises many types; all mean the same to the user
         raise UserError(f"model.path: {config.path!r}: config.json cannot be used: {error}") from error
-    limit = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
+    limit = _known_positions(text)
+    longest = max(len(p.token_ids) for p in prompts)
+    if limit is not None and longest + max_completion_tokens > limit:
+        raise UserError(
+            f"{field}: {max_completion_tokens} after the longest prompt of {longest} tokens makes "
+            f"{longest + max_completion_tokens}, and the model knows {limit} positions; use at most "
+            f"{max(0, limit - longest)}, or lower rollout.max_prompt_tokens"
+        )
+
+
+def _known_positions(text_config: Any) -> int | None:
+    """How many positions a model computes as it was made to; None where its config does not say."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or limit
     if rope.get("rope_type") in ("longrope", "dynamic"):
         # beyond this the rotation depends on the longest row of a batch, so on how the batch was put together
-        limit = rope.get("original_max_position_embeddings") or limit
-    if isinstance(limit, int) and longest_prompt + max_completion_tokens > limit:
-        raise UserError(
-            f"rollout.max_completion_tokens: {max_completion_tokens} after the longest prompt of {longest_prompt} "
-            f"tokens makes {longest_prompt + max_completion_tokens}, and the model knows {limit} positions; use at "
-            f"most {max(0, limit - longest_prompt)}, or lower rollout.max_prompt_tokens"
-        )
+        return original
+    if rope.get("rope_type") in ("linear", "yarn"):  # some configs state the length before, some after stretching
+        return max(limit, int(original * rope.get("factor", 1.0)))
+    return limit

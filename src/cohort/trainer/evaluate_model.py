@@ -5,9 +5,15 @@ from pathlib import Path
 
 from cohort.config import Config
 from cohort.evaluation import EvalResult, evaluate
-from cohort.policy import check_lengths, check_vocabulary, load_policy, load_tokenizer, resolve_device
+from cohort.policy import check_vocabulary, load_policy, load_tokenizer, resolve_device
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.trainer.setup import columns_besides, make_rollout_engine, read_eval_rows, read_evaluation
+from cohort.trainer.setup import (
+    check_eval_lengths,
+    columns_besides,
+    make_rollout_engine,
+    read_eval_rows,
+    read_evaluation,
+)
 
 
 def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
@@ -23,12 +29,7 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     rewards = RewardRunner(build_rewards(config.rewards, base_dir=Path.cwd(), columns=columns), columns=columns)
     tokenizer = load_tokenizer(config.model)
     evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
-    longest_prompt = max(len(p.token_ids) for p in evaluation.prompts)
-    check_lengths(
-        config.model,
-        longest_prompt=longest_prompt,
-        max_completion_tokens=evaluation.sampling.max_completion_tokens,
-    )
+    check_eval_lengths(config, evaluation)
     policy = load_policy(config.model, device=device, tokenizer=tokenizer, trainable=False)
     check_vocabulary(policy, evaluation.prompts)
     return evaluate(evaluation, make_rollout_engine(config, policy, tokenizer), rewards, on_progress=on_progress)

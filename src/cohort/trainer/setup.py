@@ -95,11 +95,9 @@ def read_inputs(config: Config) -> Inputs:
         field="data.path",
     )
     evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
-    check_lengths(
-        config.model,
-        longest_prompt=max(len(p.token_ids) for p in prompts.prompts),
-        max_completion_tokens=config.rollout.max_completion_tokens,
-    )
+    check_lengths(config.model, prompts.prompts, max_completion_tokens=config.rollout.max_completion_tokens)
+    if evaluation is not None:
+        check_eval_lengths(config, evaluation)
     return Inputs(
         tokenizer=tokenizer,
         prompts=prompts,
@@ -115,7 +113,7 @@ def build_run(config: Config, inputs: Inputs, *, checkpoint: Path | None) -> Run
     rollout, train, plan = config.rollout, config.train, inputs.plan
     source = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
     policy = load_policy(source, device=inputs.device, tokenizer=inputs.tokenizer)
-    check_vocabulary(policy, inputs.prompts.prompts)
+    check_vocabulary(policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())])
     algorithm = build_algorithm(config.algorithm, max_completion_tokens=rollout.max_completion_tokens)
     reference = None
     if algorithm.needs_reference:
@@ -221,6 +219,16 @@ def read_evaluation(
         success_threshold=settings.success_threshold,
         prompts_at_a_time=max(1, config.rollout.max_num_seqs // settings.num_samples),
     )
+
+
+def check_eval_lengths(config: Config, evaluation: Evaluation) -> None:
+    """As `check_lengths`, for the held-out prompts.
+
+    Raises:
+        UserError: the model would have to extrapolate.
+    """
+    limit = evaluation.sampling.max_completion_tokens
+    check_lengths(config.model, evaluation.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
 
 
 def read_eval_rows(settings: EvalConfig) -> Rows:
