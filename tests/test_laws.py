@@ -13,10 +13,10 @@ from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, wit
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig, TrainConfig
 from cohort.engine import TrainEngine
-from cohort.packing import pack
 from cohort.policy import Policy
+from cohort.policy.forward import Layout
 from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
-from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, relative_error
+from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
 
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "grpo": GrpoConfig(),
@@ -89,13 +89,11 @@ def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSeque
 
 
 def packed_gradient(
-    engine: TrainEngine, sequences: list[TrainSequence], algorithm: Algorithm, budget: int, share_prompts: bool = True
+    engine: TrainEngine, sequences: list[TrainSequence], algorithm: Algorithm, budget: int, layout: Layout = "shared"
 ):
-    batch = pack(sequences, micro_batch_tokens=budget, pad_token_id=0, share_prompts=share_prompts)
-    old = [
-        torch.cat([old_logprobs_of(sequences[n]) for n in dict.fromkeys(m.sequence_ids.tolist())])
-        for m in batch.micro_batches
-    ]
+    engine.policy.layout = layout
+    (batch,) = pack_for(engine.policy, sequences, budget)
+    old = {s.index: old_logprobs_of(s) for s in sequences}
     result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
     return result.metrics["loss"], gradients(engine.policy.model)
 
@@ -115,8 +113,15 @@ def test_the_gradient_does_not_depend_on_budget_or_order(name: str, lengths_PG, 
     engine = make_engine(policy, reference)
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
     needed = with_gradient(sequences, algorithm)
-    for order, share_prompts in ((sequences, True), (shuffled, True), (shuffled, False), (needed, True)):
-        loss, actual = packed_gradient(engine, order, algorithm, budget, share_prompts)
+    splits: list[tuple[list[TrainSequence], Layout]] = [
+        (sequences, "shared"),
+        (shuffled, "shared"),
+        (shuffled, "packed"),
+        (shuffled, "padded"),
+        (needed, "shared"),
+    ]
+    for order, layout in splits:
+        loss, actual = packed_gradient(engine, order, algorithm, budget, layout)
         assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
         for key, gradient in expected.items():
             if gradient.norm() > 1e-12:  # all masked, or all advantages 0: both are 0 to rounding
@@ -145,7 +150,7 @@ def test_a_step_without_any_gradient_still_is_a_step_of_the_optimizer():
     idle = [replace(s, advantage=0.0) for s in learned]
     for engine, second in zip(engines, (idle, with_gradient(idle, algorithm)), strict=True):
         for sequences in (learned, second):
-            batch = pack(sequences, micro_batch_tokens=50, pad_token_id=0, share_prompts=True)
+            (batch,) = pack_for(engine.policy, sequences, 50)
             engine.forward_backward(batch, algorithm.policy_loss)
             engine.optim_step()
     computed, skipped = (engine.policy.model.state_dict() for engine in engines)
@@ -167,16 +172,54 @@ def test_on_policy_old_logprobs_are_the_current_ones():
     policy = make_policy(dtype=torch.float64)
     algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
-    batch = pack(sequences, micro_batch_tokens=30, pad_token_id=0, share_prompts=True)
     engine = make_engine(policy, learning_rate=0.05)
+    (batch,) = pack_for(policy, sequences, 30)
     first = engine.forward_backward(batch, algorithm.policy_loss)
     assert first.metrics["clip_ratio/region_mean"] == 0
     engine.optim_step()
     second = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=first.logprobs)
     assert second.metrics["clip_ratio/region_mean"] > 0  # the policy has moved away from the old logprobs
-    for logprobs, micro_batch in zip(first.logprobs, batch.micro_batches, strict=True):
-        n = int(micro_batch.sequence_ids[0])
-        assert len(logprobs) == len(micro_batch.targets) and sequences[n].num_completion_tokens > 0
+    assert {n: len(logprobs) for n, logprobs in first.logprobs.items()} == {0: 3, 1: 14, 2: 9}
+    (other_split,) = pack_for(policy, sequences, 60)
+    third = engine.forward_backward(other_split, algorithm.policy_loss, old_logprobs=first.logprobs)
+    assert third.metrics == pytest.approx(second.metrics)
+
+
+def test_an_empty_micro_batch_adds_nothing():
+    algorithm = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
+    sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
+    engine = make_engine(make_policy(), make_policy(seed=1))
+    (batch,) = pack_for(engine.policy, sequences, 100)
+    expected = engine.forward_backward(batch, algorithm.policy_loss)
+    expected_gradient = gradients(engine.policy.model)
+    with_empty = replace(batch, micro_batches=((), *batch.micro_batches, ()))
+    for old_logprobs in (None, expected.logprobs):
+        actual = engine.forward_backward(with_empty, algorithm.policy_loss, old_logprobs=old_logprobs)
+        assert actual.metrics == expected.metrics
+        assert actual.logprobs.keys() == expected.logprobs.keys()
+        actual_gradient = gradients(engine.policy.model)
+        assert all(torch.equal(actual_gradient[k], expected_gradient[k]) for k in expected_gradient)
+    idle = replace(batch, micro_batches=((),))
+    engine.forward_backward(idle, algorithm.policy_loss)
+    for parameter in engine.policy.model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_gradients_of_all_ranks_add_up(world_size: int):
+    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    sequences = assign_advantages(random_groups([[3, 14, 9], [1, 6, 2], [8, 8, 8]], seed=0), algorithm)
+    engine = make_engine(make_policy(dtype=torch.float64))
+    _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
+    batches = pack_for(engine.policy, sequences, 30, world_size=world_size)
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert {(b.num_sequences, b.num_scored_tokens) for b in batches} == {(9, 59)}
+    for batch in batches:
+        engine.forward_backward(
+            batch, algorithm.policy_loss, old_logprobs={s.index: old_logprobs_of(s) for s in sequences}
+        )
+    total = gradients(engine.policy.model)
+    assert max(relative_error(total[k], whole[k]) for k in whole) < 1e-6
 
 
 def test_frozen_weights_stay_bit_identical_and_master_weights_keep_their_dtype():
@@ -190,7 +233,7 @@ def test_frozen_weights_stay_bit_identical_and_master_weights_keep_their_dtype()
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
     engine = make_engine(policy, reference, learning_rate=0.01, weight_decay=0.1)
     for _ in range(3):
-        batch = pack(sequences, micro_batch_tokens=50, pad_token_id=0, share_prompts=True)
+        (batch,) = pack_for(engine.policy, sequences, 50)
         engine.forward_backward(batch, algorithm.policy_loss)
         engine.optim_step()
     assert all(torch.equal(v, frozen_before[k]) for k, v in reference.model.state_dict().items())

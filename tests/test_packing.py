@@ -1,13 +1,14 @@
-"""The packer: the budget is a cap, and every token is scored exactly once."""
+"""Micro-batches: the budget is a cap, every token is scored exactly once, and it sees what is before it and no more."""
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.batch import MicroBatch
-from cohort.packing import pack
+from cohort.packing import collate, pack
+from cohort.records import TrainSequence
+from cohort.segments import ROOT, Segments, lay_out
 from tiny import random_sequences
 
 LENGTHS = st.lists(
@@ -16,71 +17,143 @@ LENGTHS = st.lists(
 
 
 def test_whole_sequences_by_hand():
-    (first, second) = random_sequences([(2, [3]), (1, [2])])
-    batch = pack([first, second], micro_batch_tokens=100, pad_token_id=9, share_prompts=False)
-    (micro_batch,) = batch.micro_batches
-    # the last token of a sequence is never an input; shorter rows are padded on the right
-    assert micro_batch.root_ids.tolist() == [first.token_ids[:4].tolist(), [*second.token_ids[:2].tolist(), 9, 9]]
-    assert micro_batch.branch_ids.numel() == 0
-    assert micro_batch.source.tolist() == [1, 2, 3, 4, 5]
-    assert micro_batch.targets.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
-    assert micro_batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
-    assert micro_batch.advantages.tolist() == [first.advantage] * 3 + [second.advantage] * 2
-    assert batch.padding_fraction == pytest.approx(2 / 8)
-    assert (batch.num_scored_tokens, batch.num_sequences, batch.num_over_budget) == (5, 2, 0)
+    first, second = random_sequences([(2, [3]), (1, [2])])
+    row = collate([first, second], share_prompts=False)
+    # the last token of a sequence is never an input
+    assert row.input_ids.tolist() == [*first.token_ids[:4].tolist(), *second.token_ids[:2].tolist()]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+    assert row.source.tolist() == [1, 2, 3, 4, 5]
+    assert row.targets.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
+    assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert row.advantages.tolist() == [first.advantage] * 3 + [second.advantage] * 2
+    assert row.sampling_logprobs.tolist() == [*first.sampling_logprobs, *second.sampling_logprobs]
+    assert row.loss_weights.tolist() == [*first.loss_weights, *second.loss_weights]
+    (block,) = row.segments.blocks
+    assert block.queries.tolist() == block.keys.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert block.mask is None
+    assert row.segments.inverse.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_shared_prompts_by_hand():
-    a, b, c = random_sequences([(3, [1, 3]), (2, [2])])
-    (micro_batch,) = pack([a, b, c], micro_batch_tokens=100, pad_token_id=9, share_prompts=True).micro_batches
-    assert micro_batch.sequence_ids.tolist() == [1, 1, 1, 2, 2, 0]  # longest completion first
-    assert micro_batch.root_ids.tolist() == [b.token_ids[:3].tolist(), [*c.token_ids[:2].tolist(), 9]]
-    assert micro_batch.root_lengths.tolist() == [3, 2]
-    assert micro_batch.branch_ids.tolist() == [b.token_ids[3:5].tolist(), [c.token_ids[2], 9], [9, 9]]
-    assert micro_batch.branch_roots.tolist() == [0, 1, 0]
-    # six root positions first: a prompt's last position predicts the first token of each of its completions
-    assert micro_batch.source.tolist() == [2, 6, 7, 4, 8, 2]
-    assert micro_batch.num_input_tokens == 3 + 2 + 2 + 1
+    a, b, c, d, e = random_sequences([(3, [1, 3, 2]), (2, [2]), (1, [1])])
+    row = collate([e, b, d, c, a], share_prompts=True)
+    assert row.sequence_ids.tolist() == [0, 1, 1, 1, 2, 2, 3, 3, 4]
+    # e whole; the prompt of b, c and a; b; d whole; c; nothing of a, whose one token is no input
+    parts = [e.token_ids[:1], b.token_ids[:3], b.token_ids[3:5], d.token_ids[:3], c.token_ids[3:4]]
+    assert row.input_ids.tolist() == np.concatenate(parts).tolist()
+    assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    # the prompt's last position predicts the first token of each of its completions
+    assert row.source.tolist() == [0, 3, 4, 5, 7, 8, 3, 9, 3]
+    roots, branches = row.segments.blocks
+    assert roots.queries.tolist() == [[0, 0, 0], [1, 2, 3], [6, 7, 8]]
+    assert branches.queries.tolist() == [[4, 5], [9, 9]]
+    assert branches.keys.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9]]
+    assert branches.mask.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
+    assert row.segments.inverse.tolist() == [0, 3, 4, 5, 9, 10, 6, 7, 8, 11]
 
 
-@given(lengths=LENGTHS, budget=st.integers(1, 300), share_prompts=st.booleans(), seed=st.integers(0, 99))
-def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget, share_prompts: bool, seed: int):
+def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
+    row = collate([], share_prompts=True)
+    assert row.input_ids.shape == row.position_ids.shape == (1,)
+    scored = (row.source, row.targets, row.sampling_logprobs, row.advantages, row.loss_weights, row.sequence_ids)
+    assert [len(x) for x in scored] == [0] * 6
+    assert row.source.dtype == row.targets.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
+
+
+@given(
+    lengths=LENGTHS,
+    budget=st.integers(1, 300),
+    layout=st.sampled_from(["shared", "packed", "padded"]),
+    world_size=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget: int, layout: str, world_size: int, seed: int):
     sequences = random_sequences(lengths)
-    sequences = [sequences[i] for i in np.random.default_rng(seed).permutation(len(sequences))]
-    batch = pack(sequences, micro_batch_tokens=budget, pad_token_id=0, share_prompts=share_prompts)
-    for micro_batch in batch.micro_batches:
-        assert micro_batch.num_padded_tokens <= budget or len(micro_batch.sequence_ids.unique()) == 1
-        assert_sources_predict_targets(micro_batch, sequences)
-    assert batch.num_over_budget == sum(len(s.token_ids) - 1 > budget for s in sequences)
-    seen = torch.cat([m.sequence_ids for m in batch.micro_batches])
-    targets = torch.cat([m.targets for m in batch.micro_batches])
-    weights = torch.cat([m.loss_weights for m in batch.micro_batches])
-    for n, sequence in enumerate(sequences):
-        np.testing.assert_array_equal(targets[seen == n].numpy(), sequence.token_ids[sequence.num_prompt_tokens :])
-        np.testing.assert_array_equal(weights[seen == n].numpy(), sequence.loss_weights)
+    shuffled = [sequences[i] for i in np.random.default_rng(seed).permutation(len(sequences))]
+    batches = pack(
+        shuffled,
+        micro_batch_tokens=budget,
+        world_size=world_size,
+        share_prompts=layout == "shared",
+        padded=layout == "padded",
+    )
+    assert len(batches) == world_size and len({len(b.micro_batches) for b in batches}) == 1
+    for batch in batches:
+        assert batch.num_sequences == len(sequences)
+        assert batch.num_scored_tokens == sum(s.num_completion_tokens for s in sequences)
+        assert batch.num_over_budget == sum(len(s.token_ids) - 1 > budget for s in sequences)
+    seen = []
+    for mine in (m for batch in batches for m in batch.micro_batches):
+        row = collate(mine, share_prompts=layout == "shared")
+        longest = max((len(s.token_ids) - 1 for s in mine), default=1)
+        positions = longest * len(mine) if layout == "padded" else len(row.input_ids)
+        assert positions <= budget or len(mine) <= 1
+        assert_every_token_is_scored(row, mine)
+        seen += [s.index for s in mine]
+    assert sorted(seen) == list(range(len(sequences)))
 
 
-def assert_sources_predict_targets(micro_batch: MicroBatch, sequences) -> None:
-    """The input token at a source position is the one before the target in its sequence."""
-    inputs = torch.cat([micro_batch.root_ids.flatten(), micro_batch.branch_ids.flatten()])
-    for n in micro_batch.sequence_ids.unique().tolist():
-        mine = micro_batch.sequence_ids == n
-        before = sequences[n].token_ids[sequences[n].num_prompt_tokens - 1 : -1]
-        np.testing.assert_array_equal(inputs[micro_batch.source[mine]].numpy(), before)
+def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence, ...]) -> None:
+    """A source is the token before its target, at its position; and it sees exactly those before it."""
+    sees = visible(row.segments, len(row.input_ids))
+    for i, s in enumerate(sequences):
+        mine = row.sequence_ids == i
+        np.testing.assert_array_equal(row.targets[mine].numpy(), s.token_ids[s.num_prompt_tokens :])
+        np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights)
+        last = s.num_prompt_tokens - 1 + np.arange(s.num_completion_tokens)
+        np.testing.assert_array_equal(row.position_ids[row.source[mine]].numpy(), last)
+        for source, position in zip(row.source[mine].tolist(), last, strict=True):
+            np.testing.assert_array_equal(row.input_ids[sees[source]].numpy(), s.token_ids[: position + 1])
+            np.testing.assert_array_equal(row.position_ids[sees[source]].numpy(), np.arange(position + 1))
 
 
-@pytest.mark.parametrize("share_prompts", [False, True])
-def test_sorting_keeps_padding_low(share_prompts: bool):
-    rng = np.random.default_rng(0)
-    lengths = [(int(p), rng.lognormal(4, 1, 8).clip(1, 500).astype(int).tolist()) for p in rng.integers(20, 60, 32)]
-    batch = pack(random_sequences(lengths), micro_batch_tokens=4096, pad_token_id=0, share_prompts=share_prompts)
-    assert batch.padding_fraction < 0.2
+def visible(segments: Segments, num_tokens: int) -> list[list[int]]:
+    """For each token of a row the positions that it attends to, as attention reads the blocks."""
+    queries: list[list[int]] = []
+    for block in segments.blocks:
+        (rows, length), num_keys = block.queries.shape, block.keys.shape[1]
+        mask = torch.ones(length, num_keys, dtype=torch.bool).tril() if block.mask is None else block.mask.squeeze(1)
+        mask = mask.expand(rows, length, num_keys)
+        queries += [block.keys[b][mask[b, i]].tolist() for b in range(rows) for i in range(length)]
+        assert mask.any(dim=-1).all()  # no query without a key: its softmax would be NaN
+    assert len(segments.inverse) == num_tokens
+    return [queries[n] for n in segments.inverse.tolist()]
+
+
+@settings(max_examples=50, deadline=None)
+@given(tree=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 300), max_size=4)), min_size=1, max_size=4))
+def test_a_token_sees_its_root_and_what_is_before_it_in_its_segment(tree):
+    lengths, roots, expected = [], [], []
+    for root_length, branch_lengths in tree:
+        root, start = len(lengths), sum(lengths)
+        expected += [list(range(start, start + i + 1)) for i in range(root_length)]
+        lengths, roots = [*lengths, root_length], [*roots, ROOT]
+        for length in branch_lengths:
+            own = sum(lengths)
+            prompt = list(range(start, start + root_length))
+            expected += [prompt + list(range(own, own + i + 1)) for i in range(length)]
+            lengths, roots = [*lengths, length], [*roots, root]
+    segments = lay_out(lengths, roots)
+    assert visible(segments, sum(lengths)) == expected
+    for block in segments.blocks:  # padding is bounded
+        assert block.queries.shape[1] <= 64 or block.queries.shape[1] < 2 * length_of_shortest(block.queries)
+
+
+def length_of_shortest(queries: torch.Tensor) -> int:
+    return min(len(row.unique()) for row in queries)
 
 
 def test_shared_prompts_are_computed_once_where_they_fit():
-    lengths = [(1000, [50] * 8), (1000, [40] * 8)]
-    sequences = random_sequences(lengths)
-    shared = pack(sequences, micro_batch_tokens=1400, pad_token_id=0, share_prompts=True)
-    whole = pack(sequences, micro_batch_tokens=1400, pad_token_id=0, share_prompts=False)
-    assert sum(m.num_padded_tokens for m in shared.micro_batches) == 2 * 1000 + 8 * 49 + 8 * 39
-    assert sum(m.num_padded_tokens for m in whole.micro_batches) == 16 * 1000 + 8 * 49 + 8 * 39
+    sequences = random_sequences([(1000, [50] * 8), (1000, [40] * 8)])
+
+    def num_tokens(share_prompts: bool) -> int:
+        (batch,) = pack(sequences, micro_batch_tokens=1400, share_prompts=share_prompts, padded=False)
+        return sum(len(collate(m, share_prompts=share_prompts).input_ids) for m in batch.micro_batches)
+
+    assert num_tokens(True) == 2 * 1000 + 8 * 49 + 8 * 39
+    assert num_tokens(False) == 16 * 1000 + 8 * 49 + 8 * 39
+
+
+def test_nothing_to_train_on_is_no_micro_batch():
+    (batch,) = pack([], micro_batch_tokens=10, share_prompts=True, padded=False)
+    assert (batch.micro_batches, batch.num_sequences, batch.num_scored_tokens) == ((), 0, 0)

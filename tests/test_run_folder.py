@@ -309,6 +309,7 @@ SEQUENCES = [
         sampling_logprobs=np.zeros(2),
         loss_weights=np.ones(2),
         advantage=advantage,
+        index=n,
         group=n // 2,
     )
     for n, advantage in enumerate((0.5, 0.0, 1.0, -1.0))

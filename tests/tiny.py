@@ -1,6 +1,7 @@
 """Tiny models, tokenizers and data of the tests, made here and loaded the way users load theirs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from cohort.batch import TrainBatch
+from cohort.packing import pack
 from cohort.policy import Policy
 from cohort.records import TrainSequence
 
@@ -78,7 +81,9 @@ def make_policy(kind: str = "llama", *, dtype: torch.dtype = torch.float32, **ov
     return policy_of(make_model(kind, dtype=dtype, **overrides))
 
 
-def make_gemma2(*, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+def make_gemma2(
+    *, dtype: torch.dtype = torch.float32, attn_implementation: str | None = None, **overrides: Any
+) -> PreTrainedModel:
     """A model with softcapped logits whose first layer sees a window of 8 tokens."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {
@@ -93,11 +98,26 @@ def make_gemma2(*, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreT
         "initializer_range": 0.15,
         **overrides,
     }
-    return AutoModelForCausalLM.from_config(Gemma2Config(**settings), dtype=dtype)
+    return AutoModelForCausalLM.from_config(
+        Gemma2Config(**settings), dtype=dtype, attn_implementation=attn_implementation
+    )
 
 
 def policy_of(model: PreTrainedModel) -> Policy:
     return Policy(model, device=torch.device("cpu"), compute_dtype=model.dtype, pad_token_id=0)
+
+
+def pack_for(
+    policy: Policy, sequences: Sequence[TrainSequence], budget: int, *, world_size: int = 1
+) -> tuple[TrainBatch, ...]:
+    """Micro-batches in the layout that the policy computes."""
+    return pack(
+        sequences,
+        micro_batch_tokens=budget,
+        world_size=world_size,
+        share_prompts=policy.shares_prompts,
+        padded=policy.layout == "padded",
+    )
 
 
 def save_model_folder(path: Path, kind: str = "llama", **overrides: Any) -> Path:
@@ -128,12 +148,13 @@ def random_sequences(lengths: list[tuple[int, list[int]]], *, seed: int = 0) -> 
             TrainSequence(
                 token_ids=np.concatenate([prompt, rng.integers(2, VOCAB_SIZE, c)]),
                 num_prompt_tokens=p,
+                index=len(sequences) + i,
                 group=group,
                 sampling_logprobs=-rng.random(c) * 4,
                 loss_weights=np.full(c, 1.0 / total),
                 advantage=float(rng.normal()),
             )
-            for c in completions
+            for i, c in enumerate(completions)
         ]
     return sequences
 

@@ -1,7 +1,6 @@
-"""The records of one step on the device.
+"""The records of one step in training.
 
-B root rows of a micro-batch, S the longest, D branch rows, C the longest, T scored (completion) tokens, N completions
-of the step.
+S input tokens of a micro-batch, T scored (completion) tokens, n completions of a micro-batch.
 """
 
 from collections.abc import Mapping
@@ -11,31 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cohort.records import TrainSequence
+from cohort.segments import Segments
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Root rows, and branch rows that each go on from one of them, padded on the right.
+    """Completions after their prompts as one row without padding. Completions of one prompt may share it.
 
-    With shared prompts a root is a prompt and a branch a completion of it. Without, a root is a whole sequence and
-    there are no branches. The last token of a sequence predicts nothing that is scored and is not an input.
+    The last token of a sequence predicts nothing that is scored and is not an input.
     """
 
-    root_ids: Tensor  # [B, S] int64
-    root_lengths: Tensor  # [B] int64
-    branch_ids: Tensor  # [D, C] int64
-    branch_roots: Tensor  # [D] int64, the root row that a branch goes on from
-    source: Tensor  # [T] int64, index into the B * S + D * C positions: the one that predicts scored token t
+    input_ids: Tensor  # [S] int64
+    position_ids: Tensor  # [S] int64, of each token in its own sequence
+    segments: Segments  # which tokens attend to which
+    source: Tensor  # [T] int64, position in the row that predicts scored token t
     targets: Tensor  # [T] int64, the scored tokens
     sampling_logprobs: Tensor  # [T]
     advantages: Tensor  # [T]
     loss_weights: Tensor  # [T] fixed over the whole step
-    sequence_ids: Tensor  # [T] int64, which of the step's N completions the token belongs to
-    num_input_tokens: int  # tokens of both kinds of rows that are not padding
-
-    @property
-    def num_padded_tokens(self) -> int:
-        """Positions that the model computes: what the token budget caps."""
-        return self.root_ids.numel() + self.branch_ids.numel()
+    sequence_ids: Tensor  # [T] int64, 0 .. n - 1: which of the micro-batch's completions the token belongs to
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "MicroBatch":
         """The same micro-batch on `device`, its real numbers in `dtype`."""
@@ -45,27 +39,17 @@ class MicroBatch:
 
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {name: moved(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        return replace(self, **tensors, segments=self.segments.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One step's completions as micro-batches, each under the token budget."""
+    """What one rank computes in a step, on the host. Every rank has the same number of micro-batches."""
 
-    micro_batches: tuple[MicroBatch, ...]
-    num_sequences: int  # N
+    micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each under the token budget; an empty one keeps step
+    num_sequences: int  # of the step, over all ranks
+    num_scored_tokens: int  # completion tokens of the step, over all ranks
     num_over_budget: int  # sequences longer than the budget; each is alone in its micro-batch
-
-    @property
-    def num_scored_tokens(self) -> int:
-        """Completion tokens of the step."""
-        return sum(len(m.targets) for m in self.micro_batches)
-
-    @property
-    def padding_fraction(self) -> float:
-        """Share of the computed positions that hold padding."""
-        padded = sum(m.num_padded_tokens for m in self.micro_batches)
-        return 1.0 - sum(m.num_input_tokens for m in self.micro_batches) / padded if padded else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class TrainSequence:
 
     token_ids: IntArray  # [P + C]
     num_prompt_tokens: int  # P
+    index: int  # number of the sequence in the step
     group: int  # number of the group in the step; sequences of one group have the same prompt
     sampling_logprobs: FloatArray  # [C]
     loss_weights: FloatArray  # [C] fixed over the whole step; 0 masks a token

@@ -42,12 +42,13 @@ def assign_advantages(groups: Sequence[ScoredGroup], algorithm: Algorithm) -> li
         TrainSequence(
             token_ids=np.concatenate([prompt.token_ids, completion.token_ids]),
             num_prompt_tokens=len(prompt.token_ids),
+            index=n,
             group=g,
             sampling_logprobs=completion.sampling_logprobs,
             loss_weights=np.full(length, weight),
             advantage=float(advantage) if included else 0.0,
         )
-        for (g, prompt), completion, length, weight, advantage, included in zip(
-            prompts, completions, lengths_N, weights_N, advantages_N, included_N, strict=True
+        for n, ((g, prompt), completion, length, weight, advantage, included) in enumerate(
+            zip(prompts, completions, lengths_N, weights_N, advantages_N, included_N, strict=True)
         )
     ]

@@ -1,6 +1,6 @@
 """Gradients and updates. Few verbs: `forward_backward`, `optim_step`, `state_dict`, `load_state_dict`.
 
-T scored tokens of a micro-batch.
+T scored tokens of a micro-batch, C of a completion.
 """
 
 import math
@@ -14,7 +14,9 @@ from torch import Tensor
 from cohort.batch import LossInputs, LossOutput, MicroBatch, TrainBatch
 from cohort.config import TrainConfig
 from cohort.errors import TrainingError
+from cohort.packing import collate
 from cohort.policy import Policy
+from cohort.records import TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,9 @@ class ForwardBackwardResult:
     """What one pass over a batch gives besides the gradients."""
 
     metrics: Mapping[str, float]
-    logprobs: tuple[Tensor, ...]  # per micro-batch [T], detached: the old logprobs of later updates on this batch
+    logprobs: Mapping[int, Tensor]  # sequence index -> [C], detached: the old logprobs of later updates
+    num_inputs: int  # tokens that the model was given
+    num_positions: int  # positions that it computed: more than the tokens where there is padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,39 +82,48 @@ class TrainEngine:
         batch: TrainBatch,
         policy_loss: Callable[[LossInputs], LossOutput],
         *,
-        old_logprobs: Sequence[Tensor] | None = None,
+        old_logprobs: Mapping[int, Tensor] | None = None,
     ) -> ForwardBackwardResult:
         """Add the gradient of `sum(loss_weight * per_token_loss)` over the whole batch to the parameters' gradients.
 
         Args:
             batch: micro-batches; how the step was split over them does not change the sum.
             policy_loss: per-token loss, not reduced.
-            old_logprobs: per micro-batch [T]; None on the first pass over a rollout, where the current policy is the
+            old_logprobs: sequence index -> [C]; None on the first pass over a rollout, where the current policy is the
                 old one.
         """
         self.policy.model.train()
         totals: dict[str, Tensor] = {}
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         largest_difference = torch.zeros((), device=self.policy.device, dtype=dtype)
-        logprobs = []
-        for i, cpu_micro_batch in enumerate(batch.micro_batches):
-            micro_batch = cpu_micro_batch.to(self.policy.device, dtype)
+        logprobs: dict[int, Tensor] = {}
+        num_inputs = num_positions = 0
+        for sequences in batch.micro_batches:
+            micro_batch = collate(sequences, share_prompts=self.policy.shares_prompts)
+            num_inputs += len(micro_batch.input_ids)
+            num_positions += self.policy.num_positions(micro_batch)
+            micro_batch = micro_batch.to(self.policy.device, dtype)
             current, entropy = self.policy.logprobs(micro_batch, temperature=self._temperature)
-            old = current.detach() if old_logprobs is None else old_logprobs[i]
+            if old_logprobs is None or not sequences:
+                old = current.detach()
+            else:
+                old = torch.cat([old_logprobs[s.index] for s in sequences])
             out = policy_loss(self._loss_inputs(micro_batch, current, old))
             loss = (micro_batch.loss_weights * out.per_token_loss).sum()
             loss.backward()
+            logprobs |= _per_sequence(current.detach(), sequences)
             difference = (old - micro_batch.sampling_logprobs).abs()
-            largest_difference = torch.maximum(largest_difference, difference.max())
+            largest_difference = torch.cat([difference, largest_difference.unsqueeze(0)]).max()  # there may be none
             sums = {"loss": loss.detach(), "entropy": entropy.sum(), "difference": difference.sum()}
             sums |= {name: values.sum() for name, values in out.token_metrics.items()}
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double()
-            logprobs.append(current.detach())
         return ForwardBackwardResult(
             metrics=_token_means(totals, batch.num_scored_tokens)
             | {"sampling/sampling_logp_difference/max": largest_difference.item()},
-            logprobs=tuple(logprobs),
+            logprobs=logprobs,
+            num_inputs=num_inputs,
+            num_positions=num_positions,
         )
 
     def optim_step(self) -> OptimResult:
@@ -159,6 +172,12 @@ class TrainEngine:
             advantages=micro_batch.advantages,
             sequence_ids=micro_batch.sequence_ids,
         )
+
+
+def _per_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:
+    """Values of scored tokens [T] by the index of their sequence, [C] each."""
+    parts = values.split([s.num_completion_tokens for s in sequences]) if sequences else ()
+    return {s.index: part for s, part in zip(sequences, parts, strict=True)}
 
 
 def _token_means(totals: Mapping[str, Tensor], num_tokens: int) -> dict[str, float]:

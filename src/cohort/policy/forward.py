@@ -1,101 +1,132 @@
-"""Micro-batches through an unmodified Hugging Face model, each prompt once.
+"""Micro-batches through a Hugging Face model, and which way of doing so fits a model.
 
-The root rows run first and keep their keys and values, with the graph, in the model's own cache; every branch row then
-takes those of its root and goes on from there. Gradients flow back through the cache into the prompt, so this is the
-computation of whole sequences, less the repetitions.
-
-B root rows, S the longest, D branch rows, C the longest, T scored tokens, H features of the output.
+S tokens of the row, B sequences of a padded call, L the longest, T scored tokens, H features of the output.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from cohort.batch import MicroBatch
+from cohort.policy import attention
+from cohort.segments import ROOT, lay_out
+
+# How a model computes a micro-batch: "shared" is one row in which completions may go on from one prompt, "packed" one
+# row of whole sequences, and "padded" whole sequences as rows of equal length.
+Layout = Literal["shared", "packed", "padded"]
 
 
-def forward_rows(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
+def forward(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor], *, padded: bool) -> Tensor:
     """What `module` puts out at the positions that predict the scored tokens, [T, H].
-
-    Padding is on the right and attention is causal, so that no token ever sees the padding of its own row. The padding
-    of a root lies before the tokens of its branches, which a mask keeps from seeing it.
 
     Args:
         module: the model, or its body without the head.
-        micro_batch: root and branch rows.
+        micro_batch: on the module's device; of whole sequences where it is to be padded.
+        output: picks the tensor [rows, positions, H] from what the module returns.
+        padded: compute rows of equal length with the module's own attention.
+    """
+    if padded:
+        return _forward_padded(module, micro_batch, output)
+    returned = module(
+        input_ids=micro_batch.input_ids.unsqueeze(0),
+        position_ids=micro_batch.position_ids.unsqueeze(0),
+        # A mask of four dimensions is taken as it is. So none of S x S is made; attention has the segments.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=micro_batch.input_ids.device),
+        segments=micro_batch.segments,
+        use_cache=False,
+    )
+    return output(returned).squeeze(0).index_select(0, micro_batch.source)
+
+
+def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
+    """Whole sequences as rows. Padding is on the right and attention causal, so that no token ever sees it."""
+    column = micro_batch.position_ids
+    row = (column == 0).cumsum(0) - 1  # every sequence begins at position 0
+    rows = micro_batch.input_ids.new_zeros(padded_shape(micro_batch))
+    rows[row, column] = micro_batch.input_ids
+    out = output(module(input_ids=rows, use_cache=False)).flatten(0, 1)
+    return out.index_select(0, (row * rows.shape[1] + column).index_select(0, micro_batch.source))
+
+
+def padded_shape(micro_batch: MicroBatch) -> tuple[int, int]:
+    """Rows and positions of a micro-batch of whole sequences when padded, (B, L)."""
+    return int((micro_batch.position_ids == 0).sum()), int(micro_batch.position_ids.max()) + 1
+
+
+def choose_layout(model: Any, module: Any, output: Callable[[Any], Tensor]) -> Layout:
+    """The first of "shared", "packed" and "padded" that computes what the model itself does; readies the model for it.
+
+    The architecture is looked at first. Then short sequences are computed in both ways, so that a model with a twist
+    that is not known here costs time and never correctness.
+
+    Args:
+        model: the whole model. Its attention implementation is changed unless it stays "padded".
+        module: what is called in training: the model or its body.
         output: picks the tensor [rows, positions, H] from what the module returns.
     """
-    if micro_batch.branch_ids.numel() == 0:
-        roots = output(module(input_ids=micro_batch.root_ids, use_cache=False))
-        return roots.flatten(0, 1).index_select(0, micro_batch.source)
-    cache = DynamicCache(config=module.config)
-    roots = output(module(input_ids=micro_batch.root_ids, past_key_values=cache, use_cache=True))
-    cache.reorder_cache(micro_batch.branch_roots)
-    num_before = micro_batch.root_lengths[micro_batch.branch_roots]
-    width = micro_batch.root_ids.shape[1]
-    steps = torch.arange(micro_batch.branch_ids.shape[1], device=num_before.device)
-    in_root = torch.arange(width, device=num_before.device) < num_before.unsqueeze(-1)
-    branches = output(
-        module(
-            input_ids=micro_batch.branch_ids,
-            attention_mask=torch.cat([in_root, in_root.new_ones(micro_batch.branch_ids.shape)], dim=1),
-            position_ids=num_before.unsqueeze(-1) + steps,
-            past_key_values=cache,
-            use_cache=True,
-        )
-    )
-    rows = torch.cat([roots.flatten(0, 1), branches.flatten(0, 1)])
-    return rows.index_select(0, micro_batch.source)
-
-
-def can_share_prompts(model: Any) -> bool:
-    """Whether `forward_rows` with branches equals whole sequences: plain full attention with the library's cache.
-
-    The architecture is looked at first, and then two short sequences are computed in both ways, so that a model with a
-    twist that is not known here costs time and never correctness.
-    """
-    checkpointing = "is_activation_checkpointing"  # renamed in transformers 5.2x, where the old name warns
-    if getattr(model, checkpointing if hasattr(type(model), checkpointing) else "is_gradient_checkpointing"):
-        return False  # the library keeps no cache then: the two recompute each other's states
-    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers):
-        return False  # windows, recurrent states
-    # the sequences 1 2 3 | 5 6 and 4 5 | 7 8 as whole rows, and as roots 4 5 and 1 2 3 with one branch each; 9 pads
-    whole = _probe([[1, 2, 3, 5, 6], [4, 5, 7, 8, 9]], [5, 4], [], [3, 4, 7, 8], model)
-    shared = _probe([[4, 5, 9], [1, 2, 3]], [2, 3], [[5, 6], [7, 8]], [6, 7, 8, 9], model)
+    own = model.config._attn_implementation
+    if own not in ("sdpa", "eager", attention.NAME) or not _has_full_attention(model):
+        return "padded"
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            expected, actual = (
-                forward_rows(model.base_model, m, lambda out: out.last_hidden_state).float() for m in (whole, shared)
-            )
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False  # a model that does not take a cache this way
+        expected = _probe(model, module, output, "padded")
+        if expected is None:
+            return "padded"
+        model.set_attn_implementation(attention.NAME)
+        tolerance = 3e-2 if next(model.parameters()).dtype == torch.bfloat16 else 1e-4
+        layouts: tuple[Layout, ...] = ("packed",) if _has_dropout(model) else ("shared", "packed")
+        for layout in layouts:
+            actual = _probe(model, module, output, layout)
+            if actual is not None and (actual - expected).abs().max() <= tolerance * expected.abs().max():
+                return layout
+        model.set_attn_implementation(own)
+        return "padded"
     finally:
         model.train(was_training)
-    tolerance = 3e-2 if next(model.parameters()).dtype == torch.bfloat16 else 1e-4
-    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def _probe(
-    roots: list[list[int]], lengths: list[int], branches: list[list[int]], source: list[int], model: Any
-) -> MicroBatch:
-    """A micro-batch to compute and not to train on: root 1 has the first branch, root 0 the second."""
+def _has_full_attention(model: Any) -> bool:
+    """Whether every layer looks at all earlier tokens, and at nothing else: no windows, no recurrent states."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    layers = DynamicCache(config=model.config).layers  # knows of windows that layer_types does not tell
+    return set(types) == {"full_attention"} and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _has_dropout(model: Any) -> bool:
+    """Whether training draws random numbers: completions that share a prompt would share its draws."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    config = model.config.get_text_config()
+    return any((getattr(config, name, None) or 0.0) > 0 for name in ("attention_dropout", "attn_pdrop"))
+
+
+def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Layout) -> Tensor | None:
+    """Outputs of the sequences 1 2 3 | 5 6, 4 5 | 7 8 9 and 1 2 3 | 6 5 in one layout; None where the model fails."""
     device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    if layout == "shared":
+        segments = [[1, 2, 3], [5, 6], [4, 5], [7, 8, 9], [6, 5]]
+        roots, offsets, source = [ROOT, 0, ROOT, 2, 0], [0, 3, 0, 2, 3], [2, 3, 4, 6, 7, 8, 9, 2, 10, 11]
+    else:
+        segments = [[1, 2, 3, 5, 6], [4, 5, 7, 8, 9], [1, 2, 3, 6, 5]]
+        roots, offsets, source = [ROOT] * 3, [0] * 3, [2, 3, 4, 6, 7, 8, 9, 12, 13, 14]
     nothing = torch.zeros(0, device=device)
-    return MicroBatch(
-        root_ids=torch.tensor(roots, device=device) % vocabulary,
-        root_lengths=torch.tensor(lengths, device=device),
-        branch_ids=torch.tensor(branches, dtype=torch.int64, device=device) % vocabulary,
-        branch_roots=torch.tensor([1, 0], device=device)[: len(branches)],
+    micro_batch = MicroBatch(
+        input_ids=torch.tensor([token for s in segments for token in s], device=device) % vocabulary,
+        position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
+        segments=lay_out([len(s) for s in segments], roots).to(device),
         source=torch.tensor(source, device=device),
         targets=nothing,
         sampling_logprobs=nothing,
         advantages=nothing,
         loss_weights=nothing,
         sequence_ids=nothing,
-        num_input_tokens=0,
     )
+    try:
+        with torch.no_grad():
+            return forward(module, micro_batch, output, padded=layout == "padded").float()
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None

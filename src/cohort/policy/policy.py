@@ -3,7 +3,8 @@
 B rows, S positions, T scored tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.batch import MicroBatch
-from cohort.policy.forward import can_share_prompts, forward_rows
+from cohort.policy.forward import Layout, choose_layout, forward, padded_shape
 from cohort.policy.logprobs import head_logits, linear_logprobs, token_logprobs
 
 
@@ -47,7 +48,12 @@ class Policy:
         self.compute_dtype = compute_dtype
         self.pad_token_id = pad_token_id
         self._head = _find_head(model)
-        self.shares_prompts = can_share_prompts(model)
+        self.layout: Layout = choose_layout(model, *self._module())
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether completions of one group can go on from one prompt."""
+        return self.layout == "shared"
 
     @property
     def has_plain_head(self) -> bool:
@@ -68,13 +74,14 @@ class Policy:
 
     def logprobs(self, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every scored token of a micro-batch, both [T]. Logprobs carry the gradient."""
+        module, output = self._module()
         with self.autocast():
+            out = forward(module, micro_batch, output, padded=self.layout == "padded")
             if self._head is None:
-                logits = forward_rows(self.model, micro_batch, lambda out: out.logits)
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                logits = out.to(torch.promote_types(out.dtype, torch.float32))
                 return token_logprobs(logits, micro_batch.targets, temperature)
             return linear_logprobs(
-                forward_rows(self.model.base_model, micro_batch, lambda out: out.last_hidden_state),
+                out,
                 self._head.module.weight,
                 micro_batch.targets,
                 bias=self._head.module.bias,
@@ -82,6 +89,16 @@ class Policy:
                 scale=self._head.scale,
                 softcap=self._head.softcap,
             )
+
+    def num_positions(self, micro_batch: MicroBatch) -> int:
+        """Positions that `logprobs` computes for a micro-batch, padding included."""
+        return math.prod(padded_shape(micro_batch)) if self.layout == "padded" else len(micro_batch.input_ids)
+
+    def _module(self) -> tuple[Any, Callable[[Any], Tensor]]:
+        """What is called in training, and which of its outputs is used: hidden states, or logits without a head."""
+        if self._head is None:
+            return self.model, lambda out: out.logits
+        return self.model.base_model, lambda out: out.last_hidden_state
 
     def next_token_logits(self, **model_inputs: Any) -> Tensor:
         """Logits [B, V] after the last position, float32 or wider. The inputs are those of the model's forward."""

@@ -14,6 +14,7 @@ from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model, write_folder_atomically
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import ConsoleDisplay, Display, StepReport
+from cohort.engine import ForwardBackwardResult
 from cohort.errors import UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, peak_memory_bytes, rollout_metrics
@@ -128,11 +129,11 @@ class _Training:
             scored = parts.inputs.rewards.score(groups)
         with phase("pack"):
             sequences = assign_advantages(scored, parts.algorithm)
-            batch = pack(
+            (batch,) = pack(
                 with_gradient(sequences, parts.algorithm),
                 micro_batch_tokens=config.train.micro_batch_tokens,
-                pad_token_id=parts.policy.pad_token_id,
                 share_prompts=parts.policy.shares_prompts,
+                padded=parts.policy.layout == "padded",
             )
         self._warn_of_long_sequences(batch)
         old_logprobs = None
@@ -141,7 +142,7 @@ class _Training:
             with phase("train"):
                 losses = parts.engine.forward_backward(batch, parts.algorithm.policy_loss, old_logprobs=old_logprobs)
                 # the first pass runs on the policy that sampled: its logprobs are the old ones of the later passes
-                old_logprobs = old_logprobs or losses.logprobs
+                old_logprobs = losses.logprobs if old_logprobs is None else old_logprobs
             with phase("optim"):
                 optim = parts.engine.optim_step()
             updates.append({**losses.metrics, "grad_norm": optim.grad_norm, "learning_rate": optim.learning_rate})
@@ -155,7 +156,7 @@ class _Training:
                 **rollout_metrics(scored),
                 **self._reward_counts(),
                 **_means(updates),
-                **self._costs(batch, sequences),
+                **self._costs(batch, sequences, losses),
             },
             groups=scored,
         )
@@ -191,7 +192,9 @@ class _Training:
                 f"{self.parts.policy.logprob_tolerance:g}); this model may not be computed the same way in both"
             )
 
-    def _costs(self, batch: TrainBatch, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    def _costs(
+        self, batch: TrainBatch, sequences: Sequence[TrainSequence], losses: ForwardBackwardResult
+    ) -> dict[str, float]:
         """What the step took: tokens, time, memory."""
         times = self.clock.take()
         sampled = sum(s.num_completion_tokens for s in sequences)
@@ -201,7 +204,7 @@ class _Training:
             "tokens_per_second": sampled / times["step_time"],
             "rollout/tokens_per_second": sampled / times["time/rollout_s"],
             "completions/trained_ratio": batch.num_sequences / len(sequences),
-            "padding_fraction": batch.padding_fraction,
+            "padding_fraction": 1.0 - losses.num_inputs / losses.num_positions if losses.num_positions else 0.0,
             "micro_batches": len(batch.micro_batches),
             "sequences_over_budget": batch.num_over_budget,
             "memory/peak_bytes": peak_memory_bytes(self.parts.policy.device),

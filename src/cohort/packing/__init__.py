@@ -1,0 +1,6 @@
+"""A step's sequences to micro-batches: which ones come together, and their tensors."""
+
+from cohort.packing.row import collate
+from cohort.packing.split import pack
+
+__all__ = ["collate", "pack"]

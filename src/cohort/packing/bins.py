@@ -1,0 +1,369 @@
+"""Sequences to micro-batches under a hard token budget, and micro-batches to ranks.
+
+In this order: no micro-batch is over the budget, the most loaded rank is as little loaded as can be, few prompts are
+computed more than once, there are few micro-batches.
+
+1. Groups go to ranks, the most expensive first, each to the least loaded rank; a group is divided over ranks only
+   where that lowers the load of the most loaded one.
+2. Each rank fills its micro-batches by first-fit decreasing, whose number of bins is at most 11/9 of the least + 1.
+3. A rank's micro-batches are run in the order of decreasing cost, so those that ranks run at the same time are alike.
+
+Rows of models that pad are instead sorted by length over all ranks, as only rows of like length share a micro-batch
+well, and then cut into micro-batches of like cost.
+
+N sequences. Without shared prompts each sequence is a group of its own, without a prompt.
+"""
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from cohort.records import IntArray
+
+# How much more than its share of the work each may have before a group is divided. Less than 1 % is not worth a prompt
+# that is computed again. Where that is too tight for what cannot be divided, more slack ends up more even.
+_TOLERANCES = (1.01, 1.03)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """Which sequences each rank computes together."""
+
+    per_rank: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] -> sequence numbers; () is nothing to do
+    num_over_budget: int  # sequences longer than the budget by themselves; each is alone in its micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """What computing costs, in units of one token of a sequence so short that its attention costs nothing.
+
+    Per layer of hidden size H, the matrices take about 24 H^2 FLOPs a token, and attention 4 H for each earlier token
+    that it looks at. A token at position S therefore costs 1 + S / (6 H).
+    """
+
+    quadratic: float = 1 / (6 * 2048)  # 1 / (6 H)
+    micro_batch: float = 512.0  # starting one more micro-batch takes as long as this many tokens
+
+
+_DEFAULT_COST = CostModel()
+_Batch = tuple[float, tuple[int, ...]]  # cost and sequence numbers of a micro-batch
+_Share = dict[int, list[int]]  # group -> those of its sequences that are computed in one place, longest first
+
+
+def fill_bins(
+    prompt_tokens: IntArray,
+    completion_tokens: IntArray,
+    groups: Sequence[int],
+    *,
+    budget: int,
+    world_size: int,
+    share_prompts: bool,
+    padded: bool,
+    cost: CostModel = _DEFAULT_COST,
+) -> Bins:
+    """Put each sequence into one micro-batch of one rank. All ranks get the same number of micro-batches.
+
+    Args:
+        prompt_tokens: [N] of each sequence; the same throughout a group.
+        completion_tokens: [N] input tokens after the prompt; 0 for a completion of one token.
+        groups: [N] sequences with the same number share their prompt.
+        budget: most tokens of a micro-batch. Only a sequence that is longer by itself is over it, and alone.
+        world_size: number of ranks.
+        share_prompts: a prompt is computed, and counted, once per group and micro-batch.
+        padded: a micro-batch is counted as rows times longest row, as the model cannot compute packed rows. Excludes
+            `share_prompts`.
+        cost: weighs a token's attention against the rest of its work.
+    """
+    assert not (padded and share_prompts)
+    lengths = prompt_tokens + completion_tokens
+    if padded:
+        ranks = _fill_padded(lengths, budget, world_size, cost)
+    else:
+        if not share_prompts:  # then a prompt is like the beginning of its completion
+            prompt_tokens, completion_tokens, groups = np.zeros_like(lengths), lengths, range(len(lengths))
+        work = _Work(prompt_tokens, completion_tokens, groups, cost)
+        ranks = _fill_packed(work, budget, world_size, cost)
+    return Bins(
+        per_rank=tuple(tuple(rows for _, rows in batches) for batches in ranks),
+        num_over_budget=int((lengths > budget).sum()),
+    )
+
+
+def packing_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray, *, budget: int) -> float:
+    """Tokens per place for one, where whole sequences are packed by first-fit decreasing."""
+    groups = range(len(prompt_tokens))
+    bins = fill_bins(
+        prompt_tokens, completion_tokens, groups, budget=budget, world_size=1, share_prompts=False, padded=False
+    )
+    return float((prompt_tokens + completion_tokens).sum() / (len(bins.per_rank[0]) * budget))
+
+
+def padding_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray) -> float:
+    """Tokens per computed position, where all rows of a step are padded to the longest. Any number of rows at a time
+    gives the same.
+    """
+    lengths = prompt_tokens + completion_tokens
+    return float(lengths.mean() / lengths.max())
+
+
+class _Work:
+    """Sequences by group, and what each adds to a micro-batch.
+
+    A group's prompt counts once in each micro-batch that has any of its sequences.
+    """
+
+    def __init__(
+        self, prompt_tokens: IntArray, completion_tokens: IntArray, groups: Sequence[int], cost: CostModel
+    ) -> None:
+        prompt_costs = prompt_tokens * (1 + cost.quadratic * prompt_tokens / 2)
+        costs = completion_tokens * (1 + cost.quadratic * (prompt_tokens + completion_tokens / 2))
+        self.sizes: list[int] = completion_tokens.tolist()  # [N] tokens
+        self.costs: list[float] = costs.tolist()  # [N]
+        by_group: dict[int, list[int]] = {}
+        for n in np.argsort(-completion_tokens, kind="stable").tolist():
+            by_group.setdefault(groups[n], []).append(n)
+        # Groups are numbered by size alone, so that the order of the input does not matter.
+        order = sorted(
+            by_group.values(), key=lambda rows: (prompt_tokens[rows[0]], [self.sizes[n] for n in rows]), reverse=True
+        )
+        firsts = [rows[0] for rows in order]
+        self.members: _Share = dict(enumerate(order))
+        self.prompt_sizes: list[int] = prompt_tokens[firsts].tolist()  # [group] tokens
+        self.prompt_costs: list[float] = prompt_costs[firsts].tolist()  # [group]
+
+    def size(self, group: int, rows: Iterable[int]) -> int:
+        """Tokens of some sequences of a group and their prompt."""
+        return self.prompt_sizes[group] + sum(map(self.sizes.__getitem__, rows))
+
+    def cost(self, group: int, rows: Iterable[int]) -> float:
+        """Cost of some sequences of a group and their prompt."""
+        return self.prompt_costs[group] + sum(map(self.costs.__getitem__, rows))
+
+
+def _fill_packed(work: _Work, budget: int, world_size: int, cost: CostModel) -> list[list[_Batch]]:
+    """The fastest of three ways to fill the micro-batches of each rank.
+
+    Whole groups compute the fewest tokens, divided groups need the fewest micro-batches, and even micro-batches keep
+    ranks from waiting for each other.
+    """
+
+    def duration(ranks: list[list[_Batch]]) -> float:
+        return _duration(ranks, cost)
+
+    shares = _spread(work, work.members, world_size)
+    best = _in_step([_first_fit(work, share, budget, divide=False) for share in shares])
+    if len(work.members) < len(work.sizes):
+        divided = _in_step([_first_fit(work, share, budget, divide=True) for share in shares])
+        best = min(best, divided, key=duration)
+    busy = sum(c for batches in best for c, _ in batches) / world_size + cost.micro_batch * len(best[0])
+    if duration(best) > _TOLERANCES[0] * busy:
+        even = [_even(work, share, len(b), budget) or b for share, b in zip(shares, best, strict=True)]
+        best = min(best, even, key=duration)
+    return best
+
+
+def _divide(rows: Sequence[int], amounts: Sequence[float], room: float) -> tuple[list[int], list[int]]:
+    """Sequences that fit into the room together, the largest that still fits first, and the others. One at least."""
+    taken, left, i = [], list(rows), 0
+    while (i := bisect_left(left, -room, i, key=lambda n: -amounts[n])) < len(left):
+        room -= amounts[left[i]]
+        taken.append(left.pop(i))
+    return (taken, left) if taken else (left[:1], left[1:])
+
+
+def _spread(work: _Work, share: _Share, num_parts: int) -> list[_Share]:
+    """Divide work into parts of about the same cost."""
+    if num_parts == 1:
+        return [share]
+    mean = sum(work.cost(g, rows) for g, rows in share.items()) / num_parts
+    heaviest, best = _spread_within(work, share, num_parts, _TOLERANCES[0] * mean)
+    if heaviest > _TOLERANCES[0] * mean:
+        other_heaviest, other = _spread_within(work, share, num_parts, _TOLERANCES[1] * mean)
+        best = other if other_heaviest < heaviest else best
+    return best
+
+
+def _spread_within(work: _Work, share: _Share, num_parts: int, limit: float) -> tuple[float, list[_Share]]:
+    """Longest processing time first. The cost of the most expensive part, and the parts.
+
+    Groups with the longest sequences come first, as those cannot be divided. A group goes to the least loaded part; if
+    that would then be the most loaded one and over the limit, only as much of the group as it can take.
+    """
+    queue = [(-work.costs[rows[0]], g, rows) for g, rows in share.items()]
+    heapq.heapify(queue)
+    loads = [(0.0, part) for part in range(num_parts)]
+    parts: list[_Share] = [{} for _ in range(num_parts)]
+    while queue:
+        _, g, rows = heapq.heappop(queue)
+        load, number = loads[0]
+        part = parts[number]
+        if g not in part:
+            load += work.prompt_costs[g]
+        added = sum(map(work.costs.__getitem__, rows))
+        if load + added > limit:
+            rows, left = _divide(rows, work.costs, limit - load)
+            if left:
+                heapq.heappush(queue, (-work.costs[left[0]], g, left))
+                limit += work.prompt_costs[g] / num_parts
+                added = sum(map(work.costs.__getitem__, rows))
+        part[g] = sorted(part[g] + rows, key=lambda n: -work.costs[n]) if g in part else rows
+        heapq.heapreplace(loads, (load + added, number))
+        limit = max(limit, load + added)
+    return max(loads)[0], parts
+
+
+def _first_fit(work: _Work, share: _Share, budget: int, *, divide: bool) -> list[_Batch]:
+    """One rank's micro-batches by first-fit decreasing, most expensive first.
+
+    A group that is larger than the budget is divided; with `divide` also one that is larger than what any micro-batch
+    has left.
+    """
+    queue = [(-work.size(g, rows), g, rows) for g, rows in share.items()]
+    heapq.heapify(queue)
+    rooms = _Rooms(sum(map(len, share.values())))
+    members: list[list[int]] = []
+    costs: list[float] = []
+    while queue:
+        negative_size, g, rows = heapq.heappop(queue)
+        size = -negative_size
+        number = rooms.first(size)
+        if number is None and divide and work.size(g, rows[-1:]) <= rooms.most:
+            number = rooms.first(rooms.most)
+        if number is None:
+            number = len(members)
+            members.append([])
+            costs.append(0.0)
+            room = budget
+        else:
+            room = rooms.of(number)
+        if size > room:
+            rows, left = _divide(rows, work.sizes, room - work.prompt_sizes[g])
+            if left:
+                taken = work.size(g, rows)
+                heapq.heappush(queue, (taken - size - work.prompt_sizes[g], g, left))
+                size = taken
+        members[number].extend(rows)
+        costs[number] += work.cost(g, rows)
+        rooms.put(number, room - size)
+    return _by_cost((c, tuple(rows)) for c, rows in zip(costs, members, strict=True))
+
+
+def _even(work: _Work, share: _Share, num_batches: int, budget: int) -> list[_Batch] | None:
+    """One rank's micro-batches of about the same cost, unless the budget forbids."""
+    batches = []
+    for part in _spread(work, share, num_batches):
+        rows = tuple(n for rows in part.values() for n in rows)
+        if len(rows) > 1 and sum(work.size(g, rows) for g, rows in part.items()) > budget:
+            return None
+        batches.append((sum(work.cost(g, rows) for g, rows in part.items()), rows))
+    return _by_cost(batches)
+
+
+def _by_cost(batches: Iterable[_Batch]) -> list[_Batch]:
+    """Most expensive first: what runs out of memory does so early, and ranks do alike work at the same time."""
+    return sorted(batches, key=lambda batch: -batch[0])
+
+
+class _Rooms:
+    """What the bins have left, in a tree of maxima: the first bin with enough room is found in log(bins) steps."""
+
+    def __init__(self, max_bins: int) -> None:
+        self._num_leaves = 1 << max(max_bins - 1, 0).bit_length()
+        self._tree = [-1] * (2 * self._num_leaves)  # node i has children 2i and 2i + 1; -1: not a bin yet
+
+    @property
+    def most(self) -> int:
+        """Room of the bin that has most of it."""
+        return self._tree[1]
+
+    def of(self, number: int) -> int:
+        """Room of one bin."""
+        return self._tree[self._num_leaves + number]
+
+    def first(self, size: int) -> int | None:
+        """The first bin with that much room."""
+        tree, node = self._tree, 1
+        if tree[1] < size:
+            return None
+        while node < self._num_leaves:
+            node *= 2
+            node += tree[node] < size
+        return node - self._num_leaves
+
+    def put(self, number: int, room: int) -> None:
+        """Change the room of one bin."""
+        tree, node = self._tree, self._num_leaves + number
+        tree[node] = room
+        while node > 1:
+            node //= 2
+            left, right = tree[2 * node], tree[2 * node + 1]
+            most = left if left > right else right
+            if tree[node] == most:
+                break
+            tree[node] = most
+
+
+def _fill_padded(lengths: IntArray, budget: int, world_size: int, cost: CostModel) -> list[list[_Batch]]:
+    """Micro-batches of rows of like length: the fewest, or more as long as less padding makes it faster."""
+    order = np.argsort(-lengths, kind="stable").tolist()
+    rows = [(int(lengths[n]), float(lengths[n] * (1 + cost.quadratic * lengths[n] / 2))) for n in order]
+    fewest = -(-len(_cut(rows, budget, inf)) // world_size) * world_size
+    best = _deal([], world_size)
+    for num_batches in range(fewest, len(rows) + world_size, world_size):
+        cuts = _cut_evenly(rows, budget, num_batches)
+        ranks = _deal([((end - start) * rows[start][1], tuple(order[start:end])) for start, end in cuts], world_size)
+        if num_batches > fewest and _duration(ranks, cost) >= _duration(best, cost):
+            break
+        best = ranks
+    return best
+
+
+def _cut_evenly(rows: Sequence[tuple[int, float]], budget: int, num_batches: int) -> list[tuple[int, int]]:
+    """`_cut` to no more than that many micro-batches, by the lowest limit to their cost."""
+    low, high = 0.0, len(rows) * rows[0][1]
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        if len(_cut(rows, budget, middle)) <= num_batches:
+            high = middle
+        else:
+            low = middle
+    return _cut(rows, budget, high)
+
+
+def _cut(rows: Sequence[tuple[int, float]], budget: int, most_cost: float) -> list[tuple[int, int]]:
+    """Consecutive rows, (length, cost) by decreasing length, to the fewest micro-batches: first row and end of each."""
+    cuts, start = [], 0
+    while start < len(rows):
+        length, cost = rows[start]
+        num_rows = max(1, int(min(budget // length, most_cost // cost)))
+        cuts.append((start, min(start + num_rows, len(rows))))
+        start += num_rows
+    return cuts
+
+
+def _deal(batches: Sequence[_Batch], world_size: int) -> list[list[_Batch]]:
+    """Most expensive micro-batch first to the least loaded of the ranks that have room for one more."""
+    most = -(-len(batches) // world_size)
+    ranks: list[list[_Batch]] = [[] for _ in range(world_size)]
+    loads = [(0.0, rank) for rank in range(world_size)]
+    for batch in _by_cost(batches):
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(batch)
+        if len(ranks[rank]) < most:
+            heapq.heappush(loads, (load + batch[0], rank))
+    return _in_step(ranks)
+
+
+def _in_step(ranks: list[list[_Batch]]) -> list[list[_Batch]]:
+    """The same number of micro-batches on all ranks."""
+    most = max(map(len, ranks))
+    return [batches + [(0.0, ())] * (most - len(batches)) for batches in ranks]
+
+
+def _duration(ranks: list[list[_Batch]], cost: CostModel) -> float:
+    """Cost of a step whose ranks wait for each other after every micro-batch."""
+    return sum(cost.micro_batch + max(c for c, _ in batches) for batches in zip(*ranks, strict=True))
