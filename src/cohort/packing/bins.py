@@ -3,13 +3,13 @@
 In this order: no micro-batch is over the budget, the most loaded rank is as little loaded as can be, few prompts are
 computed more than once, there are few micro-batches.
 
-1. Groups go to ranks, the most expensive first, each to the least loaded rank; a group is divided over ranks only
-   where that lowers the load of the most loaded one.
-2. Each rank fills its micro-batches by first-fit decreasing, whose number of bins is at most 11/9 of the least + 1.
+1. Groups go to ranks, those with the longest sequences first, each to the least loaded rank; a group is divided over
+   ranks only where that lowers the load of the most loaded one.
+2. Each rank fills its micro-batches by first-fit decreasing: for whole sequences at most 11/9 of the fewest + 1. Where
+   ranks would then wait for each other, each spreads its work evenly over as many micro-batches, if the budget allows.
 3. A rank's micro-batches are run in the order of decreasing cost, so those that ranks run at the same time are alike.
 
-Rows of models that pad are instead sorted by length over all ranks, as only rows of like length share a micro-batch
-well, and then cut into micro-batches of like cost.
+Models that pad get rows of like length: sorted over all ranks and cut into micro-batches of like cost.
 
 N sequences. Without shared prompts each sequence is a group of its own, without a prompt.
 """
@@ -127,9 +127,8 @@ class _Work:
         for n in np.argsort(-completion_tokens, kind="stable").tolist():
             by_group.setdefault(groups[n], []).append(n)
         # Groups are numbered by size alone, so that the order of the input does not matter.
-        order = sorted(
-            by_group.values(), key=lambda rows: (prompt_tokens[rows[0]], [self.sizes[n] for n in rows]), reverse=True
-        )
+        prompts: list[int] = prompt_tokens.tolist()
+        order = sorted(by_group.values(), key=lambda rows: (prompts[rows[0]], [self.sizes[n] for n in rows]))
         firsts = [rows[0] for rows in order]
         self.members: _Share = dict(enumerate(order))
         self.prompt_sizes: list[int] = prompt_tokens[firsts].tolist()  # [group] tokens
@@ -324,7 +323,7 @@ def _fill_padded(lengths: IntArray, budget: int, world_size: int, cost: CostMode
 
 def _cut_evenly(rows: Sequence[tuple[int, float]], budget: int, num_batches: int) -> list[tuple[int, int]]:
     """`_cut` to no more than that many micro-batches, by the lowest limit to their cost."""
-    low, high = 0.0, len(rows) * rows[0][1]
+    low, high = 0.0, len(rows) * max((cost for _, cost in rows), default=0.0)
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         if len(_cut(rows, budget, middle)) <= num_batches:
@@ -339,7 +338,7 @@ def _cut(rows: Sequence[tuple[int, float]], budget: int, most_cost: float) -> li
     cuts, start = [], 0
     while start < len(rows):
         length, cost = rows[start]
-        num_rows = max(1, int(min(budget // length, most_cost // cost)))
+        num_rows = max(1, int(min(budget // length, most_cost / cost)))
         cuts.append((start, min(start + num_rows, len(rows))))
         start += num_rows
     return cuts

@@ -26,13 +26,13 @@ def collate(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> Micro
         share_prompts: completions of one group go on from one prompt. A prompt with one completion is one segment.
     """
     row = _Row()
-    group_sizes = Counter(s.group if share_prompts else s.index for s in sequences)
+    group_sizes = Counter(s.group for s in sequences)
     prompts: dict[int, int] = {}  # group -> segment
     source = []
     for s in sequences:
         num_prompt, inputs = s.num_prompt_tokens, s.token_ids[:-1]
         # position p predicts token p + 1: the prompt's last token predicts the first of each of its completions
-        if group_sizes[s.group if share_prompts else s.index] == 1:
+        if not share_prompts or group_sizes[s.group] == 1:
             source.append(row.positions(row.add(inputs))[num_prompt - 1 :])
             continue
         if s.group not in prompts:

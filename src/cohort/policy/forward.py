@@ -43,6 +43,7 @@ def forward(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
     """Whole sequences as rows. Padding is on the right and attention causal, so that no token ever sees it."""
+    assert all(block.mask is None for block in micro_batch.segments.blocks), "padded rows cannot share prompts"
     column = micro_batch.position_ids
     row = (column == 0).cumsum(0) - 1  # every sequence begins at position 0
     rows = micro_batch.input_ids.new_zeros(padded_shape(micro_batch))
@@ -76,7 +77,10 @@ def choose_layout(model: Any, module: Any, output: Callable[[Any], Tensor]) -> L
         expected = _probe(model, module, output, "padded")
         if expected is None:
             return "padded"
-        model.set_attn_implementation(attention.NAME)
+        try:
+            model.set_attn_implementation(attention.NAME)
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return "padded"  # the library changes nothing then
         tolerance = 3e-2 if next(model.parameters()).dtype == torch.bfloat16 else 1e-4
         layouts: tuple[Layout, ...] = ("packed",) if _has_dropout(model) else ("shared", "packed")
         for layout in layouts:
