@@ -25,7 +25,7 @@ from cohort.demo import task
 from cohort.demo.base_model import BASE_PATH
 from cohort.policy import Policy, end_token_ids, load_policy
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
 
 PROMPTS, GENERATIONS, MAX_TOKENS = 16, 16, 64
 
@@ -43,7 +43,8 @@ def main() -> None:
     renderer = PromptRenderer(tokenizer, prompt_column="question")
     prompts = build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts
     ends = end_token_ids(policy, tokenizer)
-    engine = LocalEngine(policy, tokenizer, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
+    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
+    engine = LocalEngine(sampler.sample, tokenizer)
     speeds: dict[str, list[float]] = {"cohort": [], "transformers": []}
     worst = 0.0
     for repeat in range(-1, args.repeats):  # the first round warms up

@@ -4,10 +4,12 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +19,15 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from cohort import checkpoint
 from cohort.checkpoint import checkpoints, load_trainer_state
 from cohort.cli import main
 from cohort.config import load_config
+from cohort.distributed import Ranks
 from cohort.metrics import writers
 from cohort.policy.load import _known_positions
 from cohort.run_folder import RunFolder
-from cohort.trainer import loop, setup
+from cohort.trainer import setup
 from tiny import copy_task_rows, make_tokenizer, save_model_folder, write_jsonl
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -124,6 +128,17 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
             {"train": {"steps": None, "epochs": 1, "warmup_steps": 4}},
             ["error: train.warmup_steps: 4 is more than the run's 3 steps (6 prompts, 2 per step); use at most 3"],
         ),
+        (
+            {"hardware": {"processes": 0}},
+            ["error: hardware.processes: 0: must be a whole number of at least 1, or auto"],
+        ),
+        ({"hardware": {"processes": -2}}, ["error: hardware.processes: -2: must be a whole number of at least 1"]),
+        ({"hardware": {"processes": 1.5}}, ["error: hardware.processes: 1.5: must be a whole number of at least 1"]),
+        (
+            {"hardware": {"processes": 2, "device": "cuda:1"}},
+            ["error: hardware: device: cuda:1 names one GPU, and processes: 2 would share it"],
+        ),
+        ({"train": {"micro_batch_tokens": 0}}, ["error: train.micro_batch_tokens: 0: must be a whole number of at"]),
         ({"hardware": {"device": "cuda:99"}}, ["error: hardware.device: 'cuda:99': this machine", "use auto or cpu"]),
         # the data
         ({"data": {"path": "dota.jsonl"}}, ["error: data.path='dota.jsonl': no such file", "data.jsonl"]),
@@ -420,16 +435,48 @@ def test_a_disk_that_gets_full_while_completions_are_written(tmp_path, cohort):
 
 def test_a_disk_that_gets_full_while_a_checkpoint_is_written(tmp_path, cohort, monkeypatch):
     path = set_up(tmp_path)
-    real, calls = loop.save_checkpoint.__globals__["save_model"], []
+    real, calls = checkpoint.save_model, []
 
-    def save_model(policy: Any, tokenizer: Any, folder: Path) -> None:
-        real(policy, tokenizer, folder)
+    def save_model(policy: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
+        real(policy, tokenizer, folder, ranks)
         calls.append(folder)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("cohort.checkpoint.save_model", save_model)
     assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/checkpoints/step-2")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_gets_full_while_the_optimizer_is_written(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    real, calls = checkpoint.dcp.save, []
+
+    def save(state: Any, *, storage_writer: Any, **arguments: Any) -> None:
+        calls.append(storage_writer.path)
+        if len(calls) == 2:
+            storage_writer.path.mkdir()
+            (storage_writer.path / "__0_0.distcp").symlink_to("/dev/full")
+        real(state, storage_writer=storage_writer, **arguments)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save)
+    assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/checkpoints/step-2")
+
+
+def test_a_disk_that_gets_full_while_the_final_model_is_written(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    real = checkpoint.save_model
+
+    def save_model(policy: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
+        real(policy, tokenizer, folder, ranks)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cohort.trainer.crew.save_model", save_model)
+        assert_refused(cohort("train", path), f"error: {tmp_path}/run/final: no space left on the disk.", code=1)
+    assert not [p.name for p in (tmp_path / "run").iterdir() if "final" in p.name]
+    assert cohort("train", path).code == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
 def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path: Path, written: str) -> None:
@@ -448,6 +495,115 @@ def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path:
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert [p.name for p in checkpoints(run / "checkpoints")] == ["step-1", "step-2", "step-3"]
     assert sorted(p.name for p in (run / "completions").iterdir()) == [f"step-{n:06d}.parquet" for n in (1, 2, 3)]
+
+
+# Processes that a launcher starts, by its environment
+
+
+@contextmanager
+def started_rank(path: Path, *overrides: str, **environment: object) -> Iterator[subprocess.Popen[str]]:
+    """`python -m cohort.train` as torchrun starts it on this machine. It never outlives the test."""
+    variables = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in environment.items()}}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cohort.train", str(path), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **variables},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def end_of(process: subprocess.Popen[str]) -> Ended:
+    """How it ends, which has to be soon: on a busy machine, nearly all of this is the import of torch."""
+    out, err = process.communicate(timeout=90)
+    # torch may have had a say before; what counts is that our message is the last
+    return Ended(code=process.returncode, out=out, err=err[max(0, err.rfind("error: ")) :])
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
+def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
+    path = set_up(tmp_path)
+    with started_rank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=free_port()) as process:
+        ended = end_of(process)
+    assert (ended.code, ended.err) == (0, "")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_port_that_another_program_has(tmp_path):
+    path = set_up(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with started_rank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=port) as process:
+            assert_refused(
+                end_of(process),
+                f"error: MASTER_PORT: 127.0.0.1:{port} is in use by another program; give another port",
+                "(torchrun --master-port)",
+            )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_where_nobody_is(tmp_path):
+    path, port = set_up(tmp_path, hardware={"timeout_s": 3}), free_port()
+    with started_rank(path, RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port) as process:
+        assert_refused(
+            end_of(process),
+            f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 3 s: is rank 0 running there",
+        )
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (2, 3))])
+def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
+    path, port = set_up(tmp_path, hardware={"timeout_s": 10}), free_port()
+    told = f"rank 0 on {socket.gethostname()} says {first[1]} processes, rank {second[0]} on"
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                started_rank(path, RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, MASTER_PORT=port)
+            )
+            for rank, world_size in (first, second)
+        ]
+        for process in processes:
+            assert_refused(end_of(process), f"error: the processes do not agree on their number: {told}", "--nnodes")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        (
+            {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            [
+                "error: hardware.processes: 3, and the launcher has started 2 processes on this machine",
+                "--nproc-per-node 3, or hardware.processes: auto",
+            ],
+        ),
+        ({}, ["the environment of a distributed run is incomplete ('MASTER_PORT'); start it with torchrun"]),
+        ({"MASTER_PORT": "high"}, ["the environment of a distributed run is incomplete (invalid literal"]),
+        ({"MASTER_PORT": "1", "RANK": "2"}, ["RANK=2 with WORLD_SIZE=2: ranks go from 0 to WORLD_SIZE - 1"]),
+    ],
+)
+def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environment, parts):
+    path = set_up(tmp_path, hardware={"processes": 3})
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setattr("cohort.trainer.process.time.sleep", lambda _: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(cohort("train", path), *parts)
+    assert not (tmp_path / "run").exists()
 
 
 # cohort eval

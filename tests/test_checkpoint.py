@@ -1,15 +1,21 @@
 """Checkpoints: whole or not there, pruned, and loadable by Transformers."""
 
 import errno
+import io
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cohort.checkpoint import (
@@ -33,7 +39,15 @@ FULL = "no space left on the disk. Nothing written earlier is lost: free some sp
 
 
 def state(steps_done: int) -> TrainerState:
-    return TrainerState(steps_done=steps_done, data={"epoch": 1, "position": 2}, num_tokens=30, seconds=4.5)
+    return TrainerState(
+        steps_done=steps_done,
+        data={"epoch": 1, "position": 2},
+        num_tokens=30,
+        seconds=4.5,
+        micro_batch_tokens=512,
+        micro_batch_tokens_wanted="auto",
+        processes=3,
+    )
 
 
 def save(
@@ -83,7 +97,8 @@ def test_a_checkpoint_is_a_model_folder(tmp_path, kind, tie):
 def test_trainer_and_engine_state_come_back(tmp_path):
     folder = save(tmp_path, 7)
     assert load_trainer_state(folder) == state(7)
-    loaded = load_engine_state(folder)
+    loaded = {"updates_done": 0, "moments": torch.zeros(3)}
+    load_engine_state(folder, loaded)
     assert loaded["updates_done"] == 7
     assert torch.equal(loaded["moments"], torch.tensor([0.0, 1.0, 2.0]))
 
@@ -124,28 +139,59 @@ def test_a_writer_that_raises_leaves_nothing_and_touches_nothing(tmp_path):
         assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
-@pytest.mark.parametrize("write_number", range(1, 8))
-def test_an_interrupt_while_torch_writes_is_an_interrupt(tmp_path, monkeypatch, write_number):
-    save(tmp_path, 1)
-    real = torch.save
+class StoppedFile(io.FileIO):
+    """Unbuffered; raises `error` at one write among those of all files."""
 
-    class Interrupted:
-        def __init__(self, file: Any):
-            self.file, self.num_writes = file, 0
+    num_writes: int
+    write_number: int
+    error: BaseException
 
-        def write(self, data: bytes) -> int:
-            self.num_writes += 1
-            if self.num_writes == write_number:
-                raise KeyboardInterrupt
-            return self.file.write(data)
+    def write(self, data: Any) -> int:
+        StoppedFile.num_writes += 1
+        if StoppedFile.num_writes == StoppedFile.write_number:
+            raise StoppedFile.error
+        return super().write(data)
 
-        def flush(self) -> None:
-            self.file.flush()
 
-    monkeypatch.setattr(torch, "save", lambda state, file: real(state, Interrupted(file)))
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+def stop_torch(monkeypatch: pytest.MonkeyPatch, write_number: int, error: BaseException) -> None:
+    """Have `error` raised at one of the writes of torch.distributed.checkpoint."""
+
+    @contextmanager
+    def create_stream(_: Any, path: Path, mode: str) -> Iterator[io.FileIO]:
+        with StoppedFile(path, mode) as file:
+            yield file
+
+    monkeypatch.setattr(filesystem.FileSystem, "create_stream", create_stream)
+    StoppedFile.num_writes, StoppedFile.write_number, StoppedFile.error = 0, write_number, error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (partial(OSError, errno.ENOSPC, "No space left"), TrainingError)],
+)
+def test_whatever_write_of_torch_is_stopped_it_is_told_as_what_it_is(tmp_path, monkeypatch, error, told):
+    policy = make_policy()
+    save(tmp_path, 1, policy=policy)
+    before = contents(tmp_path)
+    for write_number in itertools.count(1):
+        stop_torch(monkeypatch, write_number, error())
+        try:
+            save(tmp_path, 2, policy=policy, keep=1)
+        except told as caught:
+            assert told is KeyboardInterrupt or str(caught).startswith(f"{tmp_path}/step-2: {FULL}")
+            assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+            assert contents(tmp_path) == before
+        else:
+            break
+    assert write_number > 30  # the last one was beyond the end
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-2"]
+
+
+def test_what_torch_cannot_write_is_told_as_it_is(tmp_path, monkeypatch):
+    stop_torch(monkeypatch, 3, PermissionError(errno.EACCES, "not today"))
+    with pytest.raises(PermissionError, match="not today"):
+        save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_there_is_replaced(tmp_path):
@@ -201,7 +247,9 @@ def test_a_kill_while_writing_leaves_the_earlier_ones_whole(tmp_path):
     assert (tmp_path / ".writing-step-3" / "model.safetensors").exists()
     assert [p.name for p in checkpoints(tmp_path)] == ["step-1", "step-2"]
     assert load_trainer_state(tmp_path / "step-2") == state(2)
-    assert load_engine_state(tmp_path / "step-2")["updates_done"] == 2
+    loaded = {"updates_done": 0, "moments": torch.zeros(3)}
+    load_engine_state(tmp_path / "step-2", loaded)
+    assert loaded["updates_done"] == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
     remove_leftovers(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
@@ -220,8 +268,11 @@ def test_leftovers_go(tmp_path):
 # A full disk
 
 
+FILES = ["optimizer/__0_0.distcp", "optimizer/.metadata.tmp", "trainer_state.json", "tokenizer.json"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("file", ["optimizer.pt", "trainer_state.json", "tokenizer.json"])
+@pytest.mark.parametrize("file", FILES)
 def test_a_full_disk_is_explained_and_leaves_the_earlier_ones(tmp_path, monkeypatch, file):
     save(tmp_path, 1)
     before = contents(tmp_path)
@@ -230,6 +281,7 @@ def test_a_full_disk_is_explained_and_leaves_the_earlier_ones(tmp_path, monkeypa
     def mkdir_with_a_file_on_a_full_disk(self: Path, *args, **kwargs) -> None:
         real(self, *args, **kwargs)
         if self.name == ".writing-step-2":
+            real((self / file).parent, exist_ok=True)
             (self / file).symlink_to("/dev/full")
 
     monkeypatch.setattr(Path, "mkdir", mkdir_with_a_file_on_a_full_disk)
@@ -258,6 +310,64 @@ def test_every_way_to_say_that_the_disk_is_full(error):
         raise error
     assert str(caught.value) == (f"/runs/a/final: {FULL} to go on from the last checkpoint")
     assert caught.value.__cause__ is error
+
+
+def test_a_full_disk_is_told_by_the_name_that_the_folder_was_to_have():
+    with (
+        pytest.raises(TrainingError, match=r"^/runs/a/final: no space left"),
+        disk_errors(Path("/runs/a/.writing-final")),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FULL_ON_ONE_RANK = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+from test_checkpoint import TOKENIZER, make_policy, state
+from cohort.checkpoint import save_checkpoint
+from cohort.distributed import join_ranks, leave_ranks
+from cohort.errors import TrainingError
+
+ranks = join_ranks(backend="gloo", timeout_s=30, command_timeout_s=30)
+torch.manual_seed(0)
+policy, root = make_policy(), Path(sys.argv[1])
+
+def save(steps_done):
+    moments = {f"moments_{i}": torch.arange(1000.0) for i in range(4)}  # each is written by one of the ranks
+    save_checkpoint(root, policy=policy, tokenizer=TOKENIZER if ranks.is_first else None, engine_state=moments,
+                    state=state(steps_done), keep=1, ranks=ranks)
+
+save(1)
+if ranks.is_first:
+    full = root / ".writing-step-2" / "optimizer" / "__1_0.distcp"
+    real = Path.mkdir
+    def mkdir(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        if self.name == ".writing-step-2":
+            real(full.parent)
+            full.symlink_to("/dev/full")
+    Path.mkdir = mkdir
+try:
+    save(2)
+except TrainingError as error:
+    (root / f"rank-{ranks.rank}").write_text(str(error))
+leave_ranks()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_is_full_for_one_rank_is_explained_by_all(tmp_path):
+    (tmp_path / "script.py").write_text(FULL_ON_ONE_RANK)
+    root = tmp_path / "root"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launcher, str(tmp_path / "script.py"), str(root), str(Path(__file__).parent)], check=True, timeout=120
+    )
+    for rank in range(2):
+        assert (root / f"rank-{rank}").read_text().startswith(f"{root}/step-2: {FULL}")
+    assert sorted(p.name for p in root.iterdir()) == ["rank-0", "rank-1", "step-1"]
 
 
 @pytest.mark.parametrize(

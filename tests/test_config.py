@@ -84,7 +84,7 @@ def test_defaults(tmp_path, monkeypatch):
             "seed": 0,
         },
         "eval": None,
-        "hardware": {"processes": 1, "device": "auto"},
+        "hardware": {"processes": 1, "device": "auto", "timeout_s": 600.0, "max_restarts": 0},
         "run": {
             "dir": str(tmp_path / "runs/run"),
             "checkpoint_every": 50,
@@ -191,7 +191,18 @@ def test_overrides_that_cannot_work(override, expected):
     assert message(MINIMAL, override).startswith(expected)
 
 
+@pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 8}, {"processes": "auto"}])
+def test_numbers_that_may_be_left_to_the_program(given):
+    config = config_from_dict({**MINIMAL, "hardware": given})
+    assert config.hardware.processes == given.get("processes", 1)
+    assert config_from_dict(MINIMAL, ["train.micro_batch_tokens=auto"]).train.micro_batch_tokens == "auto"
+    assert config_from_dict(MINIMAL, ["train.micro_batch_tokens=1"]).train.micro_batch_tokens == 1
+
+
 # Messages
+
+NUM_PROCESSES = "must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)"
+NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)"
 
 
 @pytest.mark.parametrize(
@@ -260,8 +271,20 @@ def test_overrides_that_cannot_work(override, expected):
         ({"model": {"path": ""}}, "model.path: '': string should have at least 1 character"),
         ({"run": {"dir": ""}}, "run.dir: '': string should have at least 1 character"),
         ({"run": {"log": ["wand"]}}, "run.log.0: 'wand': input should be 'tensorboard', 'wandb' or 'trackio'"),
-        ({"hardware": {"device": "gpu"}}, "hardware.device: 'gpu': must be auto, cpu, cuda, cuda:N or mps"),
-        ({"hardware": {"processes": 2}}, "hardware.processes: 2: this version trains in one process; set it to 1"),
+        ({"hardware": {"device": "gpu"}}, "hardware.device: 'gpu': must be auto, cpu, cuda or cuda:N"),
+        ({"hardware": {"device": "mps"}}, "hardware.device: 'mps': must be auto, cpu, cuda or cuda:N"),
+        ({"hardware": {"processes": 0}}, f"hardware.processes: 0: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": -1}}, f"hardware.processes: -1: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": 2.5}}, f"hardware.processes: 2.5: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": "many"}}, f"hardware.processes: 'many': {NUM_PROCESSES}"),
+        ({"hardware": {"processes": None}}, f"hardware.processes: None: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": True}}, "hardware: processes: True: must be a number"),
+        ({"hardware": {"timeout_s": 0}}, "hardware.timeout_s: 0: input should be greater than 0"),
+        ({"hardware": {"max_restarts": -1}}, "hardware.max_restarts: -1: input should be greater than or equal to 0"),
+        ({"train": {"micro_batch_tokens": 0}}, f"train.micro_batch_tokens: 0: {NUM_TOKENS}"),
+        ({"train": {"micro_batch_tokens": 2.5}}, f"train.micro_batch_tokens: 2.5: {NUM_TOKENS}"),
+        ({"train": {"micro_batch_tokens": "x"}}, f"train.micro_batch_tokens: 'x': {NUM_TOKENS}"),
+        ({"train": {"micro_batch_tokens": True}}, "train: micro_batch_tokens: True: must be a number"),
         ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: must be at least 2 (8 is usual)"),
         (
             {"rollout": {"num_generations": 1}},
@@ -269,6 +292,12 @@ def test_overrides_that_cannot_work(override, expected):
             "0 and nothing would be learned. Use at least 2 (8 is usual), or another estimator that needs no peers",
         ),
         # two keys that do not go together
+        (
+            {"hardware": {"device": "cuda:1", "processes": 2}},
+            "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "
+            "CUDA_VISIBLE_DEVICES to choose among the GPUs",
+        ),
+        ({"hardware": {"device": "cuda:0", "processes": "auto"}}, "hardware: device: cuda:0 names one GPU, and proc"),
         ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs say the same thing twice; remove one"),
         ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
         # keys without effect
@@ -300,9 +329,11 @@ def test_messages(section, expected):
 
 
 def test_every_mistake_is_listed_and_long_values_are_cut():
-    text = message({**MINIMAL, "train": {"stepz": 5, "seed": -1}, "hardware": {"device": "x" * 200}})
-    assert [line.split(":")[0] for line in text.splitlines()] == ["train.seed", "train.stepz", "hardware.device"]
-    assert text.splitlines()[2] == f"hardware.device: '{'x' * 76}...: must be auto, cpu, cuda, cuda:N or mps"
+    hardware = {"device": "x" * 200, "processes": 0}
+    text = message({**MINIMAL, "train": {"stepz": 5, "seed": -1}, "hardware": hardware})
+    keys = ["train.seed", "train.stepz", "hardware.processes", "hardware.device"]
+    assert [line.split(":")[0] for line in text.splitlines()] == keys
+    assert text.splitlines()[3] == f"hardware.device: '{'x' * 76}...: must be auto, cpu, cuda or cuda:N"
 
 
 # Files
@@ -393,6 +424,7 @@ json_value = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=6,
 )
+number_or_auto = st.just("auto") | st.integers(1, 10**6)
 raw_configs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"path": text}, optional={"dtype": st.sampled_from(["float64", "bfloat16"])}),
@@ -411,7 +443,10 @@ raw_configs = st.fixed_dictionaries(
         "algorithm": st.fixed_dictionaries(
             {"name": st.sampled_from(["grpo", "dr_grpo", "dapo"])}, optional={"beta": number, "clip_low": number}
         ),
-        "train": st.fixed_dictionaries({"learning_rate": number}, optional={"epochs": number}),
+        "train": st.fixed_dictionaries(
+            {"learning_rate": number}, optional={"epochs": number, "micro_batch_tokens": number_or_auto}
+        ),
+        "hardware": st.fixed_dictionaries({"processes": number_or_auto, "timeout_s": number}),
         "eval": st.fixed_dictionaries({"path": text}, optional={"temperature": number}),
         "run": st.fixed_dictionaries({"checkpoint_every": st.sampled_from([0, 1, 50])}),
     },

@@ -56,7 +56,12 @@ def random_groups(lengths_PG: list[list[int]], seed: int) -> list[ScoredGroup]:
 def make_engine(policy: Policy, reference: Policy | None = None, **train) -> TrainEngine:
     config = TrainConfig(**train)
     return TrainEngine(
-        policy, config, learning_rate=lambda _: config.learning_rate, temperature=0.9, reference=reference
+        policy,
+        config,
+        micro_batch_tokens=config.micro_batch_tokens,
+        learning_rate=lambda _: config.learning_rate,
+        temperature=0.9,
+        reference=reference,
     )
 
 
@@ -91,7 +96,7 @@ def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSeque
 def packed_gradient(
     engine: TrainEngine, sequences: list[TrainSequence], algorithm: Algorithm, budget: int, layout: Layout = "shared"
 ):
-    engine.policy.layout = layout
+    engine.policy.traits = replace(engine.policy.traits, layout=layout)
     (batch,) = pack_for(engine.policy, sequences, budget)
     old = {s.index: old_logprobs_of(s) for s in sequences}
     result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
@@ -177,11 +182,11 @@ def test_on_policy_old_logprobs_are_the_current_ones():
     first = engine.forward_backward(batch, algorithm.policy_loss)
     assert first.metrics["clip_ratio/region_mean"] == 0
     engine.optim_step()
-    second = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=first.logprobs)
+    second = engine.forward_backward(None, algorithm.policy_loss)
     assert second.metrics["clip_ratio/region_mean"] > 0  # the policy has moved away from the old logprobs
-    assert {n: len(logprobs) for n, logprobs in first.logprobs.items()} == {0: 3, 1: 14, 2: 9}
+    assert {n: len(logprobs) for n, logprobs in engine.old_logprobs.items()} == {0: 3, 1: 14, 2: 9}
     (other_split,) = pack_for(policy, sequences, 60)
-    third = engine.forward_backward(other_split, algorithm.policy_loss, old_logprobs=first.logprobs)
+    third = engine.forward_backward(other_split, algorithm.policy_loss, old_logprobs=engine.old_logprobs)
     assert third.metrics == pytest.approx(second.metrics)
 
 
@@ -191,12 +196,13 @@ def test_an_empty_micro_batch_adds_nothing():
     engine = make_engine(make_policy(), make_policy(seed=1))
     (batch,) = pack_for(engine.policy, sequences, 100)
     expected = engine.forward_backward(batch, algorithm.policy_loss)
+    expected_logprobs = engine.old_logprobs
     expected_gradient = gradients(engine.policy.model)
     with_empty = replace(batch, micro_batches=((), *batch.micro_batches, ()))
-    for old_logprobs in (None, expected.logprobs):
+    for old_logprobs in (None, expected_logprobs):
         actual = engine.forward_backward(with_empty, algorithm.policy_loss, old_logprobs=old_logprobs)
         assert actual.metrics == expected.metrics
-        assert actual.logprobs.keys() == expected.logprobs.keys()
+        assert engine.old_logprobs.keys() == expected_logprobs.keys()
         actual_gradient = gradients(engine.policy.model)
         assert all(torch.equal(actual_gradient[k], expected_gradient[k]) for k in expected_gradient)
     idle = replace(batch, micro_batches=((),))

@@ -63,7 +63,7 @@ def compare_with_naive(
 def test_logprobs_equal_naive_ones_in_every_layout(kind: str, tie: bool, layout: Layout):
     policy = make_policy(kind, tie=tie, dtype=torch.float64)
     assert policy.layout == "shared"
-    policy.layout = layout
+    policy.traits = replace(policy.traits, layout=layout)
     logprob, entropy, gradient = compare_with_naive(policy, temperature=0.7)
     assert logprob < 1e-6 and entropy < 1e-6  # the library's RMSNorm computes in float32
     assert gradient < 1e-6
@@ -73,7 +73,7 @@ def test_logprobs_equal_naive_ones_in_every_layout(kind: str, tie: bool, layout:
 def test_segments_of_very_different_lengths(layout: Layout):
     """Attention takes them in several blocks; the row is one."""
     policy = make_policy(dtype=torch.float64)
-    policy.layout = layout
+    policy.traits = replace(policy.traits, layout=layout)
     lengths = [(150, [3, 90, 70, 1]), (70, [200, 2]), (3, [100, 180]), (2, [5])]
     assert max(compare_with_naive(policy, budget=100_000, lengths=lengths)) < 1e-6
 
@@ -90,7 +90,7 @@ def test_gradient_checkpointing_changes_nothing(layout: Layout):
     enable_gradient_checkpointing(model)
     policy = policy_of(model)
     assert policy.shares_prompts
-    policy.layout = layout
+    policy.traits = replace(policy.traits, layout=layout)
     assert max(compare_with_naive(policy)) < 1e-6
 
 
@@ -253,7 +253,7 @@ def test_the_saved_model_does_not_know_of_packed_rows(tmp_path):
 @pytest.mark.parametrize("tie", [True, False])
 def test_an_empty_micro_batch_has_a_gradient_of_zero(tie: bool, layout: Layout):
     policy = make_policy(tie=tie)
-    policy.layout = layout
+    policy.traits = replace(policy.traits, layout=layout)
     logprobs, entropy = policy.logprobs(collate([], share_prompts=True), temperature=1.0)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cohort.config import Config, config_from_dict, to_yaml
+from cohort.config import Config, config_from_dict, load_config, to_yaml
 from cohort.errors import UserError
 from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
 from cohort.run_folder import RunFolder, check_folder_is_free, config_changes, holds_run, write_completions_file
@@ -81,9 +81,21 @@ def test_a_run_without_numbers_may_be_started_with_another_configuration(tmp_pat
     folder.close()
 
 
+def test_a_folder_with_nothing_but_what_processes_printed_may_be_used(tmp_path):
+    log = tmp_path / "logs" / "20250101-000000-0" / "1" / "stdout.log"  # the processes start before the run does
+    log.parent.mkdir(parents=True)
+    log.write_text("said")
+    folder = open_folder(tmp_path, "hardware.processes=2")
+    folder.rewind(0)
+    folder.close()
+    assert log.read_text() == "said"
+    assert "processes: 2" in (tmp_path / "config.yaml").read_text()
+
+
 def test_files_that_are_no_run_are_refused_and_left(tmp_path):
     (tmp_path / "notes.txt").touch()
     (tmp_path / "final").mkdir()
+    (tmp_path / "logs").mkdir()
     expected = f"run.dir: '{tmp_path}' is not empty and holds no run (final, notes.txt); give a new folder"
     assert refusal(tmp_path) == expected
     # a configuration that a person wrote is not a run's
@@ -92,7 +104,7 @@ def test_files_that_are_no_run_are_refused_and_left(tmp_path):
     assert refusal(tmp_path) == expected
     with pytest.raises(UserError, match="holds no run"):
         check_folder_is_free(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "final", "notes.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "final", "logs", "notes.txt"]
 
 
 def test_places_where_no_folder_can_be(tmp_path):
@@ -121,6 +133,20 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
         f"Give a new run.dir to start a new run, or the same configuration to go on with that one"
     )
     open_folder(path).close()  # the same run
+    assert json.loads((path / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_a_run_goes_on_with_other_hardware_and_another_budget(tmp_path):
+    path = tmp_path / "a"
+    started_run(path, "hardware.processes=4", "train.micro_batch_tokens=auto")
+    write_checkpoint(path, 1)
+    settings = ["hardware.processes=1", "hardware.device=cpu", "hardware.timeout_s=5", "hardware.max_restarts=2"]
+    folder = open_folder(path, *settings, "train.micro_batch_tokens=64", resume=True)
+    assert folder.last_checkpoint() == path / "checkpoints" / "step-1"
+    folder.rewind(1)
+    folder.close()
+    saved = load_config(path / "config.yaml")
+    assert (saved.hardware.processes, saved.hardware.max_restarts, saved.train.micro_batch_tokens) == (1, 2, 64)
     assert json.loads((path / "metrics.jsonl").read_text())["step"] == 1
 
 
@@ -178,7 +204,9 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [
-        (["hardware.device=cpu"], []),
+        (["hardware.device=cpu", "hardware.processes=auto"], []),
+        (["hardware.processes=4", "hardware.timeout_s=5", "hardware.max_restarts=3"], []),
+        (["train.micro_batch_tokens=auto"], []),
         (["run.checkpoint_every=7", "run.log=[wandb]", "run.dir=/elsewhere"], []),
         (["train.micro_batch_tokens=5", "rollout.max_num_seqs=5"], []),
         (["rewards.0.timeout_s=5"], []),

@@ -11,7 +11,7 @@ from scipy import stats
 
 from cohort.policy import Policy, end_token_ids
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
 from cohort.rollout.sampling import sample_tokens, uniform_stream
 from tiny import CONFIGS, VOCAB_SIZE, make_gemma2, make_policy, make_tokenizer, policy_of
 
@@ -28,7 +28,8 @@ def prompts(lengths: Sequence[int], *, epoch: int = 0) -> list[Prompt]:
 
 
 def make_engine(policy: Policy, *, max_num_seqs: int = 64, ends: tuple[int, ...] = (1, 5, 9)) -> LocalEngine:
-    return LocalEngine(policy, make_tokenizer(), end_token_ids=frozenset(ends), max_num_seqs=max_num_seqs)
+    sampler = Sampler(policy, end_token_ids=frozenset(ends), max_num_seqs=max_num_seqs)
+    return LocalEngine(sampler.sample, make_tokenizer())
 
 
 def sampling(**changes) -> SamplingParams:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cohort
 from cohort.config import config_from_dict
 from cohort.display import Display
+from cohort.policy import Policy
 from cohort.trainer.evaluate_model import evaluate_model
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
@@ -224,6 +225,7 @@ CHILD = """
 import sys
 import cohort
 from cohort.display import Display
+from cohort.policy import Policy
 cohort.train(sys.argv[1], display=Display())
 """
 
@@ -360,3 +362,73 @@ def test_evaluation_with_k_samples(tmp_path: Path):
     assert result.metrics["eval/mean@8"] == result.accuracy == success.mean()
     assert result.metrics["eval/pass@8"] == success.any(axis=1).mean()
     assert result.metrics["eval/pass@8"] > result.accuracy
+
+
+class Notes(Display):
+    """Keeps what a person would be told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+
+def no_room_for_more_than(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator that refuses micro-batches of more than `tokens` tokens, after their forward pass."""
+    real = Policy.logprobs
+
+    def logprobs(self, micro_batch, *, temperature):
+        out = real(self, micro_batch, temperature=temperature)
+        if len(micro_batch.input_ids) > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return out
+
+    monkeypatch.setattr(Policy, "logprobs", logprobs)
+
+
+def test_out_of_memory_is_survived_shown_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train_keys = {"learning_rate": 1e-3, "updates_per_rollout": 2}
+    config = changed(make_inputs(tmp_path), model={"dtype": "float64"}, train=train_keys)
+    expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
+    no_room_for_more_than(60, monkeypatch)
+    notes = Notes()
+    result = cohort.train(changed(config, train={"steps": 4}), display=notes)
+    events, budgets = metric(result.run_dir, "out_of_memory"), metric(result.run_dir, "micro_batch_tokens")
+    assert events[0] >= 1 and 25 < budgets[-1] <= 60
+    assert notes.told == [
+        f"out of memory in {number} micro-batches, which were computed again in parts: the gradient is the same, and "
+        f"the budget is {budget} tokens from here on"
+        for number, budget in zip(events, budgets, strict=True)
+        if number
+    ]
+    result = train(config)  # goes on with the budget that was found
+    assert metric(result.run_dir, "micro_batch_tokens")[4:] == budgets[-1:] * 2
+    assert metric(result.run_dir, "out_of_memory")[4:] == [0, 0]
+    np.testing.assert_allclose(metric(result.run_dir, "loss"), metric(expected.run_dir, "loss"), rtol=1e-5, atol=1e-8)
+    for name, tensor in weights(result.final_dir).items():
+        torch.testing.assert_close(tensor, weights(expected.final_dir)[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_sequence_that_does_not_fit_by_itself_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    no_room_for_more_than(10, monkeypatch)
+    with pytest.raises(cohort.TrainingError, match=r"out of memory on a single sequence of \d+ tokens.*checkpointing"):
+        train(make_inputs(tmp_path))
+
+
+@pytest.mark.parametrize("room", [70, 10_000])
+def test_the_budget_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int):
+    config = changed(make_inputs(tmp_path), train={"micro_batch_tokens": "auto", "steps": 2})
+    no_room_for_more_than(room, monkeypatch)
+    notes = Notes()
+    result = cohort.train(config, display=notes)
+    (budget,) = set(metric(result.run_dir, "micro_batch_tokens"))
+    if room == 70:
+        assert 0.9 * 70 / 1.1 <= budget <= 70
+        assert notes.told == [f"train.micro_batch_tokens: auto: {budget:.0f} tokens, the most that fits"]
+    else:
+        assert notes.told == [
+            f"train.micro_batch_tokens: auto: {budget:.0f} tokens, a whole step's share of one process"
+        ]
+        assert budget == 12 * (8 + 12 - 1)  # 12 sequences of the longest prompt and the longest completion
+    assert metric(result.run_dir, "out_of_memory") == [0, 0]

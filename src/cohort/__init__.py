@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cohort.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
-    from cohort.trainer import RunResult, train
+    from cohort.launch import train
+    from cohort.outcome import RunResult
 
 __all__ = ["RunResult", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
@@ -16,8 +17,12 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import, so nothing that needs it is imported before it is used
-    if name in ("train", "RunResult"):
-        from cohort import trainer
+    if name == "train":
+        from cohort.launch import train
 
-        return getattr(trainer, name)
+        return train
+    if name == "RunResult":
+        from cohort.outcome import RunResult
+
+        return RunResult
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,25 +1,36 @@
 """Checkpoints that are either whole or not there.
 
-A checkpoint is a model folder (weights, config, tokenizer) with the trainer's state beside it. It is written under a
-temporary name, flushed to disk, and renamed: a kill at any instant leaves the last whole one.
+A checkpoint is a model folder (weights, config, tokenizer) with the trainer's state beside it: `trainer_state.json`,
+and the optimizer's state as torch.distributed.checkpoint writes it, every rank its shards, so that any number of ranks
+can read it. It is written under a temporary name, flushed to disk, and renamed: a kill at any instant leaves the last
+whole one.
 """
 
 import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from cohort.errors import TrainingError
-from cohort.policy import Policy, quiet_transformers
+from cohort.distributed import ALONE, Ranks
+from cohort.errors import TrainingError, UserError
 
-_STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
+if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transformers
+    from cohort.policy import Policy
+
+_STATE, _OPTIMIZER = "trainer_state.json", "optimizer"
+_WRITING = ".writing-"  # before the name of a folder that is not whole yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,31 +41,64 @@ class TrainerState:
     data: Mapping[str, Any]  # the prompt stream's state
     num_tokens: int  # prompt and completion tokens trained on so far
     seconds: float  # wall time so far
+    micro_batch_tokens: int  # the budget as it was found, or halved when memory ran out
+    micro_batch_tokens_wanted: int | Literal["auto"]  # what the configuration said
+    processes: int  # that it was found with
 
 
-def save_model(policy: Policy, tokenizer: Any, folder: Path) -> None:
-    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, tokenizer included."""
-    with quiet_transformers():
-        policy.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+def save_model(policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE) -> None:
+    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, tokenizer included.
+
+    Every rank takes part; rank 0 writes, and only its tokenizer is looked at.
+    """
+    from cohort.policy import quiet_transformers
+
+    weights = policy.whole_weights()
+    if ranks.is_first:
+        with quiet_transformers():
+            policy.model.save_pretrained(folder, state_dict=weights)
+            tokenizer.save_pretrained(folder)
 
 
 def save_checkpoint(
-    root: Path, *, policy: Policy, tokenizer: Any, engine_state: Mapping[str, Any], state: TrainerState, keep: int
+    root: Path,
+    *,
+    policy: "Policy",
+    tokenizer: Any,
+    engine_state: Mapping[str, Any],
+    state: TrainerState,
+    keep: int,
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Write `root/step-N` and delete all but the last `keep` checkpoints.
+    """Write `root/step-N` and delete all but the last `keep` checkpoints. Every rank takes part.
 
     Raises:
         TrainingError: the disk is full; earlier checkpoints are untouched.
     """
 
     def write(folder: Path) -> None:
-        save_model(policy, tokenizer, folder)
-        _save_engine_state(engine_state, folder / _OPTIMIZER)
+        with disk_errors(folder):
+            _save_engine_state(engine_state, folder / _OPTIMIZER, ranks)
+            save_model(policy, tokenizer, folder, ranks)
+
+    def write_first(folder: Path) -> None:
+        others_know.append(ranks.broadcast(folder))
+        write(folder)
         (folder / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
 
     final = root / f"step-{state.steps_done}"
-    write_folder_atomically(final, write)
+    if not ranks.is_first:
+        told: Path | None = ranks.broadcast()
+        if told is not None:
+            write(told)
+        return final
+    others_know: list[Path] = []
+    try:
+        write_folder_atomically(final, write_first)
+    except BaseException:
+        if not others_know:
+            ranks.broadcast(None)  # there is nowhere to write to, and they are waiting to be told where
+        raise
     for old in checkpoints(root)[:-keep]:
         # renamed first: a half-deleted folder must not look like a checkpoint
         doomed = old.with_name(f".deleting-{old.name}")
@@ -64,13 +108,30 @@ def save_checkpoint(
 
 
 def load_trainer_state(folder: Path) -> TrainerState:
-    """The state saved with a checkpoint."""
-    return TrainerState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
+    """The state saved with a checkpoint.
+
+    Raises:
+        UserError: it was written by another version.
+    """
+    saved = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    known = {f.name for f in fields(TrainerState)}
+    if saved.keys() != known:
+        raise UserError(
+            f"run.dir: {str(folder)!r} was written by another version of Cohort "
+            f"(it differs in {', '.join(sorted(saved.keys() ^ known))}); go on with that version, or give a new run.dir"
+        )
+    return TrainerState(**saved)
 
 
-def load_engine_state(folder: Path) -> dict[str, Any]:
-    """The engine's state saved with a checkpoint, on the CPU."""
-    return torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE) -> None:
+    """Fill `state`, of the same structure as what was saved, from a checkpoint. Every rank reads its shards."""
+    with _checkpointing():
+        dcp.load(
+            state,
+            checkpoint_id=folder / _OPTIMIZER,
+            no_dist=ranks.world_size == 1,
+            process_group=ranks.control_group,
+        )
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -81,7 +142,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 def remove_leftovers(root: Path) -> None:
     """Delete what a killed run left half-written or half-deleted."""
-    for leftover in (*root.glob(".writing-*"), *root.glob(".deleting-*")):
+    for leftover in (*root.glob(f"{_WRITING}*"), *root.glob(".deleting-*")):
         shutil.rmtree(leftover)
     for leftover in root.glob(".*.partial"):
         leftover.unlink()
@@ -93,7 +154,7 @@ def write_folder_atomically(final: Path, write: Callable[[Path], None]) -> None:
     Raises:
         TrainingError: the disk is full; nothing is left behind.
     """
-    temporary = final.with_name(f".writing-{final.name}")
+    temporary = final.with_name(f"{_WRITING}{final.name}")
     if temporary.exists():
         shutil.rmtree(temporary)
     try:
@@ -133,7 +194,7 @@ def write_file_atomically(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" on writing `path` into an error that says what to do."""
+    """Turn "no space left" on writing `path`, or what becomes `path`, into an error that says what to do."""
     try:
         yield
     except TrainingError:
@@ -142,20 +203,50 @@ def disk_errors(path: Path) -> Iterator[None]:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if not full and not any(text in str(error) for text in ("No space left", "Disk quota exceeded")):
             raise
+        final = path.with_name(path.name.removeprefix(_WRITING))
         raise TrainingError(
-            f"{path}: no space left on the disk. Nothing written earlier is lost: free some space and run the same "
+            f"{final}: no space left on the disk. Nothing written earlier is lost: free some space and run the same "
             f"command again to go on from the last checkpoint"
         ) from error
 
 
-def _save_engine_state(state: Mapping[str, Any], path: Path) -> None:
-    # Given a path, torch does not say that the disk is full. Given a file, it does, or it complains about positions in
-    # the file and hides behind that what stopped the write: a full disk, or an interrupt.
-    with path.open("wb") as file:
+def _save_engine_state(state: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:
+    with _checkpointing():
+        dcp.save(
+            dict(state),
+            storage_writer=_Writer(folder),
+            no_dist=ranks.world_size == 1,
+            process_group=ranks.control_group,
+        )
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Tells the other ranks what really stopped it, a full disk or an interrupt.
+
+    On its way out of a failed write, `torch.save` complains about positions in the file, and the cause is behind that.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what the plan says."""
         try:
-            torch.save(dict(state), file)
+            return super().write_data(plan, planner)
         except RuntimeError as error:
             raise error.__context__ or error from None
+
+
+@contextmanager
+def _checkpointing() -> Iterator[None]:
+    """Raise what a rank raised, the same on every rank, and not torch's wrapper around it, which is no `Exception`.
+
+    One process is a choice here and no mistake to warn of.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as wrapper:
+            error, _ = wrapper.failures[min(wrapper.failures)]
+            raise error from wrapper
 
 
 def _flush(path: Path) -> None:

@@ -10,3 +10,7 @@ class UserError(ValueError):
 
 class TrainingError(RuntimeError):
     """A run cannot go on, and nothing in its configuration was wrong to begin with. Exit code 1."""
+
+
+class OutOfStepError(TrainingError):
+    """This rank alone has failed, in the midst of something that all do together: only the end of the process helps."""

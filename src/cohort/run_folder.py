@@ -1,6 +1,6 @@
 """The folder of a run: what is in it, whether a run may start or go on there, and its files.
 
-config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json
+config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json  logs/
 """
 
 import fcntl
@@ -29,6 +29,7 @@ _MAY_CHANGE = (
     "train.micro_batch_tokens",
     "rollout.max_num_seqs",
 )
+LOGS = "logs"  # what the processes of the run printed; there before the run is
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 
 
@@ -48,15 +49,9 @@ class RunFolder:
         """
         self.path = Path(config.run.dir)
         self._config = config
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"run.dir: {str(self.path)!r} is a file; give a folder")
-        if resume and not holds_run(self.path):
-            raise UserError(f"run.dir: {str(self.path)!r} holds no run to resume; leave out --resume to start one")
+        check_folder(self.path, resume=resume)
         self._refuse_other_contents(config)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run.dir: {str(self.path)!r} cannot be made: {error.strerror}") from error
+        make_folder(self.path)
         self._lock = self._take_lock()
         for folder in (self.path, self.checkpoints_path, self.path / "completions"):
             remove_leftovers(folder)
@@ -145,7 +140,6 @@ class RunFolder:
         os.close(self._lock)
 
     def _refuse_other_contents(self, config: Config) -> None:
-        check_folder_is_free(self.path)
         if not holds_run(self.path):
             return
         metrics = self.path / "metrics.jsonl"
@@ -194,6 +188,35 @@ def holds_run(path: Path) -> bool:
         return False
 
 
+def check_folder(path: Path, *, resume: bool) -> None:
+    """Look at a run folder before anything is made in it.
+
+    Args:
+        path: of the folder, which need not exist.
+        resume: the user says that there is a run to go on with.
+
+    Raises:
+        UserError: it is no folder, holds other files, or holds no run to go on with.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run.dir: {str(path)!r} is a file; give a folder")
+    if resume and not holds_run(path):
+        raise UserError(f"run.dir: {str(path)!r} holds no run to resume; leave out --resume to start one")
+    check_folder_is_free(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of the run, and those above it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir: {str(path)!r} cannot be made: {error.strerror}") from error
+
+
 def check_folder_is_free(path: Path) -> None:
     """Refuse a folder with files in it that are not a run's.
 
@@ -202,7 +225,7 @@ def check_folder_is_free(path: Path) -> None:
     """
     if not path.is_dir() or holds_run(path):
         return
-    contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial"))
+    contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", LOGS))
     if contents:
         raise UserError(
             f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); give a new folder"

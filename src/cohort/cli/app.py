@@ -55,7 +55,7 @@ def train(
     from cohort.config import load_config
 
     settings = load_config(config, overrides or ())
-    from cohort.trainer import train as run_training
+    from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
     typer.echo(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}")
@@ -78,7 +78,7 @@ def evaluate(
     max_completion_tokens: Annotated[int, typer.Option()] = 256,
     max_prompts: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     reward_args: Annotated[str, typer.Option(help="Keyword arguments of the first reward, as YAML.")] = "{}",
     out: Annotated[Path | None, typer.Option(help="Write the completions there, as Parquet.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
@@ -119,9 +119,61 @@ def evaluate(
     run_eval(config, out=out, as_json=json_)
 
 
+launch = typer.Typer(help="Run on a cluster.", no_args_is_help=True)
+app.add_typer(launch, name="launch")
+
+
+@launch.command()
+def slurm(
+    config: Annotated[Path, typer.Argument(help="YAML file, on a file system that all nodes share.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Training nodes.")] = 1,
+    min_nodes: Annotated[int | None, typer.Option(help="Go on with as few as these. Default: all.")] = None,
+    rollout_nodes: Annotated[int, typer.Option(help="Nodes that only sample.")] = 0,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8, or 0 with hardware.device: cpu.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    job_name: Annotated[str, typer.Option()] = "cohort",
+    max_restarts: Annotated[int, typer.Option(help="Of the processes, inside of the job.")] = 3,
+    port: Annotated[int, typer.Option(help="At which the nodes meet.")] = 29500,
+    out: Annotated[Path, typer.Option(help="Write the script there; - prints it.")] = Path("-"),
+    debug: Debug = False,
+) -> None:
+    """Write the sbatch script of a run on many machines."""
+    from cohort.config import load_config
+    from cohort.launch.slurm import SlurmOptions, slurm_script
+
+    options = SlurmOptions(
+        nodes=nodes,
+        min_nodes=min_nodes,
+        rollout_nodes=rollout_nodes,
+        gpus_per_node=gpus_per_node,
+        time=time,
+        partition=partition,
+        account=account,
+        job_name=job_name,
+        max_restarts=max_restarts,
+        port=port,
+    )
+    settings = load_config(config, overrides or ())
+    script = slurm_script(settings, config_path=config, overrides=overrides or (), options=options)
+    if str(out) == "-":
+        typer.echo(script, nl=False)
+        return
+    try:
+        out.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {str(out)!r} cannot be written: {error.strerror}") from error
+    typer.echo(f"written; submit it with: sbatch {out}")
+
+
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Of the data order and of sampling.")] = 0,
+    processes: Annotated[int, typer.Option(help="Training processes.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Run folder. Default: runs/demo, or the next free runs/demo-N.")
     ] = None,
@@ -139,7 +191,7 @@ def demo(
     if rebuild_base:
         rebuild(out)
     else:
-        run_demo(seed=seed, out=out)
+        run_demo(seed=seed, out=out, processes=processes)
 
 
 def main() -> None:

@@ -184,10 +184,8 @@ def _explain(error: ErrorDetails) -> str:
         message = "at least one reward is needed, such as [{use: math}]"
     if kind == "tuple_type":
         message = "must be a list, such as " + ("[{use: math}]" if field == "rewards" else "[tensorboard]")
-    if field == "hardware.processes":
-        message = "this version trains in one process; set it to 1"
     if field == "hardware.device":
-        message = "must be auto, cpu, cuda, cuda:N or mps"
+        message = "must be auto, cpu, cuda or cuda:N"
     return f"{field}: {_shortened(repr(value))}: {message[0].lower()}{message[1:]}"
 
 

@@ -34,8 +34,8 @@ class ModelConfig(Section):
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Dtype of matrix products (autocast). auto: bfloat16 on GPUs, the weights' dtype on CPU. "
-        "Logits and logprobs are float32 or wider always.",
+        description="Dtype of matrix products (autocast; with several processes, of the gathered weights). auto: "
+        "bfloat16 on GPUs, the weights' dtype on CPU. Logits and logprobs are float32 or wider always.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in backward: less memory, about a third more time."
@@ -177,11 +177,11 @@ class TrainConfig(Section):
     )
     epochs: float | None = Field(None, gt=0, description="Passes over the prompts, instead of `steps`. Default 1.")
     prompts_per_step: int = Field(16, ge=1, description="P, prompts per step; a step has P x G completions.")
-    micro_batch_tokens: int = Field(
+    micro_batch_tokens: int | Literal["auto"] = Field(
         8192,
-        ge=1,
-        description="Hard cap on the tokens of one forward/backward, but for a sequence that is "
-        "longer by itself. Changes memory, never the gradient.",
+        description="Hard cap on the tokens of one forward/backward, but for a sequence that is longer by itself. "
+        "auto: the most that fits, found before the first step. Out of memory halves it. Changes memory, never the "
+        "gradient.",
     )
     updates_per_rollout: int = Field(
         1, ge=1, description="Optimizer steps on the same completions, each over all of them (GRPO's mu)."
@@ -197,6 +197,13 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Clip the gradient's norm to this.")
     seed: int = Field(0, ge=0, description="One seed, one run: data order and every completion's random stream.")
+
+    @field_validator("micro_batch_tokens", mode="before")
+    @classmethod
+    def _a_number_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError("must be a whole number of at least 1, or auto (the most that fits)")
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:
@@ -246,8 +253,41 @@ class EvalConfig(Section):
 class HardwareConfig(Section):
     """Where the run runs."""
 
-    processes: Literal[1] = Field(1, description="Training processes.")
+    processes: int | Literal["auto"] = Field(
+        1,
+        description="Training processes on this machine, one per GPU, or that many on its CPU. auto: every GPU; 1 "
+        "without GPUs. The model, its gradients and the optimizer's state are spread over them (FSDP2). Changes speed "
+        "and memory, never the gradient.",
+    )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest wait of a process for another one, in seconds; after that the run ends or restarts, and "
+        "names who did not answer. Rewards have deadlines of their own (`rewards.timeout_s`).",
+    )
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        description="How often the run starts again from its last checkpoint after a process died, failed or did not "
+        "answer. A rank that fails twice with no step between is left out.",
+    )
+
+    @field_validator("processes", mode="before")
+    @classmethod
+    def _a_number_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError("must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)")
+
+    @model_validator(mode="after")
+    def _one_process_per_gpu(self) -> Self:
+        if ":" in self.device and self.processes != 1:
+            raise ValueError(
+                f"device: {self.device} names one GPU, and processes: {self.processes} would share it; use "
+                f"device: cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs"
+            )
+        return self
 
 
 class RunConfig(Section):

@@ -8,36 +8,38 @@ from rich.markup import escape
 
 from cohort.config import Config, config_from_dict, to_yaml
 from cohort.demo import base_model, task
-from cohort.display import ConsoleDisplay, on_one_line, render_curve
+from cohort.display import on_one_line, render_curve
+from cohort.launch import train
+from cohort.outcome import RunResult
 from cohort.run_folder import check_folder_is_free
-from cohort.trainer import RunResult, train
 
 NUM_TRAIN, NUM_HELDOUT = 2048, 256
 SAMPLES_SHOWN = 3
 
 
-def run_demo(*, seed: int, out: Path | None) -> RunResult:
+def run_demo(*, seed: int, out: Path | None, processes: int = 1) -> RunResult:
     """Train the base model on word problems and show how it went.
 
     Args:
         seed: of the training problems, their order and the sampling. The held-out problems are always the same.
         out: run folder; by default runs/demo, or runs/demo-2 and so on where that is taken.
+        processes: training processes. The run is the same for any number.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs"))
-    config = demo_config(folder, seed=seed)
-    _write_data(folder, config, seed=seed)
+    config = demo_config(folder, seed=seed, processes=processes)
+    write_data(folder, config, seed=seed)
     console.print(
         "A model of 0.46 million weights learns word problems by GRPO: it is never shown a "
         "solution, only told whether its answer is right.",
         soft_wrap=True,
     )
-    result = train(config, display=ConsoleDisplay(show_completions_every=15, console=console))
+    result = train(config)
     _tell_the_end(console, result)
     return result
 
 
-def demo_config(folder: Path, *, seed: int) -> Config:
+def demo_config(folder: Path, *, seed: int, processes: int = 1) -> Config:
     """The demo's configuration, which `cohort train` runs just as well."""
     return config_from_dict(
         {
@@ -59,7 +61,8 @@ def demo_config(folder: Path, *, seed: int) -> Config:
                 "seed": seed,
             },
             "eval": {"path": str(folder / "data" / "heldout.jsonl"), "every": 5},
-            "run": {"dir": str(folder), "checkpoint_every": 20},
+            "hardware": {"processes": processes},
+            "run": {"dir": str(folder), "checkpoint_every": 20, "show_completions_every": 15},
         }
     )
 
@@ -80,7 +83,7 @@ def free_folder(root: Path) -> Path:
     return folder
 
 
-def _write_data(folder: Path, config: Config, *, seed: int) -> None:
+def write_data(folder: Path, config: Config, *, seed: int) -> None:
     """The problems and the configuration, as files that a person can look at and reuse."""
     check_folder_is_free(folder)
     metrics = folder / "metrics.jsonl"

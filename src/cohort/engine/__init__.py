@@ -1,6 +1,7 @@
 """The training engine: gradients of a batch, one optimizer step. It is given the loss and knows no algorithm."""
 
-from cohort.engine.engine import ForwardBackwardResult, OptimResult, TrainEngine
+from cohort.engine.budget import find_budget
+from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
 from cohort.engine.schedule import learning_rate_factor
 
-__all__ = ["ForwardBackwardResult", "OptimResult", "TrainEngine", "learning_rate_factor"]
+__all__ = ["OptimResult", "TrainEngine", "TrainResult", "find_budget", "learning_rate_factor"]

@@ -10,9 +10,12 @@ from cohort.policy.load import (
     resolve_device,
 )
 from cohort.policy.logprobs import linear_logprobs
-from cohort.policy.policy import Policy
+from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.sharding import Collectives
 
 __all__ = [
+    "Collectives",
+    "ModelTraits",
     "Policy",
     "check_lengths",
     "check_vocabulary",

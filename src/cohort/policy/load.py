@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from cohort.config import ModelConfig
+from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
-from cohort.policy.policy import Policy
+from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.sharding import Collectives, Sharding
 from cohort.records import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -29,8 +31,6 @@ def resolve_device(device: str) -> torch.device:
         raise UserError(
             f"hardware.device: {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
         )
-    if resolved.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"hardware.device: {device!r}: not available on this machine; use auto or cpu")
     return resolved
 
 
@@ -80,18 +80,59 @@ def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
     return tokenizer
 
 
-def load_policy(config: ModelConfig, *, device: torch.device, tokenizer: Any, trainable: bool = True) -> Policy:
-    """Load the weights.
+def load_policy(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    tokenizer: Any,
+    trainable: bool = True,
+    ranks: Ranks = ALONE,
+    collectives: Collectives | None = None,
+) -> Policy:
+    """Load the weights. With several ranks, rank 0 reads them and every rank keeps its shards.
 
     Args:
         config: the `model` section.
         device: where the weights go.
-        tokenizer: gives the padding token.
+        tokenizer: gives the padding token; rank 0's is looked at.
         trainable: False freezes every weight (reference model, evaluation).
+        ranks: this process among those of the run.
+        collectives: of the run, where there are several ranks.
 
     Raises:
         UserError: the model cannot be loaded, or some of its weights are missing from the files.
+        Stopped: on the other ranks then.
     """
+    compute: str = config.compute_dtype
+    if compute == "auto":
+        compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
+    compute_dtype = getattr(torch, compute)
+    if ranks.world_size == 1:
+        model = _read_model(config).to(device)
+        _prepare(model, config, trainable=trainable)
+        return Policy(model, device=device, compute_dtype=compute_dtype, pad_token_id=_padding(model, tokenizer))
+    assert collectives is not None, "several ranks need to count their collectives"
+    host = torch.device("cpu")
+    whole: list[Any] = []  # on rank 0
+
+    def read() -> tuple[ModelTraits, int]:
+        whole.append(_read_model(config))
+        pad = _padding(whole[0], tokenizer)
+        return Policy(whole[0], device=host, compute_dtype=None, pad_token_id=pad).traits, pad
+
+    traits, pad = ranks.first(read)
+    model = _empty_model(config, traits)
+    _prepare(model, config, trainable=trainable)
+    sharding = Sharding(model, collectives, device=device, compute_dtype=compute_dtype)
+    model.to_empty(device=device)
+    sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
+    if whole:
+        model.generation_config = whole[0].generation_config
+    return Policy(model, device=device, compute_dtype=compute_dtype, pad_token_id=pad, traits=traits, sharding=sharding)
+
+
+def _read_model(config: ModelConfig) -> Any:
+    """The model with its weights, in host memory."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -110,18 +151,34 @@ def load_policy(config: ModelConfig, *, device: torch.device, tokenizer: Any, tr
             f"model.path: {config.path!r}: {len(missing)} weights are missing from its files and would be random: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         )
-    model.to(device)
+    return model
+
+
+def _empty_model(config: ModelConfig, traits: ModelTraits) -> Any:
+    """The model without memory for its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with quiet_transformers(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code),
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+        )
+    model.set_attn_implementation(traits.attention)
+    return model
+
+
+def _prepare(model: Any, config: ModelConfig, *, trainable: bool) -> None:
     model.requires_grad_(trainable)
     model.train(trainable)
     if config.gradient_checkpointing and trainable:
         enable_gradient_checkpointing(model)
-    compute: str = config.compute_dtype
-    if compute == "auto":
-        compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
-    # never attended to, so any token will do where the tokenizer has none or one that the model has no embedding for
+
+
+def _padding(model: Any, tokenizer: Any) -> int:
+    """Never attended to, so any token does where the tokenizer has none or one that the model has no embedding for."""
     pad = tokenizer.pad_token_id
-    pad = pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0
-    return Policy(model, device=device, compute_dtype=getattr(torch, compute), pad_token_id=pad)
+    return pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cohort.batch import MicroBatch
 from cohort.policy.forward import Layout, choose_layout, forward, padded_shape
 from cohort.policy.logprobs import head_logits, linear_logprobs, token_logprobs
+from cohort.policy.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,25 +31,60 @@ class Head:
         return head_logits(hidden_TH, self.module.weight, self.module.bias, self.scale, self.softcap)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """What has been found out about a model by computing with it."""
+
+    layout: Layout
+    has_plain_head: bool
+    attention: str  # the implementation that goes with the layout
+
+
 class Policy:
     """A Hugging Face model, its device and its dtypes. The weights are the model's own: there is one copy."""
 
-    def __init__(self, model: Any, *, device: torch.device, compute_dtype: torch.dtype | None, pad_token_id: int):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        pad_token_id: int,
+        traits: ModelTraits | None = None,
+        sharding: Sharding | None = None,
+    ):
         """Wrap a loaded model.
 
         Args:
             model: an `AutoModelForCausalLM`.
             device: where its weights are.
-            compute_dtype: autocast dtype; None computes in the weights' dtype.
+            compute_dtype: dtype to compute in; None computes in the weights' dtype.
             pad_token_id: fills rows of unequal length; never attended to.
+            traits: of the model, where they are known; otherwise it is tried out.
+            sharding: of the model over ranks; gathered weights are in `compute_dtype`. None: they are whole, and
+                autocast computes in it.
         """
         self.model = model
         self.device = device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.compute_dtype = compute_dtype
         self.pad_token_id = pad_token_id
-        self._head = _find_head(model)
-        self.layout: Layout = choose_layout(model, *self._module())
+        self.sharding = sharding
+        if traits is None:
+            self._head = _find_head(model)
+            layout = choose_layout(model, *self._module())
+            attention = model.config._attn_implementation
+            traits = ModelTraits(layout=layout, has_plain_head=self._head is not None, attention=attention)
+        else:
+            self._head = _head_of(model) if traits.has_plain_head else None
+        self.traits = traits
+        if sharding is not None:
+            sharding.add_forward("scored_logprobs", self._logprobs)
+
+    @property
+    def layout(self) -> Layout:
+        """How micro-batches are computed."""
+        return self.traits.layout
 
     @property
     def shares_prompts(self) -> bool:
@@ -66,14 +102,42 @@ class Policy:
         return 0.3 if torch.bfloat16 in (self.dtype, self.compute_dtype) else 1e-3
 
     @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The weights are whole on every rank inside. Every rank enters, and then computes what it likes."""
+        if self.sharding is None:
+            yield
+            return
+        with self.sharding.gathered():
+            yield
+
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """The weights to save: by name on rank 0 where they are sharded, None where the model has them all."""
+        if self.sharding is None:
+            return None
+        weights = self.sharding.whole_weights()
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return {name: weight for name, weight in weights.items() if name not in tied}
+
+    @contextmanager
     def autocast(self) -> Iterator[None]:
         """Compute in `compute_dtype` where one is set."""
-        enabled = self.compute_dtype is not None and self.compute_dtype != self.dtype
+        enabled = self.sharding is None and self.compute_dtype is not None and self.compute_dtype != self.dtype
         with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
             yield
 
     def logprobs(self, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of every scored token of a micro-batch, both [T]. Logprobs carry the gradient."""
+        """Logprob and entropy of every scored token of a micro-batch, both [T]. Logprobs carry the gradient.
+
+        Of sharded weights every rank computes as many micro-batches, in forward and in backward.
+        """
+        if self.sharding is None:
+            return self._logprobs(micro_batch, temperature)
+        logprobs, entropy = self.model.scored_logprobs(micro_batch, temperature)
+        if not torch.is_grad_enabled():
+            self.sharding.end_forward()
+        return logprobs, entropy
+
+    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         module, output = self._module()
         with self.autocast():
             out = forward(module, micro_batch, output, padded=self.layout == "padded")
@@ -120,11 +184,8 @@ def _find_head(model: Any) -> Head | None:
     body = getattr(model, "base_model", None)
     if not isinstance(module, nn.Linear) or body is None or body is model:
         return None
-    text_config = model.config.get_text_config()
-    scaling = getattr(text_config, "logits_scaling", None) or 1.0  # Granite divides
-    scale = (getattr(text_config, "logit_scale", None) or 1.0) / scaling  # Cohere multiplies
-    head = Head(module=module, scale=scale, softcap=getattr(text_config, "final_logit_softcapping", None))
-    probe = torch.arange(1, 4, device=module.weight.device).unsqueeze(0) % text_config.vocab_size
+    head = _head_of(model)
+    probe = torch.arange(1, 4, device=module.weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     was_training = model.training
     model.eval()
     try:
@@ -139,3 +200,14 @@ def _find_head(model: Any) -> Head | None:
     tolerance = 1e-4 if module.weight.dtype != torch.bfloat16 else 3e-2
     error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
     return head if error <= tolerance else None
+
+
+def _head_of(model: Any) -> Head:
+    """The head with the scale and softcap that its config tells."""
+    text_config = model.config.get_text_config()
+    scaling = getattr(text_config, "logits_scaling", None) or 1.0  # Granite divides
+    return Head(
+        module=model.get_output_embeddings(),
+        scale=(getattr(text_config, "logit_scale", None) or 1.0) / scaling,  # Cohere multiplies
+        softcap=getattr(text_config, "final_logit_softcapping", None),
+    )

@@ -1,6 +1,18 @@
 """Prompts to groups of completions: one protocol, engines behind it."""
 
-from cohort.rollout.base import RolloutEngine, SamplingParams, StreamKey
+from cohort.rollout.base import RolloutEngine, Sampled, SampleRequest, SamplingParams, StreamKey
 from cohort.rollout.local import LocalEngine
+from cohort.rollout.sampler import Sampler
+from cohort.rollout.shares import merge_shares, split_requests
 
-__all__ = ["LocalEngine", "RolloutEngine", "SamplingParams", "StreamKey"]
+__all__ = [
+    "LocalEngine",
+    "RolloutEngine",
+    "SampleRequest",
+    "Sampled",
+    "Sampler",
+    "SamplingParams",
+    "StreamKey",
+    "merge_shares",
+    "split_requests",
+]

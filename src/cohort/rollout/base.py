@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from cohort.records import Prompt, RolloutGroup
+from cohort.records import FinishReason, FloatArray, IntArray, Prompt, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,23 @@ class StreamKey:
     purpose: Literal["train", "eval"]
     seed: int
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Some of a prompt's completions: which ones decides their random streams."""
+
+    prompt: Prompt
+    indices: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The tokens of one completion. C tokens."""
+
+    token_ids: IntArray  # [C] includes the end-of-sequence token when there is one
+    sampling_logprobs: FloatArray  # [C]
+    finish_reason: FinishReason
 
 
 class RolloutEngine(Protocol):

@@ -1,5 +1,6 @@
-"""Training: the wiring of a run and its loop."""
+"""Training: the wiring of a run, its loop, and the processes that it runs in."""
 
-from cohort.trainer.loop import RunResult, train
+from cohort.trainer.loop import train
+from cohort.trainer.process import run_rank
 
-__all__ = ["RunResult", "train"]
+__all__ = ["run_rank", "train"]

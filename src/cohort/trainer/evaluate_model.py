@@ -5,12 +5,12 @@ from pathlib import Path
 
 from cohort.config import Config
 from cohort.evaluation import EvalResult, evaluate
-from cohort.policy import check_vocabulary, load_policy, load_tokenizer, resolve_device
+from cohort.policy import check_vocabulary, end_token_ids, load_policy, load_tokenizer, resolve_device
 from cohort.rewards import RewardRunner, build_rewards
+from cohort.rollout import LocalEngine, Sampler
 from cohort.trainer.setup import (
     check_eval_lengths,
     columns_besides,
-    make_rollout_engine,
     read_eval_rows,
     read_evaluation,
 )
@@ -32,4 +32,6 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     check_eval_lengths(config, evaluation)
     policy = load_policy(config.model, device=device, tokenizer=tokenizer, trainable=False)
     check_vocabulary(policy, evaluation.prompts)
-    return evaluate(evaluation, make_rollout_engine(config, policy, tokenizer), rewards, on_progress=on_progress)
+    ends = end_token_ids(policy, tokenizer)
+    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=config.rollout.max_num_seqs)
+    return evaluate(evaluation, LocalEngine(sampler.sample, tokenizer), rewards, on_progress=on_progress)

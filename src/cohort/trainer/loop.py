@@ -2,78 +2,92 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
-
-import numpy as np
-import torch
 
 from cohort.algorithms import assign_advantages, with_gradient
 from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model, write_folder_atomically
-from cohort.config import Config, config_from_dict, load_config
+from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
+from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, StepReport
-from cohort.engine import ForwardBackwardResult
-from cohort.errors import UserError
+from cohort.distributed import ALONE, Ranks
+from cohort.engine import TrainResult
+from cohort.errors import OutOfStepError, TrainingError, UserError
 from cohort.evaluation import evaluate
-from cohort.metrics import MetricsWriter, PhaseClock, peak_memory_bytes, rollout_metrics
-from cohort.packing import pack
+from cohort.metrics import MetricsWriter, PhaseClock, rollout_metrics
+from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.rollout import StreamKey
 from cohort.run_folder import RunFolder
-from cohort.trainer.setup import Run, build_run, check_disk_space, read_inputs
+from cohort.trainer.setup import (
+    BuildOrder,
+    Run,
+    build_crew,
+    build_run,
+    check_disk_space,
+    check_steps,
+    first_budget,
+    knows_budget,
+    rank_device,
+    read_inputs,
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """A finished run."""
-
-    run_dir: Path
-    final_dir: Path  # the trained model, in Hugging Face format
-    summary: Mapping[str, Any]  # as in summary.json
-
-
-def train(
-    config: Config | Mapping[str, Any] | str | Path, *, resume: bool = False, display: Display | None = None
-) -> RunResult:
+def train(config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = ALONE) -> RunResult:
     """Train as `config` says; goes on from the last checkpoint where its run folder holds the same run.
 
     Args:
-        config: a `Config`, the same as a nested mapping, or the path of a YAML file.
+        config: of the run.
         resume: insist that there is a run to go on with.
         display: what a person sees; by default lines and a bar on the console.
+        ranks: the processes of the run; this one is rank 0, and the others are in `work`.
 
     Raises:
         UserError: something in the configuration, the data or a reward does not work.
         TrainingError: the run cannot go on.
     """
-    if isinstance(config, str | Path):
-        config = load_config(config)
-    elif not isinstance(config, Config):
-        config = config_from_dict(config)
     display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
-    inputs = read_inputs(config)
-    folder = RunFolder(config, resume=resume)
+    others_wait = True  # for a command; not so in the midst of something that all ranks do
     try:
-        finished = folder.finished_steps()
-        if finished is not None and finished >= inputs.plan.num_steps:
-            display.note(f"this run is finished ({finished} steps): {folder.final_path}")
-            return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
-        for note in inputs.notes(config.rollout.max_prompt_tokens):
-            display.note(note)
-        run = build_run(config, inputs, checkpoint=folder.last_checkpoint())
-        if run.state.steps_done > inputs.plan.num_steps:
-            raise UserError(
-                f"train.steps: the run in {str(folder.path)!r} has {run.state.steps_done} steps behind it already, "
-                f"more than {inputs.plan.num_steps}; use at least {run.state.steps_done}, or another run.dir"
+        device = rank_device(config, ranks)
+        inputs = read_inputs(config)
+        folder = RunFolder(config, resume=resume)
+        try:
+            finished = folder.finished_steps()
+            if finished is not None and finished >= inputs.plan.num_steps:
+                display.note(f"this run is finished ({finished} steps): {folder.final_path}")
+                return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
+            for note in inputs.notes(config.rollout.max_prompt_tokens):
+                display.note(note)
+            checkpoint = folder.last_checkpoint()
+            state = load_trainer_state(checkpoint) if checkpoint else None
+            check_steps(inputs.plan, state, folder.path)
+            order = BuildOrder(
+                folder=folder.path,
+                num_steps=inputs.plan.num_steps,
+                checkpoint=checkpoint,
+                micro_batch_tokens=first_budget(config, inputs, state, ranks.world_size),
             )
-        check_disk_space(config, run.policy, folder.path)
-        folder.rewind(run.state.steps_done)
-        return _Training(config, run, folder, display).run()
+            ranks.command(order)
+            others_wait = False
+            crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
+            others_wait = True
+            run = build_run(config, inputs, crew, state)
+            check_disk_space(config, crew.policy, folder.path)
+            folder.rewind(state.steps_done if state else 0)
+            return _Training(config, run, folder, display).run()
+        finally:
+            folder.close()
+    except (UserError, TrainingError) as error:
+        others_wait &= not isinstance(error, OutOfStepError)
+        raise
+    except BaseException:
+        others_wait = False  # where they are nobody knows: this process ends, and what started them ends the others
+        raise
     finally:
         display.close()
-        folder.close()
+        if others_wait:
+            ranks.command(None)
 
 
 class _Training:
@@ -86,7 +100,9 @@ class _Training:
         self.display = display
         self.plan = run.inputs.plan
         self.clock = PhaseClock()
-        self.num_tokens = run.state.num_tokens
+        self.first_step = run.state.steps_done if run.state else 0
+        self.num_tokens = run.state.num_tokens if run.state else 0
+        self.seconds_before = run.state.seconds if run.state else 0.0  # until it was last interrupted
         self.started = time.perf_counter()
         self.warned_of_long_sequences = False
         self.warned_of_different_logprobs = False
@@ -94,7 +110,7 @@ class _Training:
             folder.path,
             log=config.run.log,
             config=config.model_dump(mode="json"),
-            steps_done=run.state.steps_done,
+            steps_done=self.first_step,
         )
 
     def run(self) -> RunResult:
@@ -103,51 +119,41 @@ class _Training:
             self._loop()
         finally:
             self.metrics.close()
-        write_folder_atomically(
-            self.folder.final_path, lambda to: save_model(self.parts.policy, self.parts.inputs.tokenizer, to)
-        )
+        write_folder_atomically(self.folder.final_path, self.parts.crew.save_model)
         summary = self._summary()
         self.folder.write_summary(summary)
         return RunResult(run_dir=self.folder.path, final_dir=self.folder.final_path, summary=summary)
 
     def _loop(self) -> None:
-        first_step = self.parts.state.steps_done
-        self.display.started(self.plan, steps_done=first_step)
-        if first_step == 0:
+        self.display.started(self.plan, steps_done=self.first_step)
+        self._find_budget()
+        if self.first_step == 0:
             self._evaluate_where_due(0)
-        for step in range(first_step, self.plan.num_steps):
+        for step in range(self.first_step, self.plan.num_steps):
             self._step(step)
 
     def _step(self, step: int) -> None:
-        config, parts, phase = self.config, self.parts, self.clock.phase
-        key = StreamKey(purpose="train", seed=config.train.seed, step=step)
-        torch.manual_seed(_step_seed(key))  # dropout, where a model has it, depends on the step alone
+        parts, crew, phase = self.parts, self.parts.crew, self.clock.phase
         prompts = parts.data.take(self.plan.prompts_per_step)
         with phase("rollout"):
+            key = StreamKey(purpose="train", seed=self.config.train.seed, step=step)
             groups = parts.rollout.generate(prompts, parts.sampling, key)
         with phase("reward"):
             scored = parts.inputs.rewards.score(groups)
         with phase("pack"):
-            sequences = assign_advantages(scored, parts.algorithm)
-            (batch,) = pack(
-                with_gradient(sequences, parts.algorithm),
-                micro_batch_tokens=config.train.micro_batch_tokens,
-                share_prompts=parts.policy.shares_prompts,
-                padded=parts.policy.layout == "padded",
-            )
-        self._warn_of_long_sequences(batch)
-        old_logprobs = None
+            sequences = assign_advantages(scored, crew.algorithm)
+            batches = crew.pack(with_gradient(sequences, crew.algorithm))
+        self._warn_of_long_sequences(batches[0])
         updates = []
-        for _ in range(self.plan.updates_per_rollout):
+        for update in range(self.plan.updates_per_rollout):
             with phase("train"):
-                losses = parts.engine.forward_backward(batch, parts.algorithm.policy_loss, old_logprobs=old_logprobs)
-                # the first pass runs on the policy that sampled: its logprobs are the old ones of the later passes
-                old_logprobs = losses.logprobs if old_logprobs is None else old_logprobs
+                losses = crew.forward_backward(None if update else batches)
             with phase("optim"):
-                optim = parts.engine.optim_step()
-            updates.append({**losses.metrics, "grad_norm": optim.grad_norm, "learning_rate": optim.learning_rate})
+                optim = crew.optim_step()
+            updates.append((losses, optim))
+            self._tell_of_memory(losses)
         with phase("publish"):
-            parts.rollout.load_weights(policy_version=parts.engine.updates_done)
+            parts.rollout.load_weights(policy_version=crew.engine.updates_done)
         if self.plan.writes_completions_at(step + 1):
             self.folder.write_completions("step", step + 1, scored, sequences)
         report = StepReport(
@@ -155,8 +161,8 @@ class _Training:
             metrics={
                 **rollout_metrics(scored),
                 **self._reward_counts(),
-                **_means(updates),
-                **self._costs(batch, sequences, losses),
+                **_means([{**losses.metrics, **asdict(optim)} for losses, optim in updates]),
+                **self._costs(batches[0], [losses for losses, _ in updates], sequences),
             },
             groups=scored,
         )
@@ -171,12 +177,31 @@ class _Training:
         """What the rewards counted in this step, such as answers that took too long to judge."""
         return {f"rewards/{name}": float(count) for name, count in self.parts.inputs.rewards.counts().items()}
 
+    def _find_budget(self) -> None:
+        """Where the configuration leaves the budget to us, and no earlier part of the run has found it."""
+        state, wanted = self.parts.state, self.config.train.micro_batch_tokens
+        if wanted != "auto" or (state and knows_budget(state, wanted, self.parts.crew.ranks.world_size)):
+            return
+        most = self.parts.crew.engine.micro_batch_tokens
+        found = self.parts.crew.find_budget(self.parts.inputs.longest_sequence_tokens, most)
+        why = "a whole step's share of one process" if found == most else "the most that fits"
+        self.display.note(f"train.micro_batch_tokens: auto: {found} tokens, {why}")
+
+    def _tell_of_memory(self, losses: TrainResult) -> None:
+        if losses.num_out_of_memory:
+            budget = self.parts.crew.engine.micro_batch_tokens
+            self.display.note(
+                f"out of memory in {losses.num_out_of_memory} micro-batches, which were computed again in parts: the "
+                f"gradient is the same, and the budget is {budget} tokens from here on"
+            )
+
     def _warn_of_long_sequences(self, batch: TrainBatch) -> None:
         if batch.num_over_budget and not self.warned_of_long_sequences:
             self.warned_of_long_sequences = True
+            budget = self.parts.crew.engine.micro_batch_tokens
             self.display.note(
-                f"{batch.num_over_budget} sequences are longer than train.micro_batch_tokens: "
-                f"{self.config.train.micro_batch_tokens}; each has a micro-batch to itself, over that cap"
+                f"warning: {batch.num_over_budget} sequences are longer than train.micro_batch_tokens: {budget}; each "
+                f"has a micro-batch to itself, over that cap"
             )
 
     def _warn_of_different_logprobs(self, metrics: Mapping[str, float]) -> None:
@@ -185,29 +210,34 @@ class _Training:
         if self.warned_of_different_logprobs or sampling.top_p < 1 or sampling.top_k > 0:
             return  # with top-p or top-k the sampler's distribution is another one, and the difference says nothing
         largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
-        if largest > self.parts.policy.logprob_tolerance:
+        if largest > self.parts.crew.policy.logprob_tolerance:
             self.warned_of_different_logprobs = True
             self.display.note(
                 f"warning: the sampler's logprobs differ from the trainer's by up to {largest:.2g} (expected: at most "
-                f"{self.parts.policy.logprob_tolerance:g}); this model may not be computed the same way in both"
+                f"{self.parts.crew.policy.logprob_tolerance:g}); this model may not be computed the same way in both"
             )
 
     def _costs(
-        self, batch: TrainBatch, sequences: Sequence[TrainSequence], losses: ForwardBackwardResult
+        self, batch: TrainBatch, losses: Sequence[TrainResult], sequences: Sequence[TrainSequence]
     ) -> dict[str, float]:
         """What the step took: tokens, time, memory."""
-        times = self.clock.take()
+        crew, times = self.parts.crew, self.clock.take()
         sampled = sum(s.num_completion_tokens for s in sequences)
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
+        num_positions = sum(p.num_positions for p in losses)
         return times | {
             "num_tokens": self.num_tokens,
             "tokens_per_second": sampled / times["step_time"],
             "rollout/tokens_per_second": sampled / times["time/rollout_s"],
             "completions/trained_ratio": batch.num_sequences / len(sequences),
-            "padding_fraction": 1.0 - losses.num_inputs / losses.num_positions if losses.num_positions else 0.0,
-            "micro_batches": len(batch.micro_batches),
+            "padding_fraction": 1 - sum(p.num_inputs for p in losses) / num_positions if num_positions else 0.0,
+            "micro_batches": losses[-1].num_micro_batches,
+            "micro_batch_tokens": crew.engine.micro_batch_tokens,
+            "out_of_memory": sum(p.num_out_of_memory for p in losses),
             "sequences_over_budget": batch.num_over_budget,
-            "memory/peak_bytes": peak_memory_bytes(self.parts.policy.device),
+            "processes": crew.ranks.world_size,
+            "memory/peak_bytes": crew.peak_memory_bytes(),
+            "time/move_s": crew.seconds_moving(),
         }
 
     def _evaluate_where_due(self, steps_done: int) -> None:
@@ -227,23 +257,23 @@ class _Training:
             self.metrics.write(steps_done, metrics)
 
     def _save(self, steps_done: int) -> None:
-        save_checkpoint(
+        self.parts.crew.save(
             self.folder.checkpoints_path,
-            policy=self.parts.policy,
-            tokenizer=self.parts.inputs.tokenizer,
-            engine_state=self.parts.engine.state_dict(),
-            state=TrainerState(
+            TrainerState(
                 steps_done=steps_done,
                 data=self.parts.data.state(),
                 num_tokens=self.num_tokens,
                 seconds=self._seconds(),
+                micro_batch_tokens=self.parts.crew.engine.micro_batch_tokens,
+                micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
+                processes=self.parts.crew.ranks.world_size,
             ),
             keep=self.config.run.keep_checkpoints,
         )
 
     def _seconds(self) -> float:
         """Wall time of the run so far, including what was done before it was last resumed."""
-        return self.parts.state.seconds + time.perf_counter() - self.started
+        return self.seconds_before + time.perf_counter() - self.started
 
     def _summary(self) -> dict[str, Any]:
         # a JSON object's keys are text; the summary is the same whether it was just made or read back
@@ -267,8 +297,3 @@ class _Training:
 def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric's mean over the updates of a step."""
     return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-
-
-def _step_seed(key: StreamKey) -> int:
-    """A seed for the process-wide generator that only (seed, step) decide."""
-    return int(np.random.SeedSequence((key.seed, key.step)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,5 +1,6 @@
 """Building a run from its configuration, cheapest first: text, data, tokenizer, and only then weights."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +10,18 @@ from typing import Any
 
 import torch
 
-from cohort.algorithms import Algorithm, build_algorithm
-from cohort.checkpoint import TrainerState, load_engine_state, load_trainer_state
+from cohort.algorithms import build_algorithm
+from cohort.checkpoint import TrainerState, load_engine_state
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, PromptStream, build_prompts, read_rows
+from cohort.distributed import Ranks, Stopped
 from cohort.engine import TrainEngine, learning_rate_factor
 from cohort.errors import UserError
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
 from cohort.policy import (
+    Collectives,
     Policy,
     check_lengths,
     check_vocabulary,
@@ -28,7 +31,8 @@ from cohort.policy import (
     resolve_device,
 )
 from cohort.rewards import RewardRunner, build_rewards, check_columns
-from cohort.rollout import LocalEngine, RolloutEngine, SamplingParams
+from cohort.rollout import LocalEngine, RolloutEngine, Sampler, SamplingParams
+from cohort.trainer.crew import Crew
 
 Rows = list[dict[str, Any]]
 
@@ -42,7 +46,11 @@ class Inputs:
     rewards: RewardRunner
     evaluation: Evaluation | None
     plan: RunPlan
-    device: torch.device
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Input tokens of the longest training prompt with the longest completion."""
+        return max(len(p.token_ids) for p in self.prompts.prompts) + self.plan.max_completion_tokens - 1
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
         """What a person should know of the data before the run starts."""
@@ -58,16 +66,14 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Everything that the loop needs."""
+    """Everything that the loop needs. The loop is rank 0's."""
 
     inputs: Inputs
-    policy: Policy
+    crew: Crew
     data: PromptStream
     rollout: RolloutEngine
     sampling: SamplingParams
-    algorithm: Algorithm
-    engine: TrainEngine
-    state: TrainerState  # as the run starts or goes on
+    state: TrainerState | None  # of the checkpoint that the run goes on from
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -77,7 +83,6 @@ def read_inputs(config: Config) -> Inputs:
         UserError: something is missing or does not fit; no weights have been loaded.
     """
     check_loggers(config.run.log)
-    device = resolve_device(config.hardware.device)
     rows = read_rows(
         config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
     )
@@ -104,47 +109,104 @@ def read_inputs(config: Config) -> Inputs:
         rewards=rewards,
         evaluation=evaluation,
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
-        device=device,
     )
 
 
-def build_run(config: Config, inputs: Inputs, *, checkpoint: Path | None) -> Run:
-    """Load the weights, from the model or from a checkpoint, and make everything that uses them."""
-    rollout, train, plan = config.rollout, config.train, inputs.plan
-    source = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
-    policy = load_policy(source, device=inputs.device, tokenizer=inputs.tokenizer)
-    check_vocabulary(policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOrder:
+    """What rank 0 knows and the other ranks need to build their parts."""
+
+    folder: Path  # of the run
+    num_steps: int
+    checkpoint: Path | None  # to go on from
+    micro_batch_tokens: int  # the budget to begin with
+
+
+def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch.device, tokenizer: Any) -> Crew:
+    """Load the weights, from the model or from a checkpoint, and make everything that uses them. On every rank.
+
+    Args:
+        config: of the run, the same on every rank.
+        ranks: this process among those of the run.
+        order: from rank 0.
+        device: of this rank.
+        tokenizer: rank 0's; None elsewhere.
+
+    Raises:
+        UserError: on rank 0, where the model cannot be used, or a machine does not see the run folder.
+        Stopped: on the other ranks then.
+    """
+    rollout, train = config.rollout, config.train
+    if not ranks.smallest(order.folder.is_dir()):  # every rank writes its part of a checkpoint there
+        if not ranks.is_first:
+            raise Stopped
+        raise UserError(
+            f"run.dir: {str(order.folder)!r} is not there on every machine of the run; give a folder on a file system "
+            f"that all of them share"
+        )
+    path = config.model.path if order.checkpoint is None else str(order.checkpoint)
+    collectives = Collectives()
+    policy = load_policy(
+        config.model.model_copy(update={"path": path}),
+        device=device,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        collectives=collectives,
+    )
     algorithm = build_algorithm(config.algorithm, max_completion_tokens=rollout.max_completion_tokens)
     reference = None
     if algorithm.needs_reference:
-        reference = load_policy(config.model, device=inputs.device, tokenizer=inputs.tokenizer, trainable=False)
-    updates = train.updates_per_rollout
+        reference = load_policy(
+            config.model, device=device, tokenizer=tokenizer, trainable=False, ranks=ranks, collectives=collectives
+        )
     factor = partial(
         learning_rate_factor,
-        warmup=train.warmup_steps * updates,
-        total=plan.num_steps * updates,
+        warmup=train.warmup_steps * train.updates_per_rollout,
+        total=order.num_steps * train.updates_per_rollout,
         schedule=train.lr_schedule,
     )
     engine = TrainEngine(
         policy,
         train,
+        micro_batch_tokens=order.micro_batch_tokens,
         learning_rate=lambda updates_done: train.learning_rate * factor(updates_done),
         temperature=rollout.temperature,
         reference=reference,
+        ranks=ranks,
     )
-    data = PromptStream(inputs.prompts, seed=train.seed, shuffle=config.data.shuffle)
-    state = TrainerState(steps_done=0, data=data.state(), num_tokens=0, seconds=0.0)
-    if checkpoint is not None:
-        state = load_trainer_state(checkpoint)
+    if order.checkpoint is not None:
+        engine_state = engine.state_dict()
+        load_engine_state(order.checkpoint, engine_state, ranks)
+        engine.load_state_dict(engine_state)
+    ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
+    return Crew(
+        ranks=ranks,
+        policy=policy,
+        algorithm=algorithm,
+        engine=engine,
+        sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
+        tokenizer=tokenizer,
+    )
+
+
+def build_run(config: Config, inputs: Inputs, crew: Crew, state: TrainerState | None) -> Run:
+    """What rank 0 alone has: the data's order, the rollout engine, and where the run stands.
+
+    Raises:
+        UserError: the data do not go with the model, or with the checkpoint.
+    """
+    rollout = config.rollout
+    check_vocabulary(crew.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())])
+    data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
+    if state is not None:
         data.restore(state.data)
-        engine.load_state_dict(load_engine_state(checkpoint))
-    sampler = make_rollout_engine(config, policy, inputs.tokenizer)
-    sampler.load_weights(policy_version=engine.updates_done)
+    engine = LocalEngine(crew.sample, inputs.tokenizer)
+    engine.load_weights(policy_version=crew.engine.updates_done)
     return Run(
         inputs=inputs,
-        policy=policy,
+        crew=crew,
         data=data,
-        rollout=sampler,
+        rollout=engine,
         sampling=SamplingParams(
             num_generations=rollout.num_generations,
             max_completion_tokens=rollout.max_completion_tokens,
@@ -152,10 +214,56 @@ def build_run(config: Config, inputs: Inputs, *, checkpoint: Path | None) -> Run
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         ),
-        algorithm=algorithm,
-        engine=engine,
         state=state,
     )
+
+
+def rank_device(config: Config, ranks: Ranks) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        UserError: `hardware.device` does not exist on this machine.
+    """
+    device = resolve_device(config.hardware.device)
+    if device.type == "cuda" and ranks.world_size > 1:
+        gpus = torch.cuda.device_count()
+        if ranks.local_rank >= gpus:
+            raise UserError(
+                f"rank {ranks.rank}: the launcher has started at least {ranks.local_rank + 1} processes on this "
+                f"machine, which has {gpus} GPUs, and each process needs its own; use --nproc-per-node {gpus}, or "
+                f"hardware.device: cpu"
+            )
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    return device
+
+
+def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
+    """Compare the steps of the run with those that are behind it.
+
+    Raises:
+        UserError: it is to have fewer than it has already.
+    """
+    if state is not None and state.steps_done > plan.num_steps:
+        raise UserError(
+            f"train.steps: the run in {str(folder)!r} has {state.steps_done} steps behind it already, more than "
+            f"{plan.num_steps}; use at least {state.steps_done}, or another run.dir"
+        )
+
+
+def knows_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
+    """Whether the budget of a checkpoint is what the configuration asks for: with `auto`, on as many processes."""
+    return state.micro_batch_tokens_wanted == wanted and (wanted != "auto" or state.processes == world_size)
+
+
+def first_budget(config: Config, inputs: Inputs, state: TrainerState | None, world_size: int) -> int:
+    """The token budget that a run begins or goes on with. With `auto` it is the most that can be of use."""
+    wanted = config.train.micro_batch_tokens
+    if state is not None and knows_budget(state, wanted, world_size):
+        return state.micro_batch_tokens
+    if wanted == "auto":
+        return math.ceil(inputs.plan.completions_per_step / world_size) * inputs.longest_sequence_tokens
+    return wanted
 
 
 def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
@@ -234,16 +342,6 @@ def check_eval_lengths(config: Config, evaluation: Evaluation) -> None:
 def read_eval_rows(settings: EvalConfig) -> Rows:
     """The rows of the held-out data."""
     return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
-
-
-def make_rollout_engine(config: Config, policy: Policy, tokenizer: Any) -> RolloutEngine:
-    """The engine that `rollout.engine` names."""
-    return LocalEngine(
-        policy,
-        tokenizer,
-        end_token_ids=end_token_ids(policy, tokenizer),
-        max_num_seqs=config.rollout.max_num_seqs,
-    )
 
 
 def columns_besides(rows: Rows, prompt_column: str) -> list[str]:

@@ -1,0 +1,81 @@
+"""Micro-batches and ranks for a step of made-up lengths: time, and how much of the machine is used.
+
+    python bench/packing.py [--budget 16384] [--seed 0]
+
+Groups of 8 completions with shared prompts; prompts of 50 to 500 tokens, completions from a lognormal with a median of
+900 tokens, cut at 8,192. Of the columns, `packed` and `padded` are the share of token places that whole sequences fill:
+packed by first-fit decreasing, and each padded to the longest of the step. `balance` is the mean cost of a rank over
+the largest; `in step` the same if ranks wait for each other after every micro-batch; `fill` the share of places used
+in the micro-batches that are not empty; `repeated` the share of computed tokens that are prompts computed again.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from cohort.packing.bins import Bins, CostModel, fill_bins, packing_efficiency, padding_efficiency
+from cohort.records import FloatArray, IntArray
+
+NUM_GENERATIONS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=int, default=16384)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print("| sequences | ranks | time | packed | padded | balance | in step | fill | repeated | micro-batches |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for num_sequences in (1_000, 10_000, 100_000):
+        prompts, completions, groups = step(num_sequences, args.seed)
+        packed = packing_efficiency(prompts, completions, budget=args.budget)
+        padded = padding_efficiency(prompts, completions)
+        for world_size in (1, 8, 64, 1024):
+            start = time.perf_counter()
+            bins = fill_bins(
+                prompts,
+                completions,
+                groups,
+                budget=args.budget,
+                world_size=world_size,
+                share_prompts=True,
+                padded=False,
+            )
+            seconds = time.perf_counter() - start
+            tokens, costs = measure(bins, prompts, completions, groups)
+            least = completions.sum() + prompts[::NUM_GENERATIONS].sum()
+            balance = costs.sum(axis=1).mean() / costs.sum(axis=1).max()
+            in_step = costs.sum(axis=1).mean() / costs.max(axis=0).sum()
+            print(
+                f"| {num_sequences:,} | {world_size:,} | {seconds:.3f} s | {packed:.1%} | {padded:.1%} | {balance:.3f} "
+                f"| {in_step:.3f} | {tokens.sum() / (np.count_nonzero(tokens) * args.budget):.1%} "
+                f"| {1 - least / tokens.sum():.2%} | {tokens.size:,} |"
+            )
+
+
+def step(num_sequences: int, seed: int) -> tuple[IntArray, IntArray, list[int]]:
+    """Prompt and completion tokens and group of each sequence."""
+    rng = np.random.default_rng(seed)
+    num_groups = num_sequences // NUM_GENERATIONS
+    prompts = rng.integers(50, 501, num_groups).repeat(NUM_GENERATIONS)
+    completions = rng.lognormal(np.log(900), 0.8, len(prompts)).clip(1, 8192).astype(np.int64)
+    return prompts, completions, np.arange(num_groups).repeat(NUM_GENERATIONS).tolist()
+
+
+def measure(bins: Bins, prompts: IntArray, completions: IntArray, groups: list[int]) -> tuple[FloatArray, FloatArray]:
+    """Computed tokens and cost, both [ranks, micro-batches], counted anew from the sequences."""
+    quadratic = CostModel().quadratic
+    tokens = np.zeros((len(bins.per_rank), len(bins.per_rank[0])))
+    costs = np.zeros_like(tokens)
+    for rank, micro_batches in enumerate(bins.per_rank):
+        for i, rows in enumerate(micro_batches):
+            p = np.array([prompts[n] for n in {groups[n]: n for n in rows}.values()])
+            c, after = completions[list(rows)], prompts[list(rows)]
+            tokens[rank, i] = p.sum() + c.sum()
+            costs[rank, i] = tokens[rank, i] + quadratic * ((p * p / 2).sum() + (c * (after + c / 2)).sum())
+    return tokens, costs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Scaling of the training phase over processes, and what packing and moving data cost of a step.
+
+    python bench/scaling.py [--repeats 5] [--processes 1 2]
+
+The demo's model and task, one thread per process, completions of 48 tokens that all have an advantage, so that all are
+computed. Strong scaling: the same 256 completions on more processes. Weak scaling: 256 completions per process.
+"Unconnected" are as many processes at the same time that know nothing of each other and compute the same share each:
+what they lose, the machine loses (shared caches, memory and cores). All in turn, `--repeats` times over; of each the
+best median of a step, since what other work takes away is none of ours.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cohort.algorithms import assign_advantages
+from cohort.config import Config, load_config, to_yaml
+from cohort.data import PromptStream
+from cohort.demo.run import demo_config, write_data
+from cohort.distributed import Ranks, join_ranks, leave_ranks
+from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
+from cohort.trainer.setup import BuildOrder, build_crew, read_inputs
+
+PROMPTS, STEPS = 16, 6
+PHASES = ("rollout", "pack", "train", "move", "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rank", nargs=2, metavar=("CONFIG", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(load_config(args.rank[0]), Path(args.rank[1]))
+        return
+    several = [n for n in args.processes if n > 1]
+    cases = [("one", 1, PROMPTS)]
+    cases += [
+        (kind, n, prompts)
+        for n in several
+        for kind, prompts in (("strong", PROMPTS), ("unconnected", PROMPTS), ("weak", PROMPTS * n))
+    ]
+    seconds: dict[tuple[str, int], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(args.repeats):
+            for kind, processes, prompts in cases:
+                place = Path(folder) / f"{kind}-{processes}-{repeat}"
+                seconds.setdefault((kind, processes), []).append(measure(place, kind, processes, prompts))
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print("| scaling | processes | completions | train, s | efficiency | rollout, s | packing | moving data |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    base = min(r["train"] for r in seconds["one", 1])
+    for kind, processes, prompts in cases:
+        m = {phase: min(r[phase] for r in seconds[kind, processes]) for phase in PHASES}
+        efficiency = base * (prompts / PROMPTS) / (m["train"] * processes)
+        print(
+            f"| {kind} | {processes} | {prompts * 16} | {m['train']:.3f} | {efficiency:.0%} | {m['rollout']:.3f} | "
+            f"{m['pack'] / m['step']:.1%} | {m['move'] / m['step']:.1%} |"
+        )
+
+
+def measure(folder: Path, kind: str, processes: int, prompts: int) -> dict[str, float]:
+    """Median seconds of each phase of a step; of unconnected processes those of the slowest."""
+    groups = [processes] if kind != "unconnected" else [1] * processes
+    started = [start(folder / str(n), size, prompts // len(groups)) for n, size in enumerate(groups)]
+    for process, _ in started:
+        if process.wait() != 0:
+            raise SystemExit(f"a rank failed: {process.args}")
+    results = [json.loads(out.read_text(encoding="utf-8")) for _, out in started]
+    return {phase: max(result[phase] for result in results) for phase in PHASES}
+
+
+def start(folder: Path, processes: int, prompts: int) -> tuple[subprocess.Popen[bytes], Path]:
+    """The processes of one run, and the file that rank 0 will write."""
+    config = demo_config(folder, seed=0)
+    train = config.train.model_copy(update={"prompts_per_step": prompts, "micro_batch_tokens": 16384})
+    config = config.model_copy(update={"train": train, "eval": None})
+    write_data(folder, config, seed=0)
+    file, out = folder / "bench.yaml", folder / "out.json"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    process = subprocess.Popen(
+        [*command, __file__, "--rank", str(file), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    return process, out
+
+
+def run_rank(config: Config, out: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = join_ranks(backend="gloo", timeout_s=120, command_timeout_s=120)
+    inputs = read_inputs(config) if ranks.is_first else None
+    order = BuildOrder(
+        folder=Path(config.run.dir),
+        num_steps=STEPS,
+        checkpoint=None,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
+    tokenizer = inputs.tokenizer if inputs else None
+    crew = build_crew(config, ranks, order, device=torch.device("cpu"), tokenizer=tokenizer)
+    endless = Sampler(crew.policy, end_token_ids=frozenset({-1}), max_num_seqs=config.rollout.max_num_seqs)
+    crew = replace(crew, sampler=endless)
+    if inputs is None:
+        crew.serve()
+    else:
+        steps = time_steps(config, inputs, crew, ranks)[1:]  # the first one warms up
+        out.write_text(json.dumps({p: statistics.median(s[p] for s in steps) for p in PHASES}), encoding="utf-8")
+        crew.stop()
+    leave_ranks()
+
+
+def time_steps(config: Config, inputs, crew, ranks: Ranks) -> list[dict[str, float]]:
+    data = PromptStream(inputs.prompts, seed=0, shuffle=True)
+    engine = LocalEngine(crew.sample, inputs.tokenizer)
+    sampling = SamplingParams(num_generations=16, max_completion_tokens=48, temperature=1.0)
+    rng = np.random.default_rng(0)
+    steps = []
+    for step in range(STEPS):
+        crew.seconds_moving()
+        times = [time.perf_counter()]
+        key = StreamKey(purpose="train", seed=0, step=step)
+        groups = engine.generate(data.take(config.train.prompts_per_step), sampling, key)
+        times.append(time.perf_counter())
+        scored = inputs.rewards.score(groups)
+        scored = [replace(group, rewards=rng.random(16)) for group in scored]
+        sequences = assign_advantages(scored, crew.algorithm)
+        times.append(time.perf_counter())
+        batches = crew.pack(sequences)
+        times.append(time.perf_counter())
+        crew.forward_backward(batches)
+        crew.optim_step()
+        times.append(time.perf_counter())
+        rollout, _, pack, train = np.diff(times).tolist()
+        step_s = times[-1] - times[0]
+        steps.append({"rollout": rollout, "pack": pack, "train": train, "move": crew.seconds_moving(), "step": step_s})
+    return steps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`train.micro_batch_tokens: auto`: the most tokens that fit into memory, found by trying."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.engine.engine import PolicyLoss, TrainEngine
+from cohort.records import TrainSequence
+
+_CLOSE_ENOUGH = 1.1  # the search ends when what fits and what does not differ by less than this factor
+_MARGIN = 0.9  # of what fits: a fresh allocator fits a little more than one that has been at work for hours
+_HOST_SHARE = 0.5  # of the host's free memory, which the system would rather overbook than refuse
+
+
+def find_budget(engine: TrainEngine, policy_loss: PolicyLoss, *, longest_sequence_tokens: int, most_tokens: int) -> int:
+    """The most tokens of a micro-batch that fit on every rank; every rank calls this and gets the same.
+
+    Forward and backward passes are tried on sequences that nothing is learned from, with room kept for the optimizer's
+    state. On a CPU, where memory does not run out but the process is killed, what a short pass keeps for its backward
+    bounds the trials.
+
+    Args:
+        engine: before its first step. Its budget is what is found from here on.
+        policy_loss: of the run.
+        longest_sequence_tokens: input tokens of the longest sequence there can be; trials are made of such.
+        most_tokens: more there never is to compute at a time.
+    """
+    longest = longest_sequence_tokens
+    if engine.policy.device.type == "cpu":
+        most_tokens = max(longest, min(most_tokens, _most_on_host(engine, policy_loss, longest)))
+    most_tokens = int(engine.ranks.smallest(most_tokens))
+
+    def fits(tokens: int) -> bool:
+        return engine.fits(_sequences(tokens, longest), policy_loss)
+
+    engine.micro_batch_tokens = _largest(fits, longest, most_tokens)
+    return engine.micro_batch_tokens
+
+
+def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest number from `least` to `most` that fits, less a margin; `least` is not tried."""
+    if most <= least or fits(most):
+        return most
+    low, high = least, most
+    while high / low > _CLOSE_ENOUGH:
+        middle = round((low * high) ** 0.5)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return max(least, int(low * _MARGIN))
+
+
+def _most_on_host(engine: TrainEngine, policy_loss: PolicyLoss, longest: int) -> int:
+    """How many tokens this process's share of the host's free memory has room for."""
+    kept: dict[int, int] = {}
+    weights = {p.data_ptr() for p in engine.policy.model.parameters()}  # there whatever the micro-batch
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.fits(_sequences(longest, longest), policy_loss)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(_HOST_SHARE * _free_host_bytes() / processes / (sum(kept.values()) / longest))
+
+
+def _free_host_bytes() -> int:
+    """Memory that this process may still take, by the system or by its control group."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, KeyError, ValueError):
+        pass  # another system, or another version of control groups
+    return max(free, 1)
+
+
+def _sequences(tokens: int, longest: int) -> tuple[TrainSequence, ...]:
+    """Sequences with that many input tokens together, none longer than `longest`, and of loss weight 0."""
+    lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+    return tuple(
+        TrainSequence(
+            token_ids=np.arange(length + 1, dtype=np.int64) % 2,
+            num_prompt_tokens=1,
+            group=n,
+            index=n,
+            sampling_logprobs=np.zeros(length),
+            loss_weights=np.zeros(length),
+            advantage=1.0,
+        )
+        for n, length in enumerate(lengths)
+    )

@@ -1,0 +1,212 @@
+"""The processes of a run on this machine: started, watched and restarted through torchrun's launcher API."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from cohort.checkpoint import checkpoints
+from cohort.config import Config, to_yaml
+from cohort.errors import TrainingError, UserError
+from cohort.launch.report import Failure, read_failures
+from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.run_folder import LOGS, check_folder, make_folder
+
+_SHUTDOWN_S = 10  # a process that is told to end and does not is killed after this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One start of all processes."""
+
+    outcome: Outcome | None  # what rank 0 has to say; None where the processes failed
+    failures: tuple[Failure, ...]  # the causes, where they failed
+    made_progress: bool  # whether it finished at least one step
+
+
+def run_processes(config: Config, *, num_processes: int, resume: bool, note: Callable[[str], None]) -> None:
+    """Train with `num_processes` processes and wait for the end.
+
+    Args:
+        config: of the run.
+        num_processes: at the start; a rank that keeps failing is left out.
+        resume: insist that there is a run to go on with.
+        note: called with what a person should know, such as a restart.
+
+    Raises:
+        UserError: as told by rank 0.
+        TrainingError: rank 0 says why the run cannot go on, or a process failed and no restart is left.
+    """
+    check_folder(Path(config.run.dir), resume=resume)
+    slots = list(range(num_processes))  # of GPUs, where there are any
+    failed_before: int | None = None
+    for attempt in range(config.hardware.max_restarts + 1):
+        result = _start(config, slots, resume=resume, attempt=attempt)
+        if result.outcome is not None:
+            result.outcome.raise_error()
+            return
+        story = "\n".join(failure.told() for failure in result.failures)
+        left = config.hardware.max_restarts - attempt
+        if left == 0:
+            raise TrainingError(f"{story}\n{_how_to_go_on(config)}")
+        culprit = slots[result.failures[0].rank] if len(result.failures) == 1 else None
+        without = ""
+        if culprit is not None and culprit == failed_before and not result.made_progress and len(slots) > 1:
+            slots.remove(culprit)
+            without = f" with {len(slots)} processes: rank {result.failures[0].rank} failed twice with no step between"
+        failed_before = culprit
+        resume = False  # the first start may have failed before the run folder was there
+        found = checkpoints(Path(config.run.dir) / "checkpoints")
+        note(f"{story}\nrestarting{without} from {found[-1].name if found else 'the beginning'} ({left} restarts left)")
+
+
+def count_processes(config: Config) -> int:
+    """How many processes `hardware.processes` means on this machine.
+
+    Raises:
+        UserError: more than there are GPUs.
+    """
+    wanted, device = config.hardware.processes, config.hardware.device
+    if wanted == 1 or device == "cpu":
+        return 1 if wanted == "auto" else wanted
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus == 0:
+        raise UserError("hardware.device: 'cuda': this machine has 0 CUDA devices; use auto or cpu")
+    if wanted == "auto":
+        return max(1, gpus)
+    if 0 < gpus < wanted:
+        raise UserError(
+            f"hardware.processes: {wanted} is more than this machine's {gpus} GPUs, and each process needs its own; "
+            f"use at most {gpus}, or device: cpu"
+        )
+    return wanted
+
+
+def _start(config: Config, slots: list[int], *, resume: bool, attempt: int) -> _Attempt:
+    """Start the processes once and wait until they have all ended, or one has failed and the others were stopped."""
+    folder = Path(config.run.dir)
+    logs = folder / LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}-{attempt}-{uuid.uuid4().hex[:4]}"
+    make_folder(logs)
+    config_file = logs / "config.yaml"
+    config_file.write_text(to_yaml(config), encoding="utf-8")
+    found = checkpoints(folder / "checkpoints")
+    first_step = int(found[-1].name.removeprefix("step-")) if found else 0
+    metrics_before = _identity(folder / "metrics.jsonl")
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=len(slots),
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        rdzv_configs={"timeout": config.hardware.timeout_s},
+        local_addr="localhost",
+        max_restarts=0,  # ours: each start looks at what is left to start with
+        shutdown_timeout=_SHUTDOWN_S,
+        # rank 0 talks to the console; what the others say is kept
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(len(slots))}
+        ),
+    )
+    environment = {OUTCOME_FILE: str(logs / "outcome.json"), "OMP_NUM_THREADS": _threads(len(slots))}
+    # a rank takes the GPU of its number; one process may be told which by hardware.device
+    if torch.cuda.is_available() and config.hardware.device != "cpu" and config.hardware.processes != 1:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_devices()[slot] for slot in slots)
+    arguments = ["-m", "cohort.train", str(config_file), *(["--resume"] if resume else [])]
+    failures: tuple[Failure, ...] = ()
+    with _environment(environment), _quiet_launcher():
+        try:
+            elastic_launch(launch_config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            failures = read_failures(error, logs)
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+    outcome = Outcome.read(logs / "outcome.json")
+    # what an earlier start has written counts for nothing: a start that gets to its first step replaces the file
+    made_progress = _identity(folder / "metrics.jsonl") != metrics_before and _last_step(folder) > first_step
+    if outcome is None and not failures:
+        raise TrainingError(f"all processes ended and rank 0 left no word of how; its output is in {logs}")
+    return _Attempt(outcome=outcome, failures=failures, made_progress=made_progress)
+
+
+def _how_to_go_on(config: Config) -> str:
+    if config.hardware.max_restarts == 0:
+        return "The same command goes on from the last checkpoint; hardware.max_restarts: 3 would do so by itself"
+    return "The same command goes on from the last checkpoint"
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Changes when a file is replaced or written to."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size
+
+
+def _last_step(folder: Path) -> int:
+    """The last step of which there are metrics."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def _threads(num_processes: int) -> str:
+    """Threads of each process: an equal share of the cores that this one may use."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // num_processes))
+
+
+def _visible_devices() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """These variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Our own report instead of the launcher's; and the signal handlers, which it changes, as they were."""
+    loggers = [
+        logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")
+    ]
+    levels = [logger.level for logger in loggers]
+    handlers: dict[int, Any] = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

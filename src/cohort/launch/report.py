@@ -1,0 +1,73 @@
+"""What a failed process left behind, as a message that names it."""
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+_TAIL_LINES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A rank that is the cause of the end."""
+
+    rank: int
+    what: str  # "exited with code 1", "was killed by SIGKILL", "did not answer"
+    stderr_file: Path
+    stderr_tail: str
+
+    def told(self) -> str:
+        """The failure in words, with the last lines of the rank's stderr."""
+        tail = f"; the last lines of its stderr:\n{self.stderr_tail}" if self.stderr_tail else "; its stderr is empty"
+        return f"rank {self.rank} {self.what}{tail}\n({self.stderr_file})"
+
+
+def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
+    """The causes among the failed ranks.
+
+    Not a cause is a rank that only noticed that another one was gone, nor one that was told to end after that. Where
+    no other rank failed, the cause is one that noticed nothing until it was ended: it hung.
+    """
+    exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    files = {int(file.parent.name): file for file in logs.rglob("stderr.log")}
+    noticed = {rank for rank, file in files.items() if "PeerError" in _tail(file, 30)}
+    failed = {rank: code for rank, code in exit_codes.items() if rank not in noticed}
+    by_itself = {rank: code for rank, code in failed.items() if code not in (-signal.SIGTERM, -signal.SIGKILL)}
+    killed = {rank: code for rank, code in failed.items() if code == -signal.SIGKILL}
+    if by_itself:
+        causes = {rank: _ending(code) for rank, code in by_itself.items()}
+    elif noticed and (silent := _called_silent(files, noticed)):
+        causes = dict.fromkeys(silent, "did not answer its peers within hardware.timeout_s")
+    else:
+        causes = {rank: _ending(code) for rank, code in (killed or failed or exit_codes).items()}
+    return tuple(
+        Failure(rank=r, what=what, stderr_file=files.get(r, logs), stderr_tail=_tail(files.get(r), _TAIL_LINES))
+        for r, what in sorted(causes.items())
+    )
+
+
+def _called_silent(files: Mapping[int, Path], noticed: set[int]) -> set[int]:
+    """The ranks that every rank which gave up has found silent; by default those that have not given up."""
+    silent = files.keys() - noticed
+    for rank in noticed:
+        for found in re.findall(r"ranks \[([\d, ]+)\] did not answer", _tail(files[rank], 30)):
+            silent = silent & {int(number) for number in found.split(",")} or silent
+    return silent
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        by_the_system = "; the system does that when memory runs out" if exit_code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-exit_code).name} (exit code {exit_code}{by_the_system})"
+    return f"failed with exit code {exit_code}"
+
+
+def _tail(file: Path | None, num_lines: int) -> str:
+    if file is None or not file.is_file():
+        return ""
+    lines = file.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    return "\n".join(f"  {line}" for line in lines[-num_lines:])

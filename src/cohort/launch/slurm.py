@@ -1,0 +1,254 @@
+"""A Slurm batch script for a run on several machines: one torchrun per node, which starts the ranks of that node."""
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.config import Config
+from cohort.errors import UserError
+
+# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]*")
+# Once enough nodes are there, how long a restart waits for the others that may still come.
+_LAST_CALL_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """What the cluster is asked for. Each field is the option of `cohort launch slurm` of that name."""
+
+    nodes: int
+    gpus_per_node: int | None = None  # None: 8, or 0 where hardware.device is cpu
+    time: str = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+    job_name: str = "cohort"
+    max_restarts: int = 3  # of all ranks, after one of them failed
+    min_nodes: int | None = None  # None: all nodes; fewer: a restart goes on without the nodes that were lost
+    rollout_nodes: int = 0
+    port: int = 29500
+
+
+def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str], options: SlurmOptions) -> str:
+    """The text of an sbatch script that trains as `config` says.
+
+    It names this Python's environment and the working directory, in which it is to have the same meaning.
+
+    Args:
+        config: what `config_path` with `overrides` comes to.
+        config_path: YAML file, which every rank reads.
+        overrides: `key.sub=value`, handed on to every rank.
+        options: what the cluster is asked for.
+
+    Raises:
+        UserError: an option does not fit, by itself or with the configuration.
+    """
+    _check_options(options)
+    gpus = _gpus_per_node(config, options)
+    _check_restarts(config, options)
+    ranks_per_node = gpus or (1 if config.hardware.processes == "auto" else config.hardware.processes)
+    arguments = list(overrides)
+    if config.hardware.processes not in (1, "auto", ranks_per_node):
+        arguments.append("hardware.processes=auto")
+    parts = (
+        "#!/bin/bash",
+        _header(options, gpus, ranks_per_node),
+        _directives(options, gpus, can_resume=config.run.checkpoint_every > 0),
+        _preparation(config, config_path, ranks_per_node),
+        _launch(config, arguments, options, ranks_per_node),
+    )
+    return "\n".join(parts)
+
+
+def _header(options: SlurmOptions, gpus: int, ranks_per_node: int) -> str:
+    each = f"{gpus} GPUs" if gpus else "no GPUs"
+    return f"""\
+# Written by `cohort launch slurm`, to be submitted with `sbatch`.
+#
+# Training nodes: {options.nodes}, with {each} and {ranks_per_node} ranks each: {options.nodes * ranks_per_node} ranks.
+# Rollout nodes: 0. rollout.engine is local: the training nodes sample the completions themselves.
+#"""
+
+
+def _directives(options: SlurmOptions, gpus: int, *, can_resume: bool) -> str:
+    elastic = _min_nodes(options) < options.nodes
+    lines = [
+        f"--job-name={options.job_name}",
+        f"--nodes={options.nodes}",
+        "--ntasks-per-node=1",
+        f"--gpus-per-node={gpus}" if gpus else None,
+        "--exclusive",
+        f"--time={options.time}",
+        f"--partition={options.partition}" if options.partition else None,
+        f"--account={options.account}" if options.account else None,
+        "--output=slurm-%x-%j.log",
+        "--open-mode=append",
+        "--requeue" if can_resume else "--no-requeue",
+        "--no-kill" if elastic else None,
+    ]
+    advice = (
+        """\
+# After preemption, or the loss of a node that ends the job, Slurm starts the script again, and the run goes on from its
+# last checkpoint; after the time limit, submit the script again. What came after the checkpoint is done
+# again: choose run.checkpoint_every so that this is minutes.
+# No signal is asked for before the end, since checkpoints are whole or not there however a run is killed."""
+        if can_resume
+        else """\
+# run.checkpoint_every is 0: the run cannot go on after it was killed, so that Slurm is not to start it again."""
+    )
+    return "\n".join([*(f"#SBATCH {line}" for line in lines if line), advice])
+
+
+def _preparation(config: Config, config_path: Path, ranks_per_node: int) -> str:
+    return f"""
+set -euo pipefail
+
+config={shlex.quote(str(config_path.absolute()))}
+run_dir={shlex.quote(config.run.dir)}
+export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"
+cd {shlex.quote(str(Path.cwd()))}
+
+# Ranks that wait must sleep, and share the node's cores.
+export OMP_WAIT_POLICY="${{OMP_WAIT_POLICY:-PASSIVE}}"
+cores=$(( ${{SLURM_CPUS_ON_NODE:-1}} / {ranks_per_node} ))
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}}"
+# Each start of the ranks meets at a port of its own, of whichever node has rank 0 then.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Every rank is connected with every other one, several times.
+ulimit -n "$(ulimit -Hn)" || true
+# Where nodes have several networks: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=...
+
+# run.dir must be on a file system that all nodes share: each rank writes its part of a checkpoint.
+probe="$run_dir/.shared-$SLURM_JOB_ID"
+mkdir -p -- "$run_dir"
+trap 'rm -f -- "$probe"' EXIT
+touch -- "$probe"
+srun --kill-on-bad-exit=1 bash -c '
+    [ -w "$1" ] && [ -w "$1/${{2##*/}}" ] && exit 0
+    echo "error: $(hostname): run.dir $1 is not writable here, or is not the folder that the first node sees" >&2
+    exit 2
+' check-run-dir "$run_dir" "$probe"
+rm -f -- "$probe"  # a new run wants an empty folder
+"""
+
+
+def _launch(config: Config, arguments: Sequence[str], options: SlurmOptions, ranks_per_node: int) -> str:
+    min_nodes, timeout_s = _min_nodes(options), math.ceil(config.hardware.timeout_s)
+    deadlines = f"join_timeout={timeout_s},read_timeout={timeout_s}"
+    if min_nodes < options.nodes:
+        deadlines += f",last_call_timeout={_LAST_CALL_S}"
+        step = "--no-kill --kill-on-bad-exit=0 --wait=0"
+        loss = "# The others restart without a node that is lost. The first one must stay, since they meet there."
+    else:
+        step = "--kill-on-bad-exit=1"
+        loss = "# A node that gives up ends the job: --min-nodes would let the others go on without it."
+    training = " ".join(["-m cohort.train", '"$config"', *map(shlex.quote, arguments)])
+    return f"""\
+# The ranks meet at the first node of the allocation.
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_node="${{nodes%%$'\\n'*}}"
+
+launcher=(
+    torchrun
+    --nnodes {min_nodes}:{options.nodes}
+    --nproc-per-node {ranks_per_node}
+    --rdzv-backend c10d
+    --rdzv-endpoint "$first_node:{options.port}"
+    --rdzv-id "$SLURM_JOB_ID"
+    --rdzv-conf {deadlines}  # hardware.timeout_s
+    --max-restarts {options.max_restarts}
+    --monitor-interval 1
+)
+training=({training})
+
+{loss}
+# The one task of a node is the launcher of all its ranks, which use all of the node's cores.
+srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"
+"""
+
+
+def _min_nodes(options: SlurmOptions) -> int:
+    return options.nodes if options.min_nodes is None else options.min_nodes
+
+
+def _check_options(options: SlurmOptions) -> None:
+    """Refuse values that no configuration could make right."""
+    for name, value, least in (
+        ("nodes", options.nodes, 1),
+        ("gpus-per-node", options.gpus_per_node, 0),
+        ("max-restarts", options.max_restarts, 0),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"--{name}: {value}: must be at least {least}; use {least} or more")
+    if not 1 <= _min_nodes(options) <= options.nodes:
+        raise UserError(
+            f"--min-nodes: {options.min_nodes}: must be from 1 to --nodes: {options.nodes}; use "
+            f"{1 if _min_nodes(options) < 1 else options.nodes}"
+        )
+    if options.rollout_nodes != 0:
+        raise UserError(
+            f"--rollout-nodes: {options.rollout_nodes}: nodes that only serve rollouts need a rollout engine that runs "
+            f"as a server, and this version has only rollout.engine: local, which samples on the training nodes; use 0"
+        )
+    if not 1 <= options.port <= 65535:
+        raise UserError(
+            f"--port: {options.port}: must be from 1 to 65535; use {1 if options.port < 1 else 65535}, or 29500, which "
+            f"is usual"
+        )
+    if not _TIME.fullmatch(options.time):
+        raise UserError(
+            f"--time: {options.time!r}: must be hours:minutes:seconds or days-hours, such as 24:00:00 or 1-00 (Slurm "
+            f"also takes minutes, minutes:seconds and days-hours:minutes:seconds)"
+        )
+    for name, text in (
+        ("partition", options.partition),
+        ("account", options.account),
+        ("job-name", options.job_name),
+    ):
+        if text is not None and not _NAME.fullmatch(text):
+            near = re.sub(r"[^A-Za-z0-9_.,-]+", "-", text).strip("-.,") or "cohort"
+            raise UserError(f"--{name}: {text!r}: must be of letters, digits and _ . , - only; use {near}")
+
+
+def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
+    """GPUs of a node that are trained on.
+
+    Raises:
+        UserError: `hardware.device` says something else.
+    """
+    device, gpus = config.hardware.device, options.gpus_per_node
+    if gpus is None:
+        gpus = 0 if device == "cpu" else 8
+    if gpus > 0 and device == "cpu":
+        raise UserError(
+            f"--gpus-per-node: {gpus} has no effect with hardware.device: cpu; use 0, or hardware.device=cuda"
+        )
+    if gpus == 0 and device.startswith("cuda"):
+        raise UserError(
+            f"--gpus-per-node: 0 with hardware.device: {device}, which needs GPUs; use at least 1, or "
+            f"hardware.device=cpu"
+        )
+    if ":" in device:
+        raise UserError(
+            f"hardware.device: {device!r} names one GPU, and every rank of a node has its own; use hardware.device=cuda"
+        )
+    return gpus
+
+
+def _check_restarts(config: Config, options: SlurmOptions) -> None:
+    """Refuse restarts that would begin anew, and fewer nodes without a restart."""
+    if options.max_restarts > 0 and config.run.checkpoint_every == 0:
+        raise UserError(
+            f"run.checkpoint_every: 0 with --max-restarts: {options.max_restarts}: a restart goes on from the last "
+            f"checkpoint, and there would be none; use run.checkpoint_every=50, or --max-restarts 0"
+        )
+    if options.max_restarts == 0 and _min_nodes(options) < options.nodes:
+        raise UserError(
+            f"--min-nodes: {options.min_nodes} has no effect with --max-restarts: 0, since going on with fewer nodes "
+            f"is a restart; use --max-restarts 3, or --min-nodes {options.nodes}"
+        )

@@ -1,0 +1,69 @@
+"""`cohort.train`: decides where a run runs. What trains is imported by the processes that do."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cohort.config import Config, config_from_dict, load_config
+from cohort.display import Display
+from cohort.distributed import started_by_torchrun
+from cohort.errors import TrainingError, UserError
+from cohort.launch.local import count_processes, run_processes
+from cohort.outcome import RunResult
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path, *, resume: bool = False, display: Display | None = None
+) -> RunResult:
+    """Train as `config` says; goes on from the last checkpoint where its run folder holds the same run.
+
+    With `hardware.processes` above 1, or restarts, it starts the processes and waits for them. Under torchrun it is
+    one of them.
+
+    Args:
+        config: a `Config`, the same as a nested mapping, or the path of a YAML file.
+        resume: insist that there is a run to go on with.
+        display: what a person sees; by default lines and a bar on the console. For a run in this process only.
+
+    Raises:
+        UserError: something in the configuration, the data or a reward does not work.
+        TrainingError: the run cannot go on.
+    """
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, Config):
+        config = config_from_dict(config)
+    in_processes = started_by_torchrun()
+    num_processes = 1 if in_processes else count_processes(config)
+    if not in_processes and num_processes == 1 and config.hardware.max_restarts == 0:
+        from cohort import trainer
+
+        return trainer.train(config, resume=resume, display=display)
+    if display is not None:
+        raise UserError(
+            "display: works with a run in this process only: hardware.processes: 1 and hardware.max_restarts: 0"
+        )
+    if in_processes:
+        from cohort.trainer import run_rank
+
+        run_rank(config, resume=resume)
+    else:
+        console = Console(stderr=True, highlight=False, markup=False)
+        note = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
+        run_processes(config, num_processes=num_processes, resume=resume, note=note)
+    return _result(Path(config.run.dir))
+
+
+def _result(folder: Path) -> RunResult:
+    """What other processes have made of a run.
+
+    Raises:
+        TrainingError: they have not got to its end.
+    """
+    if not (folder / "summary.json").is_file():
+        raise TrainingError("rank 0 has ended the run, and says why")
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return RunResult(run_dir=folder, final_dir=folder / "final", summary=summary)

@@ -1,0 +1,214 @@
+"""The parameters of a model over all ranks: FSDP2, and how a rank that runs out of memory stays in step.
+
+Every rank runs the same sequence of collectives for a micro-batch: an all-gather before each layer, a reduce-scatter
+after it in backward. A rank whose computation fails halfway owes the others the rest of that sequence. It computes an
+empty micro-batch whose first collectives, those that it has issued already, are left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from cohort.errors import OutOfStepError
+
+# renamed in torch 2.13, where the old names warn
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives:
+    """The collectives of one micro-batch on this rank: how many were issued, and what to leave out.
+
+    One object counts for all sharded models of a run: the policy's collectives and the reference's are one sequence.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[Sharding] = []
+        self.begin()
+
+    def begin(self, *, skip: int = 0, reduced: frozenset[int] = frozenset()) -> None:
+        """Begin a micro-batch.
+
+        Args:
+            skip: leave out this many collectives: they were issued before the computation failed.
+            reduced: numbers of the FSDP groups whose gradient of this micro-batch has been reduced already; what
+                comes of them is not added again.
+        """
+        self.issued = 0
+        self.skip = skip
+        self.already_reduced = reduced
+        self.reduced = set(reduced)
+
+    def next_is_left_out(self) -> bool:
+        """Count one more; whether it was issued before."""
+        self.issued += 1
+        return self.issued <= self.skip
+
+    def reset(self) -> frozenset[int]:
+        """After a failed forward or backward: free what the models had gathered, and prepare to stay in step.
+
+        The next micro-batch leaves out the collectives that were issued before the failure.
+
+        Returns:
+            The FSDP groups whose gradient of the failed micro-batch has been reduced.
+        """
+        for model in self.models:
+            model.reset()
+        reduced = frozenset(self.reduced)
+        self.begin(skip=self.issued)
+        return reduced
+
+
+class _Comm:
+    """What FSDP2 asks of a custom collective besides the call."""
+
+    def __init__(self, collectives: Collectives, group_number: int):
+        self._collectives = collectives
+        self._group_number = group_number
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if self._collectives.next_is_left_out():
+            output_tensor.zero_()  # any finite weights do: nothing of this computation is kept
+            return None
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        if self._collectives.next_is_left_out():
+            output_tensor.zero_()
+            return None
+        if self._group_number in self._collectives.already_reduced:
+            input_tensor.zero_()
+        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._collectives.reduced.add(self._group_number)
+        return work
+
+
+class Sharding:
+    """A model whose parameters are spread over all ranks, layer by layer (FSDP2)."""
+
+    def __init__(self, model: Any, collectives: Collectives, *, device: torch.device, compute_dtype: torch.dtype):
+        """Shard `model` in place; it may be on the meta device.
+
+        Args:
+            model: a Hugging Face model. Each of its layers is gathered when it computes and freed afterwards.
+            collectives: of the run.
+            device: where the shards go.
+            compute_dtype: dtype of the gathered weights. The shards, the gradients' reduction and the optimizer's
+                state keep the model's own dtype.
+        """
+        dtype = next(model.parameters()).dtype
+        precision = MixedPrecisionPolicy(
+            param_dtype=compute_dtype if compute_dtype != dtype else None,
+            reduce_dtype=torch.promote_types(dtype, torch.float32),
+            cast_forward_inputs=False,  # a micro-batch has numbers that must stay as they are
+        )
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        self.model = model
+        self.collectives = collectives
+        layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+            # an expert that no token of this rank has chosen still has its place in what is reduced
+            model.set_reduce_scatter_unused_params(True)
+        self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        for number, module in enumerate(self._modules):
+            module.set_custom_all_gather(_AllGather(collectives, number))
+            module.set_custom_reduce_scatter(_ReduceScatter(collectives, number))
+        collectives.models.append(self)
+
+    def add_forward(self, name: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        """Give the model a method that computes with its weights gathered, as its own forward does.
+
+        Args:
+            name: of the method.
+            compute: what it does; of its two outputs the first carries the gradient.
+        """
+
+        def method(*args: Any) -> tuple[Tensor, Tensor]:
+            first, second = compute(*args)
+            return first.clone(), second  # hooks on a view would be lost by a change in place
+
+        setattr(self.model, name, method)
+        register_fsdp_forward_method(self.model, name)
+
+    def ready(self) -> None:
+        """Settle that `model` is the root, once its weights are there: sampling begins with one of its parts."""
+        self.model._get_fsdp_state()._lazy_init()
+
+    def reset(self) -> None:
+        """After a failed forward or backward: free what was gathered, drop gradients that are not reduced yet.
+
+        Raises:
+            OutOfStepError: this torch cannot put its state right again.
+        """
+        if not hasattr(self.model, "reset_iter_state"):
+            raise OutOfStepError("out of memory; several processes survive that with torch 2.13 or newer only")
+        self.model.reset_iter_state()
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Every weight by name, in host memory, on rank 0; nothing elsewhere. Every rank takes part."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
+
+    def load(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Take rank 0's weights and buffers. Every rank takes part; the other ranks' arguments are not looked at."""
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.model, dict(weights) if dist.get_rank() == 0 else {}, options=options)
+        for name, buffer in sorted(self.model.named_buffers()):
+            if dist.get_rank() == 0:
+                buffer.copy_(buffers[name])
+            dist.broadcast(buffer, src=0)
+        self.ready()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters whole on every rank, so that forward passes need no collectives."""
+        for module in self._modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.reshard()
+                module.set_reshard_after_forward(module is not self.model, recurse=False)
+            self._forget_forwards()
+
+    def end_forward(self) -> None:
+        """End a forward pass that no backward follows, as the backward would."""
+        self.model.reshard()  # the root's own parameters are kept for the backward otherwise
+        self._forget_forwards()
+
+    def _forget_forwards(self) -> None:
+        """Forget the order of forward passes without a backward: the next one would gather in it."""
+        for group in self._groups():
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from module._get_fsdp_state()._fsdp_param_groups

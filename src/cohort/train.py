@@ -1,0 +1,45 @@
+"""`python -m cohort.train CONFIG [KEY.SUB=VALUE ...] [--resume]`: one rank of a run that torchrun has started.
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m cohort.train CONFIG
+
+Not to be imported: `cohort.train` is the function.
+"""
+
+import argparse
+import sys
+
+import cohort.cli  # noqa: F401  (sets the environment before torch is imported)
+from cohort.config import load_config
+from cohort.errors import TrainingError, UserError
+
+
+def main() -> None:
+    """Run one rank. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    parser = argparse.ArgumentParser(prog="python -m cohort.train", description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        record(_train)(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except TrainingError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from cohort.distributed import started_by_torchrun
+    from cohort.launch import train
+    from cohort.trainer import run_rank
+
+    run = run_rank if started_by_torchrun() else train
+    run(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
+
+
+if __name__ == "__main__":
+    main()

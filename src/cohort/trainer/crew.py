@@ -1,0 +1,186 @@
+"""The parts of a run that every rank has, and how rank 0 has them all do the same thing at the same time.
+
+Rank 0 runs the training loop. The other ranks wait for a command, do it together with rank 0, and hand back a result.
+With one process there is nobody to tell, and a command is a call.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cohort.algorithms import Algorithm
+from cohort.batch import TrainBatch
+from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
+from cohort.distributed import Ranks
+from cohort.engine import OptimResult, TrainEngine, TrainResult, find_budget
+from cohort.errors import OutOfStepError, TrainingError
+from cohort.metrics import PhaseClock, peak_memory_bytes
+from cohort.packing import pack
+from cohort.policy import Policy
+from cohort.records import TrainSequence
+from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """The same parts on every rank. Public methods are rank 0's; what they call runs on every rank."""
+
+    ranks: Ranks
+    policy: Policy
+    algorithm: Algorithm
+    engine: TrainEngine
+    sampler: Sampler
+    tokenizer: Any  # rank 0's; None elsewhere
+    moving: PhaseClock = field(default_factory=PhaseClock)  # time of handing data from rank to rank
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
+    ) -> list[tuple[Sampled, ...]]:
+        """The completions of each request, sampled in equal shares by all ranks."""
+        shares = split_requests(requests, self.ranks.world_size)
+        return merge_shares(requests, self._all("sample", shares, sampling=sampling, key=key))
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
+        """A step's sequences as one batch per rank, under the budget as it is now."""
+        return pack(
+            sequences,
+            micro_batch_tokens=self.engine.micro_batch_tokens,
+            world_size=self.ranks.world_size,
+            share_prompts=self.policy.shares_prompts,
+            padded=self.policy.layout == "padded",
+        )
+
+    def forward_backward(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
+        """The gradient of a step.
+
+        Args:
+            batches: one per rank; None for another update on the same ones.
+        """
+        return self._all("forward_backward", batches)[0]
+
+    def optim_step(self) -> OptimResult:
+        """One optimizer step.
+
+        Raises:
+            TrainingError: the gradient is NaN or infinite; the weights are as before.
+        """
+        return self._all("optim_step")[0]
+
+    def save(self, root: Path, state: TrainerState, *, keep: int) -> None:
+        """Write the checkpoint `root/step-N` and delete all but the last `keep` ones.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        self._all("save", root=root, state=state, keep=keep)
+
+    def save_model(self, folder: Path) -> None:
+        """Write the model and its tokenizer."""
+        self._all("save_model", folder=folder)
+
+    def find_budget(self, longest_sequence_tokens: int, most_tokens: int) -> int:
+        """`train.micro_batch_tokens: auto`: the most that fits on every rank.
+
+        Args:
+            longest_sequence_tokens: of the run; the trials are made of sequences of this length.
+            most_tokens: more than this there never is to compute at a time.
+        """
+        return self._all("find_budget", longest_sequence_tokens=longest_sequence_tokens, most_tokens=most_tokens)[0]
+
+    def seconds_moving(self) -> float:
+        """Time that rank 0 has spent handing data to and from the others since the last call."""
+        return self.moving.take().get("time/move_s", 0.0)
+
+    def peak_memory_bytes(self) -> int:
+        """The largest of all ranks."""
+        return max(self._all("peak_memory"))
+
+    def stop(self) -> None:
+        """Let the other ranks go."""
+        if self.ranks.world_size > 1:
+            self.ranks.command(None)
+
+    def serve(self) -> None:
+        """On the ranks other than 0: do what rank 0 says until it stops."""
+        command: tuple[str, bool, dict[str, Any]] | None
+        while (command := self.ranks.command()) is not None:
+            verb, has_shares, arguments = command
+            self._do(verb, None, has_shares, arguments)
+
+    def _all(self, verb: str, shares: Sequence[Any] | None = None, **arguments: Any) -> list[Any]:
+        """Every rank's result of a verb, by rank.
+
+        Args:
+            verb: name of a method, with `_on_rank` added.
+            shares: what is different for each rank, if anything is.
+            arguments: the same for all.
+        """
+        if self.ranks.world_size > 1:
+            self.ranks.command((verb, shares is not None, arguments))
+        results = self._do(verb, shares, shares is not None, arguments)
+        assert results is not None, "rank 0 gathers"
+        for result in results:
+            if isinstance(result, TrainingError):
+                raise result
+        return results
+
+    def _do(
+        self, verb: str, shares: Sequence[Any] | None, has_shares: bool, arguments: Mapping[str, Any]
+    ) -> list[Any] | None:
+        with self.moving.phase("move"):
+            share = (self.ranks.scatter(shares),) if has_shares else ()
+        try:
+            result = getattr(self, f"_{verb}_on_rank")(*share, **arguments)
+        except OutOfStepError:
+            raise  # the others are waiting inside of the verb: this process has to end
+        except TrainingError as error:
+            result = error  # the run ends in good order, with rank 0
+        self.ranks.largest(0)  # waiting for the slowest is not moving data
+        with self.moving.phase("move"):
+            return self.ranks.gather(result)
+
+    def _sample_on_rank(
+        self, requests: Sequence[SampleRequest], *, sampling: SamplingParams, key: StreamKey
+    ) -> list[tuple[Sampled, ...]]:
+        try:
+            return self.sampler.sample(requests, sampling, key)
+        except torch.OutOfMemoryError as error:
+            raise OutOfStepError(
+                "out of memory while sampling, for which every process needs the whole model and the cache of "
+                "rollout.max_num_seqs completions; lower rollout.max_num_seqs or rollout.max_completion_tokens"
+            ) from error
+
+    def _forward_backward_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
+        return self.engine.forward_backward(batch, self.algorithm.policy_loss)
+
+    def _optim_step_on_rank(self) -> OptimResult:
+        return self.engine.optim_step()
+
+    def _save_on_rank(self, *, root: Path, state: TrainerState, keep: int) -> None:
+        save_checkpoint(
+            root,
+            policy=self.policy,
+            tokenizer=self.tokenizer,
+            engine_state=self.engine.state_dict(),
+            state=state,
+            keep=keep,
+            ranks=self.ranks,
+        )
+
+    def _save_model_on_rank(self, *, folder: Path) -> None:
+        with disk_errors(folder):
+            save_model(self.policy, self.tokenizer, folder, self.ranks)
+
+    def _find_budget_on_rank(self, *, longest_sequence_tokens: int, most_tokens: int) -> int:
+        return find_budget(
+            self.engine,
+            self.algorithm.policy_loss,
+            longest_sequence_tokens=longest_sequence_tokens,
+            most_tokens=most_tokens,
+        )
+
+    def _peak_memory_on_rank(self) -> int:
+        return peak_memory_bytes(self.policy.device)

@@ -1,0 +1,103 @@
+"""One process of a run of several: rank 0 runs the loop, the others work for it."""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cohort.config import Config
+from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
+from cohort.errors import TrainingError, UserError
+from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.policy import resolve_device
+from cohort.trainer.loop import train
+from cohort.trainer.setup import BuildOrder, build_crew, rank_device
+
+# What the libraries that carry the collectives say when another process is gone or silent.
+_SIGNS_OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset", "Timed out", "timed out", "NCCL")
+
+
+def run_rank(config: Config, *, resume: bool) -> None:
+    """Be one rank of a run, as a launcher's environment says which.
+
+    Where `cohort train` started this process, an orderly end is told through a file and is no failure of the process.
+
+    Raises:
+        UserError: something that the user can mend.
+        TrainingError: the run cannot go on.
+    """
+    if sys.stderr is sys.__stderr__:  # whoever hangs shows where when it is stopped
+        faulthandler.register(signal.SIGTERM, chain=True)
+    told = os.environ.get(OUTCOME_FILE)
+    is_first = os.environ.get("RANK") == "0"
+    try:
+        _run(config, resume=resume)
+        outcome = Outcome(kind="finished")
+    except PeerError:
+        raise
+    except UserError as error:
+        outcome = Outcome(kind="user error", message=str(error))
+        if not is_first:
+            time.sleep(2)  # rank 0 has most likely found the same, and tells it
+            raise
+        if told is None:
+            raise
+    except TrainingError as error:
+        outcome = Outcome(kind="training error", message=str(error))
+        if told is None or not is_first:
+            raise
+    if told is not None and is_first:
+        outcome.write(Path(told))
+
+
+def _run(config: Config, *, resume: bool) -> None:
+    _check_processes(config)
+    rewards_s = sum(reward.timeout_s for reward in config.rewards)
+    on_gpu = resolve_device(config.hardware.device).type == "cuda"
+    ranks = join_ranks(
+        backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        timeout_s=config.hardware.timeout_s,
+        command_timeout_s=config.hardware.timeout_s + rewards_s,
+    )
+    try:
+        if ranks.is_first:
+            train(config, resume=resume, ranks=ranks)
+        else:
+            work(config, ranks)
+    except (RuntimeError, dist.DistError) as error:
+        lost_peer = not isinstance(error, TrainingError | torch.OutOfMemoryError)
+        if lost_peer and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+            raise ranks.explain(error, "a collective of the model") from error
+        raise
+    leave_ranks()
+
+
+def work(config: Config, ranks: Ranks) -> None:
+    """On the ranks other than 0: build what every rank has, then do as rank 0 says until it ends the run."""
+    device = rank_device(config, ranks)
+    try:
+        order: BuildOrder | None = ranks.command()
+        if order is not None:
+            build_crew(config, ranks, order, device=device, tokenizer=None).serve()
+    except Stopped:
+        pass
+
+
+def _check_processes(config: Config) -> None:
+    """Compare the configuration with what the launcher has started.
+
+    Raises:
+        UserError: they say different numbers.
+    """
+    wanted, started = config.hardware.processes, os.environ.get("LOCAL_WORLD_SIZE")
+    ours = OUTCOME_FILE in os.environ  # it knows the configuration, and may have left a rank out
+    if not ours and started is not None and wanted not in (1, "auto", int(started)):
+        raise UserError(
+            f"hardware.processes: {wanted}, and the launcher has started {started} processes on this machine; use "
+            f"--nproc-per-node {wanted}, or hardware.processes: auto"
+        )

@@ -1,0 +1,119 @@
+"""Laws 1, 4 and the survival of out of memory with 1, 2 and 3 processes: real gloo, real FSDP2."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rank_script import BUDGETS, STEPS, places, step_sequences
+from ranks import run_ranks
+from test_laws import ALGORITHMS, dense_gradient, make_engine
+from tiny import make_policy, policy_of, relative_error, save_model_folder
+
+WORLDS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return str(save_model_folder(folder / "policy")), str(save_model_folder(folder / "reference", seed=1))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, models) -> dict[int, dict[str, Any]]:
+    """What each number of ranks made of each job."""
+    names = ("gradients", "accumulation", "out_of_memory", "budget", "precision")
+    folder = tmp_path_factory.mktemp("ranks")
+    return {
+        world_size: dict(zip(names, run_ranks(world_size, folder, *((n, *models) for n in names)), strict=True))
+        for world_size in WORLDS
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(models) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+    """The reference: one process, one unpadded forward per completion, full logits, one backward."""
+    policy, reference = (
+        policy_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()) for path in models
+    )
+    return {
+        f"{name}/{step}": dense_gradient(policy, reference, *reversed(step_sequences(name, lengths_PG)))
+        for name in ALGORITHMS
+        for step, lengths_PG in STEPS.items()
+    }
+
+
+def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative error of a tensor; a gradient that is 0 has to be 0."""
+    assert actual.keys() == expected.keys()
+    return max(
+        relative_error(actual[k], expected[k]) if expected[k].norm() > 1e-12 else actual[k].norm().item()
+        for k in expected
+    )
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_is_that_of_one_process_and_whole_logits(results, dense, world_size: int, name: str):
+    """Any budget, shuffled, uneven lengths, ranks with nothing to do; each algorithm, with and without a KL term."""
+    for step in STEPS:
+        expected_loss, expected = dense[f"{name}/{step}"]
+        for budget in BUDGETS:
+            loss, actual, _ = results[world_size]["gradients"][f"{name}/{step}/{budget}"]
+            assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+            assert worst(actual, expected) < 1e-6, (step, budget)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_budgets_are_different_splits(results, world_size: int):
+    counts = [results[world_size]["gradients"][f"grpo/uneven/{budget}"][2] for budget in BUDGETS]
+    assert counts[0] > counts[1] > counts[2] == 1
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:])
+def test_accumulation_clipping_and_updates_are_those_of_one_process(results, world_size: int):
+    one, several = results[1]["accumulation"], results[world_size]["accumulation"]
+    assert min(one["norms"]) > 0.05  # the clipping has something to do
+    assert several["norms"] == pytest.approx(one["norms"], rel=1e-6)
+    assert worst(several["weights"], one["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_out_of_memory_on_one_rank_changes_nothing_but_the_budget(results, world_size: int):
+    done = dict(results[world_size]["out_of_memory"])
+    expected = done.pop("expected")
+    assert set(done) == set(places(make_engine(make_policy())))
+    for place, (num_out_of_memory, budget, actual) in done.items():
+        assert num_out_of_memory >= 1 and budget < 30, place
+        assert worst(actual, expected) < 1e-6, place
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_largest_budget_that_fits_is_found(results, world_size: int):
+    found = results[world_size]["budget"]
+    assert 0.9 * 300 / 1.1 <= found["limited"] <= 300
+    assert found["unlimited"] == 2000
+    assert found["untouched"] and found["no_gradient"]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gradient_checkpointing_and_mixed_precision(results, world_size: int):
+    done = results[world_size]["precision"]
+    expected, _ = results[1]["precision"]["float64"]
+    assert worst(done["checkpointing"][0], expected) < 1e-6
+    gradients, dtypes = done["mixed"]
+    assert dtypes == {torch.float32} and {g.dtype for g in gradients.values()} == {torch.float32}
+    norms = {k: expected[k].norm() for k in expected}
+    largest = max(norms.values())
+    for k, gradient in gradients.items():  # to the rounding of bfloat16; the smallest ones are mostly that
+        assert (gradient - expected[k]).norm() < 0.1 * max(norms[k], 0.1 * largest), k
+
+
+def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(tmp_path: Path, models):
+    """Weights and optimizer saved by 3 ranks: 3 go on bit for bit, 1 and 2 to rounding in float32."""
+    (expected,) = run_ranks(3, tmp_path, ("checkpoint", *models, str(tmp_path), "save"))
+    for world_size, tolerance in ((3, 0.0), (2, 1e-4), (1, 1e-4)):
+        (actual,) = run_ranks(world_size, tmp_path, ("checkpoint", *models, str(tmp_path), "resume"))
+        assert worst(actual["weights"], expected["weights"]) <= tolerance, world_size
