@@ -50,6 +50,9 @@ bench: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@$(BIN)/python bench/sampler.py
 	@$(BIN)/python bench/trl_demo.py
+	@$(BIN)/python bench/packing.py
+	@$(BIN)/python bench/invariance.py
+	@$(BIN)/python bench/scaling.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
