@@ -137,13 +137,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         Stopped: on the other ranks then.
     """
     rollout, train = config.rollout, config.train
-    if not ranks.smallest(order.folder.is_dir()):  # every rank writes its part of a checkpoint there
-        if not ranks.is_first:
-            raise Stopped
-        raise UserError(
-            f"run.dir: {str(order.folder)!r} is not there on every machine of the run; give a folder on a file system "
-            f"that all of them share"
-        )
+    _check_folder_is_shared(order.folder, ranks)
     path = config.model.path if order.checkpoint is None else str(order.checkpoint)
     collectives = Collectives()
     policy = load_policy(
@@ -186,6 +180,23 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         engine=engine,
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
+    )
+
+
+def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
+    """Every rank writes its part of a checkpoint into the run folder, so all of them have to see it.
+
+    Raises:
+        UserError: on rank 0, where one of them does not.
+        Stopped: on the other ranks then.
+    """
+    if ranks.smallest(folder.is_dir()):
+        return
+    if not ranks.is_first:
+        raise Stopped
+    raise UserError(
+        f"run.dir: {str(folder)!r} is not there on every machine of the run; give a folder on a file system that all "
+        f"of them share"
     )
 
 
