@@ -185,20 +185,31 @@ def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path):
         torch.testing.assert_close(weight, weights(expected.final_dir)[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path):
-    """A rank whose start fails every time, as on a broken GPU: after two failures the run goes on without it."""
-    config = inputs(tmp_path, 3, train={"steps": 3}, hardware={"max_restarts": 3})
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('RANK') == '2': os.write(2, b'this GPU has fallen off the bus\\n'); os._exit(3)\n"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [*COHORT, "train", str(write_config(tmp_path, config))],
-        env=environment,
+def run_sabotaged(folder: Path, config: dict[str, Any], code: str) -> subprocess.CompletedProcess[str]:
+    """`cohort train` to its end, with `code` run at the start of every rank."""
+    (folder / "sitecustomize.py").write_text(f"import os\nif 'RANK' in os.environ:\n    exec({code!r})\n")
+    return subprocess.run(
+        [*COHORT, "train", str(write_config(folder, config))],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=200,
     )
+
+
+BROKEN_GPU = """
+import os
+
+if os.environ["RANK"] == "2":
+    os.write(2, b"this GPU has fallen off the bus\\n")
+    os._exit(3)
+"""
+
+
+def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path):
+    """A rank whose start fails every time, as on a broken GPU: after two failures the run goes on without it."""
+    config = inputs(tmp_path, 3, train={"steps": 3}, hardware={"max_restarts": 3})
+    done = run_sabotaged(tmp_path, config, BROKEN_GPU)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 2 failed with exit code 3; the last lines of its stderr:\n  this GPU") == 2
     assert "restarting with 2 processes: rank 2 failed twice with no step between" in done.stderr
@@ -251,16 +262,8 @@ TrainEngine.optim_step = optim_step
 
 def test_a_rank_that_raises_is_named_with_its_last_words(tmp_path: Path):
     config = inputs(tmp_path, 2)
-    (tmp_path / "sitecustomize.py").write_text(f"import os\nif 'RANK' in os.environ:\n    exec({RAISING!r})\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     started = time.monotonic()
-    done = subprocess.run(
-        [*COHORT, "train", str(write_config(tmp_path, config))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_sabotaged(tmp_path, config, RAISING)
     assert done.returncode == 1 and time.monotonic() - started < 60
     assert "error: rank 1 failed with exit code 1; the last lines of its stderr:" in done.stderr
     assert "ZeroDivisionError: a bug on rank 1" in done.stderr
@@ -281,15 +284,7 @@ def test_what_rank_0_finds_wrong_is_told_as_by_one_process(tmp_path: Path):
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_in_good_order(tmp_path: Path):
     config = inputs(tmp_path, 2, hardware={"max_restarts": 2})
-    (tmp_path / "sitecustomize.py").write_text(f"import os\nif 'RANK' in os.environ:\n    exec({NOT_FINITE!r})\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [*COHORT, "train", str(write_config(tmp_path, config))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_sabotaged(tmp_path, config, NOT_FINITE)
     assert done.returncode == 1
     assert "error: the gradient's norm is nan at optimizer step 3; the weights were not changed" in done.stderr
     assert "restarting" not in done.stderr and len(list((tmp_path / "run" / "logs").iterdir())) == 1

@@ -196,7 +196,7 @@ def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
         raise Stopped
     raise UserError(
         f"run.dir: {str(folder)!r} is not there on every machine of the run; give a folder on a file system that all "
-        f"of them share"
+        "of them share"
     )
 
 
