@@ -1,29 +1,43 @@
 """What the tests of several ranks run in each of them: jobs by name, and rank 0 writes what came of them."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cohort.algorithms import assign_advantages, build_algorithm, with_gradient
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import ModelConfig, TrainConfig
-from cohort.distributed import Ranks, join_ranks, leave_ranks
+from cohort.distributed import Ranks, Stopped, join_ranks, leave_ranks
 from cohort.engine import TrainEngine, find_budget
+from cohort.errors import UserError
 from cohort.packing import pack
-from cohort.policy import Collectives, Policy, load_policy, load_tokenizer
+from cohort.policy import Collectives, Policy, activations, linear_logprobs, load_policy, load_tokenizer, weights
+from cohort.policy.activations import enable_offload
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
 
 CPU = torch.device("cpu")
 # Uneven lengths and a step of one prompt: with three ranks and small budgets some of them have nothing to do.
-STEPS = {"uneven": [[3, 14, 9], [1, 6, 2], [8, 1, 30]], "one prompt": [[5, 11, 2]]}
-BUDGETS = (1, 20, 10_000)
+# Groups with long prompts are streams under the smaller budgets: one of them for two ranks, and two.
+SHORT, LONG = (1, 9), (290, 310)
+STEPS = {
+    "uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT),
+    "one prompt": ([[5, 11, 2]], SHORT),
+    "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG),
+    "one long prompt": ([[1, 12, 2, 8, 5, 3, 1]], LONG),
+}
+BUDGETS = (1, 20, 320, 10_000)
 MANY = [[3, 14, 9], [10, 6, 2], [8, 12, 7], [5, 5, 5], [13, 1, 4]]
 
 
@@ -61,9 +75,9 @@ def whole_gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def step_sequences(name: str, lengths_PG: list[list[int]], seed: int = 0):
+def step_sequences(name: str, lengths_PG: list[list[int]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int = 0):
     algorithm = build_algorithm(ALGORITHMS[name], max_completion_tokens=32)
-    return algorithm, assign_advantages(random_groups(lengths_PG, seed), algorithm)
+    return algorithm, assign_advantages(random_groups(lengths_PG, seed, prompt_tokens), algorithm)
 
 
 def batches_of(engine: TrainEngine, sequences, ranks: Ranks, budget: int):
@@ -89,8 +103,8 @@ def run_gradients(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     results = {}
     engine = make_engine(model, ranks, reference=reference)
     for name in ALGORITHMS:
-        for step, lengths_PG in STEPS.items():
-            algorithm, sequences = step_sequences(name, lengths_PG)
+        for step, lengths in STEPS.items():
+            algorithm, sequences = step_sequences(name, *lengths)
             shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
             for budget in BUDGETS:
                 result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
@@ -104,7 +118,7 @@ def run_accumulation(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
     norms = []
     for update in range(2):
         for rollout in range(2):
-            algorithm, sequences = step_sequences("dapo_kl_masked", STEPS["uneven"], seed=2 * update + rollout)
+            algorithm, sequences = step_sequences("dapo_kl_masked", *STEPS["uneven"], seed=2 * update + rollout)
             batch = batches_of(engine, with_gradient(sequences, algorithm), ranks, 20)[ranks.rank]
             engine.forward_backward(batch, algorithm.policy_loss)
         norms.append(engine.optim_step().grad_norm)
@@ -131,6 +145,21 @@ def run_out_of_memory(ranks: Ranks, model: str, reference: str) -> dict[str, Any
     return results
 
 
+def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """The same in a part of a stream, on one rank, while the others have streams of their own."""
+    engine = make_engine(model, ranks, reference=reference)
+    algorithm, sequences = step_sequences("grpo_kl", [[30, 14, 25, 1, 31, 8, 12, 9, 2, 16, 19, 7]] * 3, LONG)
+    results: dict[str, Any] = {"expected": gradient(engine, algorithm, sequences, ranks, 100_000)[1]}
+    unlucky = ranks.world_size - 1
+    for place in ("forward mlp 0", "forward self_attn 1", "backward self_attn 1", "backward mlp 0"):
+        engine.micro_batch_tokens = 400
+        assert any(batch.streams for batch in batches_of(engine, sequences, ranks, 340))
+        with out_of_memory_over(30, place, engine, most=200) if ranks.rank == unlucky else nothing():
+            result, gradients = gradient(engine, algorithm, sequences, ranks, 340)
+        results[place] = (result.num_out_of_memory, engine.micro_batch_tokens, gradients)
+    return results
+
+
 def places(engine: TrainEngine) -> list[str]:
     """Where memory may run out: before, in and after every layer, forward and backward, and in the reference."""
     layers = range(len(engine.policy.model.model.layers))
@@ -139,8 +168,8 @@ def places(engine: TrainEngine) -> list[str]:
 
 
 @contextmanager
-def out_of_memory_over(tokens: int, place: str, engine: TrainEngine) -> Iterator[None]:
-    """An allocator that has no room for rows of more than `tokens` tokens at one place of the computation."""
+def out_of_memory_over(tokens: int, place: str, engine: TrainEngine, *, most: int = 10_000) -> Iterator[None]:
+    """An allocator that has no room for rows of more than `tokens` tokens, to `most`, at one place."""
     way, part, *number = place.split()
     body = engine.policy.model.model if part != "reference" else engine._reference.model.model
     module = {"embedding": lambda: body.embed_tokens, "reference": lambda: body, "head": lambda: body.norm}.get(
@@ -148,7 +177,7 @@ def out_of_memory_over(tokens: int, place: str, engine: TrainEngine) -> Iterator
     )()
 
     def check(length: int) -> None:
-        if length > tokens:
+        if tokens < length <= most:
             raise torch.OutOfMemoryError(f"injected: {length} tokens")
 
     def forward(module: Any, inputs: Any, output: Any) -> None:
@@ -180,7 +209,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
         load_engine_state(folder, state, ranks)
         engine.load_state_dict(state)
     for update in range(engine.updates_done, 4):
-        algorithm, sequences = step_sequences("grpo_kl", STEPS["uneven"], seed=update)
+        algorithm, sequences = step_sequences("grpo_kl", *STEPS["uneven"], seed=update)
         engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
         if update == 1 and resume != "resume":
@@ -207,7 +236,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
 def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """`auto` with an allocator that has no room for more than 300 tokens at a time, on one rank."""
     engine = make_engine(model, ranks, reference=reference)
-    algorithm, _ = step_sequences("grpo_kl", STEPS["uneven"])
+    algorithm, _ = step_sequences("grpo_kl", *STEPS["uneven"])
     before = {name: weight.clone() for name, weight in whole_weights(engine).items()}
     unlucky = ranks.world_size - 1
     with out_of_memory_over(300, "backward mlp 1", engine) if ranks.rank == unlucky else nothing():
@@ -223,17 +252,26 @@ def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
 
 
 def run_precision(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """Other ways to compute: activations computed again in backward, and bfloat16 with float32 master weights."""
-    ways = {
-        "float64": {"dtype": "float64"},
-        "checkpointing": {"dtype": "float64", "gradient_checkpointing": True},
-        "mixed": {"dtype": "float32", "compute_dtype": "bfloat16"},
+    """Other ways to compute: activations computed again in backward, and bfloat16 with float32 master weights.
+
+    Of micro-batches, and of streams.
+    """
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "float64": ({"dtype": "float64"}, {}),
+        "checkpointing": ({"dtype": "float64", "gradient_checkpointing": True}, {}),
+        "selective": ({"dtype": "float64", "gradient_checkpointing": "selective"}, {}),
+        "offload": ({"dtype": "float64", "activation_offload": True}, {}),
+        "gradients in forward": ({"dtype": "float64"}, {"gradients_in_forward": True}),
+        "mixed": ({"dtype": "float32", "compute_dtype": "bfloat16"}, {}),
     }
     results = {}
-    for way, precision in ways.items():
-        engine = make_engine(model, ranks, reference=reference, precision=precision, learning_rate=0.01)
-        algorithm, sequences = step_sequences("grpo_kl", STEPS["uneven"])
-        gradients = gradient(engine, algorithm, sequences, ranks, 20)[1]
+    activations.enable_offload = partial(enable_offload, device_type="cpu", min_bytes=1)
+    for way, (precision, train) in ways.items():
+        engine = make_engine(model, ranks, reference=reference, precision=precision, learning_rate=0.01, **train)
+        gradients = []
+        for step, budget in (("long prompts", 20), ("one prompt", 10_000), ("uneven", 20)):
+            algorithm, sequences = step_sequences("grpo_kl", *STEPS[step])
+            gradients.append(gradient(engine, algorithm, sequences, ranks, budget)[1])
         engine.forward_backward(batches_of(engine, sequences, ranks, 20)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
         state = engine.state_dict()["optimizer"]["state"].values()
@@ -242,13 +280,108 @@ def run_precision(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     return results
 
 
+def run_sharded_head(ranks: Ranks) -> dict[str, Any]:
+    """The gradient by a head's weight that is spread over ranks, each rank with tokens of its own."""
+    hidden, weight, targets = head_inputs(ranks.rank)
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    gradients = {}
+    for name, whole in (("linear_logprobs", lambda w: w), ("plain full_tensor", DTensor.full_tensor)):
+        sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+        linear_logprobs(hidden, whole(sharded), targets, tile_elements=64)[0].sum().backward()
+        gradients[name] = sharded.grad.full_tensor()
+    return gradients
+
+
+def head_inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states and targets of one rank, and the head's weight, which all share."""
+    weight = torch.randn(11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    own = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(3 + 4 * rank, 6, dtype=torch.float64, generator=own)
+    return hidden, weight, torch.randint(0, 11, (len(hidden),), generator=own)
+
+
+def counted_load(
+    ranks: Ranks, path: str, dtype: str, *, whole: bool = False, read_rows: Callable[..., None] = weights.read_rows
+) -> tuple[Policy, int]:
+    """A policy, and the bytes that this rank has read for its shards; `whole`: as if the files had to be converted."""
+    num_bytes = 0
+
+    def count(wanted: Any) -> None:
+        nonlocal num_bytes
+        before = bytes_read()
+        read_rows(wanted)
+        num_bytes = bytes_read() - before
+
+    config = ModelConfig(path=path, dtype=dtype)
+    tokenizer = load_tokenizer(config) if ranks.is_first else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cohort.policy.load.read_rows", count)
+        if whole:
+            patch.setattr("cohort.policy.load.match", lambda *_: None)
+        policy = load_policy(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=Collectives())
+    return policy, num_bytes
+
+
+def bytes_read() -> int:
+    """Of files and sockets, by this process until now."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def run_loading(ranks: Ranks, dtype: str, *paths: str) -> dict[str, Any]:
+    """Each model loaded in parts and broadcast by rank 0: what differs anywhere, and who has read how much."""
+    results = {}
+    for path in paths:
+        (policy, num_bytes), (expected, _) = (counted_load(ranks, path, dtype, whole=whole) for whole in (False, True))
+        differ = []
+        for name, tensor in expected.model.state_dict().items() | dict(expected.model.named_buffers()).items():
+            own = dict(policy.model.named_buffers()).get(name, policy.model.state_dict().get(name))
+            local = [x.to_local() if hasattr(x, "to_local") else x for x in (own, tensor)]
+            if local[0].dtype != local[1].dtype or not torch.equal(*local):
+                differ.append(name)
+        results[path] = {
+            "differ": ranks.gather(differ),
+            "num_bytes": ranks.gather(num_bytes),
+            "same": policy.traits == expected.traits and policy.model.config == expected.model.config,
+            "weights": policy.whole_weights(),
+        }
+    return results
+
+
+def run_loading_fails(ranks: Ranks, path: str, other: str, bad_rank: int) -> dict[str, Any]:
+    """One rank has its own copy of the model, in which a file is cut short between the check and the reading."""
+    file = Path(other) / "model.safetensors"
+
+    def cut(wanted: Any) -> None:
+        if ranks.rank == bad_rank:
+            os.truncate(file, file.stat().st_size // 2)
+        weights.read_rows(wanted)
+
+    said = ""
+    try:
+        counted_load(ranks, other if ranks.rank == bad_rank else path, "float32", read_rows=cut)
+    except (UserError, Stopped) as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": ranks.gather(said)}
+
+
+def run_loading_elsewhere(ranks: Ranks, path: str, without: str) -> dict[str, Any]:
+    """Only rank 0 sees the files."""
+    policy, num_bytes = counted_load(ranks, path if ranks.is_first else without, "float32")
+    return {"weights": policy.whole_weights(), "num_bytes": ranks.gather(num_bytes)}
+
+
 RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "gradients": run_gradients,
     "accumulation": run_accumulation,
     "out_of_memory": run_out_of_memory,
+    "out_of_memory_in_a_stream": run_out_of_memory_in_a_stream,
     "checkpoint": run_checkpoint,
     "budget": run_budget,
     "precision": run_precision,
+    "sharded_head": run_sharded_head,
+    "loading": run_loading,
+    "loading_fails": run_loading_fails,
+    "loading_elsewhere": run_loading_elsewhere,
 }
 
 if __name__ == "__main__":

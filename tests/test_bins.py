@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.packing.bins import Bins, CostModel, fill_bins, packing_efficiency, padding_efficiency
@@ -45,20 +45,35 @@ def rank_costs(groups, bins: Bins) -> np.ndarray:
         c, after = completions[list(rows)], prompts[list(rows)]
         return float(p.sum() + c.sum() + quadratic * ((p * p / 2).sum() + (c * (after + c / 2)).sum()))
 
-    return np.array([sum(cost(rows) for rows in micro_batches) for micro_batches in bins.per_rank])
+    def streamed(parts) -> tuple[int, ...]:
+        return tuple(n for rows in parts for n in rows)
+
+    return np.array(
+        [
+            sum(map(cost, micro_batches)) + sum(cost(streamed(parts)) for parts in streams)
+            for micro_batches, streams in zip(bins.per_rank, bins.streams_per_rank, strict=True)
+        ]
+    )
 
 
 def assert_laws(groups, bins: Bins, budget: int, world_size: int, **way: bool) -> None:
-    prompts, completions, _ = arrays(groups)
-    assert len(bins.per_rank) == world_size
+    prompts, completions, numbers = arrays(groups)
+    assert len(bins.per_rank) == len(bins.streams_per_rank) == world_size
     (num_micro_batches,) = {len(micro_batches) for micro_batches in bins.per_rank}
-    assert bool(num_micro_batches) == bool(len(prompts))
+    streams = [stream for streams in bins.streams_per_rank for stream in streams]
+    assert bool(num_micro_batches or streams) == bool(len(prompts))
     all_rows = [rows for micro_batches in bins.per_rank for rows in micro_batches]
+    all_rows += [rows for stream in streams for rows in stream]
     assert sorted(n for rows in all_rows for n in rows) == list(range(len(prompts)))
     assert all(size(groups, rows, **way) <= budget or len(rows) == 1 for rows in all_rows)
     assert bins.num_over_budget == sum(prompts + completions > budget)
+    for stream in streams:  # of one group, which is larger than the budget
+        assert way.get("share_prompts", True) and len({numbers[n] for rows in stream for n in rows}) == 1
+        assert len(stream) > 1 and all(stream)
+        assert size(groups, [n for rows in stream for n in rows]) > budget
 
 
+@settings(deadline=None)
 @given(groups=GROUPS, budget=st.integers(1, 400), world_size=st.integers(1, 9), way=WAYS, seed=st.integers(0, 99))
 def test_laws(groups, budget: int, world_size: int, way, seed: int):
     flags = {"share_prompts": way[0], "padded": way[1]}
@@ -192,7 +207,8 @@ def test_ranks_have_equal_work_and_few_repeated_prompts(kind: str, world_size: i
         assert_laws(groups, bins, BUDGET, world_size)
         costs = rank_costs(groups, bins)
         assert costs.mean() / costs.max() >= 0.97
-        computed = sum(size(groups, rows) for rank in bins.per_rank for rows in rank)
+        streams = [[n for rows in parts for n in rows] for rank in bins.streams_per_rank for parts in rank]
+        computed = sum(size(groups, rows) for rank in (*bins.per_rank, streams) for rows in rank)
         least = sum(prompt + sum(completions) for prompt, completions in groups)
         assert computed <= 1.03 * least
         assert len(bins.per_rank[0]) * world_size <= 11 / 9 * least / BUDGET + 2 * world_size
@@ -202,3 +218,25 @@ def test_a_giant_sequence_does_not_divide_other_groups():
     groups = [(10, [50_000])] + [(10, [100] * 8)] * 6
     bins = fill(groups, 2000, 2)
     assert sorted(sum(map(len, rank)) for rank in bins.per_rank) == [1, 48]
+
+
+def test_streams_by_hand():
+    # the prompt of 900 and parts of at most 100: {60, 40}, {50, 30, 20}, {90}
+    (stream,) = fill([(900, [60, 50, 40, 30, 20, 90])], 1000, 1).streams_per_rank[0]
+    assert {frozenset(rows) for rows in stream} == {frozenset({5}), frozenset({0, 2}), frozenset({1, 3, 4})}
+    # one part less, and one prompt less than 512 tokens again: dividing costs no more than a stream
+    short = fill([(400, [60, 50, 40, 30])], 500, 1)
+    assert short.streams_per_rank == ((),) and len(short.per_rank[0]) == 2
+    # a group that fits is none, nor is a single sequence, nor what does not share prompts
+    assert fill([(900, [60, 40])], 1000, 1).streams_per_rank == ((),)
+    assert fill([(5000, [60])], 1000, 1).streams_per_rank == ((),)
+    assert fill([(900, [60, 50, 40, 30, 20, 90])], 1000, 1, share_prompts=False).streams_per_rank == ((),)
+
+
+def test_streams_come_most_expensive_first_and_leave_the_rest_to_micro_batches():
+    groups = [(600, [100] * 9), (20, [30] * 4), (800, [150] * 20), (600, [300] * 5)]
+    bins = fill(groups, 1000, 1)
+    numbers = arrays(groups)[2]
+    assert [numbers[stream[0][0]] for stream in bins.streams_per_rank[0]] == [2, 3, 0]
+    assert [sorted(rows) for rows in bins.per_rank[0]] == [[9, 10, 11, 12]]
+    assert_laws(groups, bins, 1000, 1)

@@ -35,6 +35,7 @@ def test_defaults(tmp_path, monkeypatch):
             "dtype": "float32",
             "compute_dtype": "auto",
             "gradient_checkpointing": False,
+            "activation_offload": False,
             "trust_remote_code": False,
         },
         "data": {
@@ -72,6 +73,7 @@ def test_defaults(tmp_path, monkeypatch):
             "epochs": None,
             "prompts_per_step": 16,
             "micro_batch_tokens": 8192,
+            "gradients_in_forward": False,
             "updates_per_rollout": 1,
             "learning_rate": 1e-6,
             "lr_schedule": "constant",

@@ -2,19 +2,21 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig, TrainConfig
 from cohort.engine import TrainEngine
-from cohort.policy import Policy
-from cohort.policy.forward import Layout
+from cohort.policy import Policy, linear_loss
+from cohort.policy.layout import Layout
 from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
 
@@ -30,7 +32,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 G = 3
 
 
-def random_groups(lengths_PG: list[list[int]], seed: int) -> list[ScoredGroup]:
+def random_groups(lengths_PG: list[list[int]], seed: int, prompt_tokens: tuple[int, int] = (1, 9)) -> list[ScoredGroup]:
     """Groups with random prompts, completions, rewards (one in eight not judged) and finish reasons."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -46,7 +48,7 @@ def random_groups(lengths_PG: list[list[int]], seed: int) -> list[ScoredGroup]:
             for n in lengths
         )
         prompt = Prompt(
-            id=p, epoch=0, content="", token_ids=rng.integers(2, VOCAB_SIZE, rng.integers(1, 9)), columns={}
+            id=p, epoch=0, content="", token_ids=rng.integers(2, VOCAB_SIZE, rng.integers(*prompt_tokens)), columns={}
         )
         rewards = np.where(rng.random(len(lengths)) < 1 / 8, np.nan, rng.normal(size=len(lengths)))
         groups.append(ScoredGroup(prompt=prompt, completions=completions, rewards=rewards, reward_parts={}))
@@ -259,3 +261,62 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing():
     with pytest.raises(RuntimeError, match=r"norm is nan at optimizer step 1; the weights were not changed"):
         engine.optim_step()
     assert all(torch.equal(v, before[k]) for k, v in policy.model.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["shared", "padded"])
+@pytest.mark.parametrize("name", ["grpo_kl", "dapo_kl_masked"])
+def test_gradients_in_forward_are_the_same(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch):
+    """With a loss per tile of a few tokens, streams among the micro-batches, and a second update."""
+    monkeypatch.setattr("cohort.policy.head.linear_loss", partial(linear_loss, tile_elements=7 * VOCAB_SIZE))
+    algorithm = build_algorithm(ALGORITHMS[name], max_completion_tokens=32)
+    groups = [*random_groups([[3, 14, 9, 1, 1, 8]], 0, (290, 310)), *random_groups([[5, 9, 2, 30, 1, 1]], 1)]
+    sequences = assign_advantages(groups, algorithm)
+    results = []
+    for in_forward in (False, True):
+        policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=1)
+        engine = make_engine(policy, reference, gradients_in_forward=in_forward)
+        _, gradient = packed_gradient(engine, sequences, algorithm, 305, layout)
+        (batch,) = pack_for(policy, sequences, 305)
+        assert bool(batch.streams) == (layout == "shared")
+        first = engine.forward_backward(batch, algorithm.policy_loss)
+        results.append((gradient, first.metrics, dict(engine.old_logprobs)))
+    (expected, metrics, old), (actual, other_metrics, other_old) = results
+    assert all(relative_error(actual[key], expected[key]) < 1e-10 for key in expected)
+    assert other_metrics == pytest.approx(metrics, rel=1e-10)
+    assert all(torch.allclose(old[n], other_old[n], rtol=0, atol=1e-12) for n in old) and old.keys() == other_old.keys()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_no_gradient_of_a_whole_embedding_is_made_besides_the_sum(tie: bool):
+    """Numbers of tables that backward makes, of a tied head and of an embedding by itself; the sum is dense."""
+    policy = make_policy(tie=tie, vocab_size=5000)
+    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=32)
+    sequences = assign_advantages(random_groups([[5, 9, 2]], 0), algorithm)
+    engine = make_engine(policy)
+    for _ in range(2):  # the second micro-batch finds a gradient
+        (batch,) = pack_for(policy, sequences, 1000)
+        with TablesMade(5000) as made:
+            engine.forward_backward(batch, algorithm.policy_loss)
+        assert made.by_embedding == 0 and made.others >= 1
+    assert all(p.grad is not None and not p.grad.is_sparse for p in policy.model.parameters())
+    policy.model.get_input_embeddings().sparse = False
+    with TablesMade(5000) as made:
+        engine.forward_backward(batch, algorithm.policy_loss)
+    assert made.by_embedding == 1  # negative control
+
+
+class TablesMade(TorchDispatchMode):
+    """Counts operations that put out tensors of that many rows."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows, self.by_embedding, self.others = rows, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.layout == torch.strided and out.ndim == 2 and len(out) == self.rows:
+            if "embedding" in func.__name__:
+                self.by_embedding += 1
+            else:
+                self.others += 1
+        return out

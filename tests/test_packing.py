@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cohort.batch import MicroBatch
 from cohort.packing import collate, pack
 from cohort.records import TrainSequence
-from cohort.segments import ROOT, Segments, lay_out
+from cohort.segments import ROOT, Segments, Stretches, lay_out
 from tiny import random_sequences
 
 LENGTHS = st.lists(
@@ -28,28 +28,26 @@ def test_whole_sequences_by_hand():
     assert row.advantages.tolist() == [first.advantage] * 3 + [second.advantage] * 2
     assert row.sampling_logprobs.tolist() == [*first.sampling_logprobs, *second.sampling_logprobs]
     assert row.loss_weights.tolist() == [*first.loss_weights, *second.loss_weights]
-    (block,) = row.segments.blocks
-    assert block.queries.tolist() == block.keys.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
-    assert block.mask is None
-    assert row.segments.inverse.tolist() == [0, 1, 2, 3, 4, 5]
+    (own,) = row.segments.own
+    assert own.positions.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert own.padding.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    assert row.segments.shared == ()
 
 
 def test_shared_prompts_by_hand():
     a, b, c, d, e = random_sequences([(3, [1, 3, 2]), (2, [2]), (1, [1])])
     row = collate([e, b, d, c, a], share_prompts=True)
     assert row.sequence_ids.tolist() == [0, 1, 1, 1, 2, 2, 3, 3, 4]
-    # e whole; the prompt of b, c and a; b; d whole; c; nothing of a, whose one token is no input
-    parts = [e.token_ids[:1], b.token_ids[:3], b.token_ids[3:5], d.token_ids[:3], c.token_ids[3:4]]
+    # e whole; the prompt of b, c and a; b; c; nothing of a, whose one token is no input; d whole
+    parts = [e.token_ids[:1], b.token_ids[:3], b.token_ids[3:5], c.token_ids[3:4], d.token_ids[:3]]
     assert row.input_ids.tolist() == np.concatenate(parts).tolist()
-    assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 3, 0, 1, 2]
     # the prompt's last position predicts the first token of each of its completions
-    assert row.source.tolist() == [0, 3, 4, 5, 7, 8, 3, 9, 3]
-    roots, branches = row.segments.blocks
-    assert roots.queries.tolist() == [[0, 0, 0], [1, 2, 3], [6, 7, 8]]
-    assert branches.queries.tolist() == [[4, 5], [9, 9]]
-    assert branches.keys.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9]]
-    assert branches.mask.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
-    assert row.segments.inverse.tolist() == [0, 3, 4, 5, 9, 10, 6, 7, 8, 11]
+    assert row.source.tolist() == [0, 3, 4, 5, 8, 9, 3, 6, 3]
+    (own,), (block,) = row.segments.own, row.segments.shared
+    assert own.positions.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5], [6, 6, 6], [7, 8, 9]]
+    assert (block.branches.starts, block.branches.lengths) == ((4,), (3,))
+    assert (block.roots.starts, block.roots.lengths) == ((1,), (3,))
 
 
 def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
@@ -60,6 +58,7 @@ def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
     assert row.source.dtype == row.targets.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
 
 
+@settings(deadline=None)
 @given(
     lengths=LENGTHS,
     budget=st.integers(1, 300),
@@ -95,7 +94,7 @@ def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget: int, layout: 
 
 def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence, ...]) -> None:
     """A source is the token before its target, at its position; and it sees exactly those before it."""
-    sees = visible(row.segments, len(row.input_ids))
+    sees = visible(row.segments)
     for i, s in enumerate(sequences):
         mine = row.sequence_ids == i
         np.testing.assert_array_equal(row.targets[mine].numpy(), s.token_ids[s.num_prompt_tokens :])
@@ -107,17 +106,29 @@ def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence
             np.testing.assert_array_equal(row.position_ids[sees[source]].numpy(), np.arange(position + 1))
 
 
-def visible(segments: Segments, num_tokens: int) -> list[list[int]]:
-    """For each token of a row the positions that it attends to, as attention reads the blocks."""
-    queries: list[list[int]] = []
-    for block in segments.blocks:
-        (rows, length), num_keys = block.queries.shape, block.keys.shape[1]
-        mask = torch.ones(length, num_keys, dtype=torch.bool).tril() if block.mask is None else block.mask.squeeze(1)
-        mask = mask.expand(rows, length, num_keys)
-        queries += [block.keys[b][mask[b, i]].tolist() for b in range(rows) for i in range(length)]
-        assert mask.any(dim=-1).all()  # no query without a key: its softmax would be NaN
-    assert len(segments.inverse) == num_tokens
-    return [queries[n] for n in segments.inverse.tolist()]
+def visible(segments: Segments) -> list[list[int]]:
+    """For each token of a row the positions that it attends to, as attention reads the segments. Prefix: -P .. -1."""
+    row = torch.arange(segments.num_tokens)
+    sees: list[list[int]] = [[] for _ in row]
+    for own in segments.own:
+        for b, tokens in enumerate(without_padding(own, row)):
+            assert tokens == list(range(own.starts[b], own.starts[b] + own.lengths[b]))
+            for i, token in enumerate(tokens):
+                assert not sees[token]  # each token is taken once
+                sees[token] = tokens[: i + 1]
+    for block in segments.shared:
+        prefix = [list(range(-segments.prefix_tokens, 0))]
+        roots = prefix if block.roots is None else without_padding(block.roots, row)
+        for branches, root in zip(without_padding(block.branches, row), roots, strict=True):
+            for token in branches:
+                sees[token] = root + sees[token]
+    return sees
+
+
+def without_padding(stretches: Stretches, row: torch.Tensor) -> list[list[int]]:
+    taken = stretches.take(row)
+    padding = torch.zeros_like(taken, dtype=torch.bool) if stretches.padding is None else stretches.padding
+    return [tokens[~pad].tolist() for tokens, pad in zip(taken, padding, strict=True)]
 
 
 @settings(max_examples=50, deadline=None)
@@ -134,13 +145,8 @@ def test_a_token_sees_its_root_and_what_is_before_it_in_its_segment(tree):
             expected += [prompt + list(range(own, own + i + 1)) for i in range(length)]
             lengths, roots = [*lengths, length], [*roots, root]
     segments = lay_out(lengths, roots)
-    assert visible(segments, sum(lengths)) == expected
-    for block in segments.blocks:  # padding is bounded
-        assert block.queries.shape[1] <= 64 or block.queries.shape[1] < 2 * length_of_shortest(block.queries)
-
-
-def length_of_shortest(queries: torch.Tensor) -> int:
-    return min(len(row.unique()) for row in queries)
+    assert visible(segments) == expected
+    assert all(len(own.starts) == 1 or max(own.lengths) <= 64 for own in segments.own)  # padding is bounded
 
 
 def test_shared_prompts_are_computed_once_where_they_fit():

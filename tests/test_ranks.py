@@ -24,7 +24,7 @@ def models(tmp_path_factory) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, models) -> dict[int, dict[str, Any]]:
     """What each number of ranks made of each job."""
-    names = ("gradients", "accumulation", "out_of_memory", "budget", "precision")
+    names = ("gradients", "accumulation", "out_of_memory", "out_of_memory_in_a_stream", "budget", "precision")
     folder = tmp_path_factory.mktemp("ranks")
     return {
         world_size: dict(zip(names, run_ranks(world_size, folder, *((n, *models) for n in names)), strict=True))
@@ -39,9 +39,9 @@ def dense(models) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
         policy_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()) for path in models
     )
     return {
-        f"{name}/{step}": dense_gradient(policy, reference, *reversed(step_sequences(name, lengths_PG)))
+        f"{name}/{step}": dense_gradient(policy, reference, *reversed(step_sequences(name, *lengths)))
         for name in ALGORITHMS
-        for step, lengths_PG in STEPS.items()
+        for step, lengths in STEPS.items()
     }
 
 
@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_one_process_and_whole_logits(results, dense, wo
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_budgets_are_different_splits(results, world_size: int):
     counts = [results[world_size]["gradients"][f"grpo/uneven/{budget}"][2] for budget in BUDGETS]
-    assert counts[0] > counts[1] > counts[2] == 1
+    assert counts[0] > counts[1] > counts[2] == counts[3] == 1
 
 
 @pytest.mark.parametrize("world_size", WORLDS[1:])
@@ -86,7 +86,18 @@ def test_out_of_memory_on_one_rank_changes_nothing_but_the_budget(results, world
     expected = done.pop("expected")
     assert set(done) == set(places(make_engine(make_policy())))
     for place, (num_out_of_memory, budget, actual) in done.items():
-        assert num_out_of_memory >= 1 and budget < 30, place
+        assert num_out_of_memory >= 1, place
+        assert budget < 30 or (place == "forward reference" and budget == 10_000)  # which has a budget of its own
+        assert worst(actual, expected) < 1e-6, place
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_out_of_memory_in_a_stream(results, world_size: int):
+    done = dict(results[world_size]["out_of_memory_in_a_stream"])
+    expected = done.pop("expected")
+    assert len(done) == 4
+    for place, (num_out_of_memory, budget, actual) in done.items():
+        assert num_out_of_memory >= 1 and budget < 200, place
         assert worst(actual, expected) < 1e-6, place
 
 
@@ -99,16 +110,18 @@ def test_the_largest_budget_that_fits_is_found(results, world_size: int):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_gradient_checkpointing_and_mixed_precision(results, world_size: int):
+def test_checkpointing_offloading_and_mixed_precision(results, world_size: int):
     done = results[world_size]["precision"]
     expected, _ = results[1]["precision"]["float64"]
-    assert worst(done["checkpointing"][0], expected) < 1e-6
-    gradients, dtypes = done["mixed"]
-    assert dtypes == {torch.float32} and {g.dtype for g in gradients.values()} == {torch.float32}
-    norms = {k: expected[k].norm() for k in expected}
-    largest = max(norms.values())
-    for k, gradient in gradients.items():  # to the rounding of bfloat16; the smallest ones are mostly that
-        assert (gradient - expected[k]).norm() < 0.1 * max(norms[k], 0.1 * largest), k
+    for way in ("checkpointing", "selective", "offload", "gradients in forward"):
+        for actual, right in zip(done[way][0], expected, strict=True):
+            assert worst(actual, right) < 1e-6, way
+    mixed, dtypes = done["mixed"]
+    assert dtypes == {torch.float32} and {g.dtype for step in mixed for g in step.values()} == {torch.float32}
+    for actual, right in zip(mixed, expected, strict=True):
+        largest = max(gradient.norm() for gradient in right.values())
+        for k, gradient in actual.items():  # to the rounding of bfloat16; the smallest ones are mostly that
+            assert (gradient - right[k]).norm() < 0.1 * max(right[k].norm(), 0.1 * largest), k
 
 
 def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(tmp_path: Path, models):

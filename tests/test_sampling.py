@@ -8,19 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, PreTrainedModel, Starcoder2Config
 
 from cohort.policy import Policy, end_token_ids
+from cohort.policy.attention import decoding
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey, decoders
+from cohort.rollout.decoders import CacheDecoder, SharedPromptDecoder
 from cohort.rollout.sampling import sample_tokens, uniform_stream
-from tiny import CONFIGS, VOCAB_SIZE, make_gemma2, make_policy, make_tokenizer, policy_of
+from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
 KEY = StreamKey(purpose="train", seed=3, step=5)
 
 
 def prompts(lengths: Sequence[int], *, epoch: int = 0) -> list[Prompt]:
     rng = np.random.default_rng(0)
-    rows = [rng.integers(2, VOCAB_SIZE, 20) for _ in lengths]
+    rows = [rng.integers(2, VOCAB_SIZE, max(20, n)) for n in lengths]
     return [
         Prompt(id=i, epoch=epoch, content="", token_ids=row[:n], columns={})
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
@@ -48,6 +52,212 @@ def naive_log_p(policy: Policy, prompt: Prompt, completion_ids: np.ndarray, temp
     return torch.log_softmax(logits / temperature, -1)
 
 
+def naive_completion(policy: Policy, prompt: Prompt, index: int, limit: int) -> tuple[list[int], list[float]]:
+    """Tokens and logprobs of one completion by a whole forward pass for every token: the ground truth."""
+    ids, logprobs = prompt.token_ids.tolist(), []
+    for u in uniform_stream(KEY, prompt, index, limit):
+        with torch.no_grad(), policy.autocast():
+            logits = policy.model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        token, logprob = sample_tokens(logits, torch.tensor([u], dtype=torch.float64), temperature=1.0)
+        ids.append(token.item())
+        logprobs.append(logprob.item())
+        if ids[-1] in (1, 5, 9):
+            break
+    return ids[len(prompt.token_ids) :], logprobs
+
+
+def make_starcoder2(dtype: torch.dtype) -> PreTrainedModel:
+    """A model whose norms stay in float64."""
+    torch.manual_seed(0)
+    config = Starcoder2Config(
+        **SIZES, vocab_size=VOCAB_SIZE, initializer_range=0.15, sliding_window=None, pad_token_id=0, eos_token_id=1
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def make_granite() -> PreTrainedModel:
+    """A model with a scale of its own in attention and in the head."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        **SIZES, vocab_size=VOCAB_SIZE, initializer_range=0.15, attention_multiplier=0.3, logits_scaling=0.5
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_deepseek() -> PreTrainedModel:
+    """A model whose values have another dimension than its keys."""
+    torch.manual_seed(0)
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    sizes = {**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]}
+    config = DeepseekV3Config(
+        **sizes, **latent, vocab_size=VOCAB_SIZE, initializer_range=0.15, first_k_dense_replace=2, pad_token_id=0
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_twisted_head() -> PreTrainedModel:
+    """A model whose logits come from itself alone."""
+    model = make_model()
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "tolerance"),
+    [
+        *((lambda kind=kind: make_model(kind), 1e-5) for kind in CONFIGS),
+        (lambda: make_model(dtype=torch.float64), 1e-6),  # the library's RMSNorm computes in float32
+        (lambda: make_starcoder2(torch.float32), 1e-5),
+        (lambda: make_starcoder2(torch.float64), 1e-9),
+        (make_granite, 1e-5),
+        (make_deepseek, 1e-5),
+        (make_twisted_head, 1e-5),
+    ],
+)
+def test_completions_equal_those_of_a_naive_loop(model, tolerance: float):
+    policy = policy_of(model())
+    assert policy.layout != "padded"
+    chosen = sampling(num_generations=3, max_completion_tokens=12)
+    longest = 0
+    # prompts of three blocks, some of them begun when others are under way
+    for group in make_engine(policy, max_num_seqs=9).generate(prompts([70, 3, 20, 1, 100, 90, 11]), chosen, KEY):
+        for index, completion in enumerate(group.completions):
+            token_ids, logprobs = naive_completion(policy, group.prompt, index, 12)
+            assert completion.token_ids.tolist() == token_ids
+            np.testing.assert_allclose(completion.sampling_logprobs, logprobs, atol=tolerance, rtol=0)
+            longest = max(longest, len(token_ids))
+    assert longest > 6
+
+
+def test_completions_in_autocast_equal_those_of_a_naive_loop():
+    policy = Policy(make_model(), device=torch.device("cpu"), compute_dtype=torch.bfloat16, pad_token_id=0)
+    assert policy.layout == "shared"
+    worst = []
+    for group in make_engine(policy).generate(prompts([3, 20]), sampling(), KEY):
+        for completion in group.completions:
+            with policy.autocast():
+                log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
+            expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+            worst.append(np.abs(completion.sampling_logprobs - expected.float().numpy()).max())
+    assert max(worst) < policy.logprob_tolerance
+
+
+def test_requests_begin_as_soon_as_enough_rows_are_free(monkeypatch: pytest.MonkeyPatch):
+    in_flight = []
+    step = SharedPromptDecoder.step
+
+    def counted(decoder: SharedPromptDecoder, tokens: torch.Tensor) -> torch.Tensor:
+        in_flight.append([len(wave) for wave in decoder.waves])
+        return step(decoder, tokens)
+
+    monkeypatch.setattr(SharedPromptDecoder, "step", counted)
+    groups = make_engine(make_policy(), max_num_seqs=16).generate(prompts([4] * 16), sampling(), KEY)
+    assert max(map(sum, in_flight)) == 16  # never more than it may
+    assert max(map(len, in_flight)) > 1
+    longest = [max(len(c.token_ids) for g in groups[n : n + 4] for c in g.completions) for n in range(0, 16, 4)]
+    assert len(in_flight) < sum(longest)  # in fewer steps than four at a time would take
+
+
+def test_a_prompt_is_held_once_and_never_repeated():
+    policy = make_policy()
+    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, key heads, dimension, float32
+    decoder = SharedPromptDecoder(policy, limit=100)
+    decoder.start(prompts([400, 400, 60, 30]), [8, 2, 4, 4])
+    (wave,) = decoder.waves
+    assert wave.num_bytes == (per_token * (2 * 400 + 2 * 60), 0)
+    decoder.step(torch.full((18,), 7))
+    assert wave.num_bytes == (per_token * (2 * 400 + 2 * 60), per_token * 18 * 64)
+    decoder.keep(torch.tensor([0, 3, 8, 9, 17]))
+    assert wave.num_bytes == (per_token * (2 * 400 + 60), per_token * 5 * 64)
+    decoder.keep(torch.tensor([0, 1, 2, 3]))
+    assert wave.num_bytes == (per_token * 2 * 400, per_token * 4 * 64)
+    decoder.keep(torch.tensor([2]))
+    assert wave.num_bytes == (per_token * 400, per_token * 64)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and not tensor._is_view():
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_copy_of_a_prompt_is_made_in_decoding():
+    policy = make_policy()
+    prompt_numel = 400 * 2 * 8
+    made = {}
+    for decoder in (SharedPromptDecoder(policy, limit=8), CacheDecoder(policy)):
+        with torch.no_grad():
+            decoder.start(prompts([400]), [8])
+            with Largest() as largest:
+                decoder.step(torch.full((8,), 7))
+                decoder.keep(torch.tensor([0, 1, 2, 5]))
+        made[type(decoder)] = largest.numel
+    assert made[SharedPromptDecoder] < prompt_numel
+    assert made[CacheDecoder] >= 4 * prompt_numel  # so it would be seen
+
+
+def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy()
+    everything = prompts([3, 20, 1, 11, 20, 17])
+    expected = make_engine(policy).generate(everything, sampling(), KEY)
+    rows = []
+    row_logits = Policy.row_logits
+
+    def counted(policy: Policy, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if "segments" in kwargs:
+            rows.append(len(input_ids))
+        return row_logits(policy, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "row_logits", counted)
+    monkeypatch.setattr(decoders, "_PREFILL_TOKENS", 32)
+    assert tokens_of(make_engine(policy).generate(everything, sampling(), KEY)) == tokens_of(expected)
+    assert rows == [20, 20, 17 + 11 + 3 + 1]
+
+
+def test_padding_between_prompts_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy()
+    attend = decoding._attention
+    monkeypatch.setattr(decoding, "_attention", lambda q, k, v, bias, scale: attend(q, k, v, None, scale))
+    group, _ = make_engine(policy).generate(prompts([3, 20]), sampling(), KEY)
+    worst = 0.0
+    for completion in group.completions:
+        log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
+        expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+        worst = max(worst, np.abs(completion.sampling_logprobs - expected.numpy()).max())
+    assert worst > 1e-2
+
+
+def test_blocks_of_prompts_of_similar_length():
+    assert decoding.similar_lengths([100, 20, 70, 80, 64, 3]) == [[0, 3], [2, 4], [1, 5]]
+    assert decoding.similar_lengths([64, 1, 40]) == [[0, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_attention_by_products_equals_the_fused_one(dtype: torch.dtype, tolerance: float):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, n, 8, dtype=dtype) for n in (4, 30, 30))
+    bias = torch.zeros(3, 1, 1, 30, dtype=dtype).masked_fill(
+        torch.arange(30) >= torch.tensor([[[[30]]], [[[7]]], [[[1]]]]), -torch.inf
+    )
+    for scale in (None, 0.5):
+        out, lse = decoding.products(q, k, v, bias, scale)
+        fused, fused_lse = decoding._attention(q, k, v, bias, scale)
+        torch.testing.assert_close(out, fused, atol=tolerance, rtol=0)
+        torch.testing.assert_close(lse.to(fused_lse.dtype), fused_lse, atol=tolerance, rtol=0)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampling_logprobs_equal_a_plain_forward_pass(kind: str, temperature: float):
@@ -70,6 +280,11 @@ def test_a_model_with_a_sliding_window():
             log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
             expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
             np.testing.assert_allclose(completion.sampling_logprobs, expected.numpy(), atol=1e-5)
+
+
+def test_a_share_without_requests():
+    for policy in (make_policy(), policy_of(make_gemma2())):
+        assert Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=4).sample([], sampling(), KEY) == []
 
 
 def test_greedy_takes_the_likeliest_token():
@@ -165,3 +380,17 @@ def test_training_mode_is_restored_and_versions_are_recorded():
     (group,) = engine.generate(prompts([4]), sampling(), KEY)
     assert policy.model.training
     assert {c.policy_version for c in group.completions} == {17}
+
+
+def test_a_window_that_decoding_would_leave_is_refused():
+    """The prompt fits into the window, and the run was told that completions would."""
+    torch.manual_seed(0)
+    model = make_model("mistral", sliding_window=16)
+    policy = Policy(model, device=torch.device("cpu"), compute_dtype=None, pad_token_id=0, longest_sequence_tokens=16)
+    assert policy.shares_prompts
+    sampler = Sampler(policy, end_token_ids=frozenset({-1}), max_num_seqs=8)
+    request = SampleRequest(prompt=prompts([5])[0], indices=range(2))
+    key = StreamKey(purpose="train", seed=0, step=0)
+    assert len(sampler.sample([request], sampling(num_generations=2, max_completion_tokens=11), key)[0]) == 2
+    with pytest.raises(ValueError, match="a sequence of 17 tokens does not fit a window of 16"):
+        sampler.sample([request], sampling(num_generations=2, max_completion_tokens=20), key)

@@ -171,9 +171,12 @@ def test_what_a_run_leaves_behind(tmp_path: Path):
         "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio",
         "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "grad_norm", "num_tokens",
         "time/rollout_s", "time/train_s", "step_time", "tokens_per_second", "padding_fraction", "memory/peak_bytes",
-        "rewards/digit/mean", "sampling/sampling_logp_difference/max",
+        "rewards/digit/mean", "sampling/sampling_logp_difference/max", "model_tflops_per_second", "prompt_tokens_saved",
+        "memory/rollout_peak_bytes", "memory/train_peak_bytes", "memory/optim_peak_bytes",
     ):  # fmt: skip
         assert name in last, name
+    assert "mfu" not in last  # nobody knows the peak of a CPU
+    assert last["model_tflops_per_second"] > 0
     assert max(metric(run, "sampling/sampling_logp_difference/max")) < 1e-5
 
 
@@ -378,8 +381,8 @@ def no_room_for_more_than(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator that refuses micro-batches of more than `tokens` tokens, after their forward pass."""
     real = Policy.logprobs
 
-    def logprobs(self, micro_batch, *, temperature):
-        out = real(self, micro_batch, temperature=temperature)
+    def logprobs(self, micro_batch, **kwargs):
+        out = real(self, micro_batch, **kwargs)
         if len(micro_batch.input_ids) > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
         return out
@@ -408,6 +411,33 @@ def test_out_of_memory_is_survived_shown_and_remembered(tmp_path: Path, monkeypa
     np.testing.assert_allclose(metric(result.run_dir, "loss"), metric(expected.run_dir, "loss"), rtol=1e-5, atol=1e-8)
     for name, tensor in weights(result.final_dir).items():
         torch.testing.assert_close(tensor, weights(expected.final_dir)[name], rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_in_forward_without_a_known_head_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = changed(make_inputs(tmp_path), train={"gradients_in_forward": True, "steps": 1})
+    monkeypatch.setattr("cohort.policy.policy.find_head", lambda model: None)
+    with pytest.raises(cohort.UserError, match=r"train.gradients_in_forward: true has no effect on this model.*remove"):
+        train(config)
+    notes = Notes()
+    cohort.train(changed(config, train={"gradients_in_forward": False}), display=notes)
+    assert notes.told == [
+        "the model computes its full logits, because its head is not a linear layer that is known here"
+    ]
+
+
+@pytest.mark.parametrize(("window", "layout"), [(8, "padded"), (512, "shared")])
+def test_a_run_says_why_its_rows_are_padded(tmp_path: Path, window: int, layout: str):
+    """A window matters where the run's longest sequence is longer, which is known from its data."""
+    config = changed(make_inputs(tmp_path, "mistral", sliding_window=window), train={"steps": 1})
+    notes = Notes()
+    result = cohort.train(config, display=notes)
+    shared = metric(result.run_dir, "prompt_tokens_saved")[0]
+    if layout == "padded":
+        (told,) = notes.told
+        assert told.startswith("the model is computed in padded rows, because its longest sequence of ")
+        assert told.endswith("tokens is longer than its attention window of 8 tokens") and shared == 0
+    else:
+        assert not notes.told and shared > 0
 
 
 def test_a_sequence_that_does_not_fit_by_itself_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

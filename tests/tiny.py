@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -74,7 +75,7 @@ def make_model(
         "initializer_range": 0.15,  # wide enough for distributions that are not uniform
         **overrides,
     }
-    return AutoModelForCausalLM.from_config(CONFIGS[kind](**settings), dtype=dtype)
+    return AutoModelForCausalLM.from_config({**CONFIGS, "mistral": MistralConfig}[kind](**settings), dtype=dtype)
 
 
 def make_policy(kind: str = "llama", *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Policy:

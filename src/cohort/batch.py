@@ -24,7 +24,8 @@ class MicroBatch:
     input_ids: Tensor  # [S] int64
     position_ids: Tensor  # [S] int64, of each token in its own sequence
     segments: Segments  # which tokens attend to which
-    source: Tensor  # [T] int64, position in the row that predicts scored token t
+    source: Tensor  # [T] int64, position in the row that predicts scored token t; where the row goes on from a prompt
+    # computed before, position 0 is that prompt's last token, and the row's own follow
     targets: Tensor  # [T] int64, the scored tokens
     sampling_logprobs: Tensor  # [T]
     advantages: Tensor  # [T]
@@ -44,12 +45,23 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What one rank computes in a step, on the host. Every rank has the same number of micro-batches."""
+    """What one rank computes in a step, on the host. Every rank has as many micro-batches; streams come besides."""
 
     micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each under the token budget; an empty one keeps step
+    streams: tuple[tuple[tuple[TrainSequence, ...], ...], ...] = ()  # groups in parts, each under it with its prompt
     num_sequences: int  # of the step, over all ranks
     num_scored_tokens: int  # completion tokens of the step, over all ranks
     num_over_budget: int  # sequences longer than the budget; each is alone in its micro-batch
+
+    @property
+    def pieces(self) -> tuple[tuple[TrainSequence, ...], ...]:
+        """What is computed together: micro-batches and parts of streams."""
+        return (*(part for stream in self.streams for part in stream), *self.micro_batches)
+
+    @property
+    def sequences(self) -> tuple[TrainSequence, ...]:
+        """All of this rank's."""
+        return tuple(s for piece in self.pieces for s in piece)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

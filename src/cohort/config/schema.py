@@ -37,10 +37,24 @@ class ModelConfig(Section):
         description="Dtype of matrix products (autocast; with several processes, of the gathered weights). auto: "
         "bfloat16 on GPUs, the weights' dtype on CPU. Logits and logprobs are float32 or wider always.",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in backward: less memory, about a third more time."
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="Recompute activations in backward: less memory, about a third more time. selective: keep "
+        "attention, whose cost is quadratic in the length, and the products around it; recompute the rest.",
+    )
+    activation_offload: bool = Field(
+        False,
+        description="Keep what layers save for backward in pinned host memory (GPUs only). With gradient_checkpointing "
+        "that is each layer's input.",
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _on_off_or_selective(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value == "selective":
+            return value
+        raise ValueError("must be true, false or selective")
 
     @model_validator(mode="after")
     def _autocast_has_an_effect(self) -> Self:
@@ -182,6 +196,11 @@ class TrainConfig(Section):
         description="Hard cap on the tokens of one forward/backward, but for a sequence that is longer by itself. "
         "auto: the most that fits, found before the first step. Out of memory halves it. Changes memory, never the "
         "gradient.",
+    )
+    gradients_in_forward: bool = Field(
+        False,
+        description="Compute the gradient of the head along with the logprobs instead of computing its logits once "
+        "more in backward: faster with large vocabularies, and one more float32 copy of the head in memory.",
     )
     updates_per_rollout: int = Field(
         1, ge=1, description="Optimizer steps on the same completions, each over all of them (GRPO's mu)."

@@ -1,7 +1,8 @@
 """The training engine: gradients of a batch, one optimizer step. It is given the loss and knows no algorithm."""
 
+from cohort.engine.accumulation import must_fit
 from cohort.engine.budget import find_budget
 from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
 from cohort.engine.schedule import learning_rate_factor
 
-__all__ = ["OptimResult", "TrainEngine", "TrainResult", "find_budget", "learning_rate_factor"]
+__all__ = ["OptimResult", "TrainEngine", "TrainResult", "find_budget", "learning_rate_factor", "must_fit"]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.engine.engine import PolicyLoss, TrainEngine
+from cohort.engine.engine import TrainEngine
+from cohort.engine.loss import PolicyLoss
 from cohort.records import TrainSequence
 
 _CLOSE_ENOUGH = 1.1  # the search ends when what fits and what does not differ by less than this factor

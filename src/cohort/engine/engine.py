@@ -6,7 +6,8 @@ T scored tokens of a micro-batch, C of a completion.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,26 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from cohort.batch import LossInputs, LossOutput, MicroBatch, TrainBatch
+from cohort.batch import TrainBatch
 from cohort.config import TrainConfig
 from cohort.distributed import ALONE, Ranks
-from cohort.engine.accumulation import Accumulation, AloneAccumulation, Done, ShardedAccumulation, is_out_of_memory
-from cohort.engine.totals import Totals
+from cohort.engine.accumulation import (
+    Accumulation,
+    AloneAccumulation,
+    ShardedAccumulation,
+    attempt,
+    is_out_of_memory,
+)
+from cohort.engine.loss import PerSequence, PolicyLoss, StepLoss, per_sequence
+from cohort.engine.passes import Passes, on_device
+from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.packing import collate, pack
-from cohort.policy import Policy
+from cohort.policy import OpenPrompt, Policy
 from cohort.records import TrainSequence
 
-PolicyLoss = Callable[[LossInputs], LossOutput]
+# Times the budget of training: a forward pass without a backward keeps one layer's activations, and not all layers'.
+_FORWARD_ONLY = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,9 @@ class TrainResult:
     metrics: Mapping[str, float]
     num_inputs: int  # tokens that were to be computed
     num_positions: int  # positions that were, padding included
+    num_unshared_inputs: int  # tokens, if every sequence were computed whole
+    num_prompt_inputs: int  # prompt tokens among the inputs
+    attention_pairs: int  # of an input and one that it sees, itself included
     num_micro_batches: int  # of each rank, empty ones included
     num_out_of_memory: int  # micro-batches that had to be computed again, in parts
 
@@ -45,14 +58,6 @@ class OptimResult:
 
     grad_norm: float  # before clipping
     learning_rate: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A micro-batch to do."""
-
-    sequences: tuple[TrainSequence, ...] = ()
-    done: Done = frozenset()  # whose gradient of it has been added already
 
 
 class TrainEngine:
@@ -89,10 +94,12 @@ class TrainEngine:
         self._reference = reference
         self.ranks = ranks
         self._batch = TrainBatch(micro_batches=(), num_sequences=0, num_scored_tokens=0, num_over_budget=0)
-        self.old_logprobs: dict[int, Tensor] = {}  # sequence index -> [C], of the batch's first pass
+        self.old_logprobs: dict[int, Tensor] = {}  # sequence index -> [C], of the policy before the batch's first pass
+        self._reference_logprobs: PerSequence | None = None
+        self._forward_only = _FORWARD_ONLY  # less where that has run out of memory
         self._parameters = parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: Accumulation = (
-            AloneAccumulation(parameters)
+            AloneAccumulation(parameters, *policy.tables_and_head())
             if policy.sharding is None
             else ShardedAccumulation(policy.sharding.collectives, ranks.world_size)
         )
@@ -107,6 +114,11 @@ class TrainEngine:
             eps=config.adam_epsilon,
             fused=policy.device.type in ("cpu", "cuda"),
         )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen model is computed beside the policy."""
+        return self._reference is not None
 
     def forward_backward(
         self,
@@ -129,42 +141,54 @@ class TrainEngine:
         Raises:
             OutOfStepError: a single sequence does not fit into memory.
         """
-        if batch is None:
-            old: Mapping[int, Tensor] | None = self.old_logprobs
-        else:
-            self._batch, old = batch, old_logprobs
-        if old is None:
-            self.old_logprobs = {}
+        num_out_of_memory = 0
+        if batch is not None:
+            self._batch, self.old_logprobs = batch, dict(old_logprobs or {})
+            self._reference_logprobs, num_out_of_memory = self._compute_reference()
+        loss = self._step_loss(policy_loss, is_old=batch is not None and old_logprobs is None)
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
         torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.rank))
-        totals = Totals()
-        num_micro_batches = num_out_of_memory = 0
-        todo = deque(_Piece(sequences=sequences) for sequences in self._batch.micro_batches)
-        if batch is None:  # the budget may have been halved since it was packed
-            todo = deque(part for piece in todo for part in self._parts(piece))
-        while self.ranks.largest(len(todo)) > 0:  # all ranks compute as often as the one with most to do
-            num_micro_batches += 1
-            piece = todo.popleft() if todo else _Piece()
-            done = self._compute(piece, policy_loss, old, totals)
-            if done is not None:
-                num_out_of_memory += 1
-                self._halve_budget(piece)
-                left = (_Piece(sequences=piece.sequences, done=done), *todo)
-                todo = deque(part for whole in left for part in self._parts(whole))
+        passes = Passes(loss, self._accumulation)
+        passes.totals.count({"num_out_of_memory": num_out_of_memory})
+        num_micro_batches = self._run(passes, is_packed=batch is not None)
+        if loss.old_logprobs is None:
+            self.old_logprobs = passes.logprobs
         self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
-        metrics, counts = totals.over(
-            self.ranks, num_tokens=self._batch.num_scored_tokens, num_out_of_memory=num_out_of_memory
-        )
-        return TrainResult(
-            metrics=metrics,
-            num_inputs=counts[0],
-            num_positions=counts[1],
-            num_micro_batches=num_micro_batches,
-            num_out_of_memory=counts[2],
-        )
+        metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
+        return TrainResult(metrics=metrics, num_micro_batches=num_micro_batches, **counts)
 
-    def fits(self, sequences: tuple[TrainSequence, ...], policy_loss: PolicyLoss) -> bool:
+    def _run(self, passes: Passes, *, is_packed: bool) -> int:
+        """Compute the batch, in step with the other ranks; the number of micro-batches.
+
+        Args:
+            passes: of this pass over it.
+            is_packed: under the budget as it is now; it may have been halved since.
+        """
+        work = Work(self._batch, self._repack)
+        if not is_packed:
+            work.split()
+        num_micro_batches = 0
+        prompt: OpenPrompt | None = None
+        while (now := work.agree(self.ranks)) is not Turn.NOTHING:
+            match now:
+                case Turn.OPEN:
+                    prompt = passes.open(work.open())
+                case Turn.COMPUTE:
+                    num_micro_batches += 1
+                    piece = work.next()
+                    done = passes.compute(piece, prompt)
+                    if done is not None:
+                        passes.totals.count({"num_out_of_memory": 1})
+                        self.micro_batch_tokens = self._half(self.micro_batch_tokens, piece.sequences)
+                        work.split(replace(piece, done=done))
+                case Turn.CLOSE:
+                    assert prompt is not None, "ranks open and close together"
+                    passes.close(work.close(), prompt)
+                    prompt = None
+        return num_micro_batches
+
+    def fits(self, sequences: Sequences, policy_loss: PolicyLoss) -> bool:
         """Whether a micro-batch of these sequences fits into the memory of every rank; nothing is learned.
 
         Every rank calls this. To be asked before the first step, and with sequences of loss weight 0.
@@ -182,10 +206,14 @@ class TrainEngine:
                 f"out of memory: the model, its gradients and its optimizer do not fit ({states / 1e9:.1f} GB for the "
                 f"optimizer's state alone); use more processes"
             ) from None
-        done = self._compute(_Piece(sequences=sequences), policy_loss, None, Totals())
+        if self._reference is not None:
+            zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
+            self._reference_logprobs = per_sequence(zeros, sequences)
+        passes = Passes(self._step_loss(policy_loss, is_old=True), self._accumulation)
+        done = passes.compute(Piece(sequences=sequences), None)
         del room
         self._optimizer.zero_grad(set_to_none=True)
-        self.old_logprobs = {}
+        self.old_logprobs, self._reference_logprobs = {}, None
         return self.ranks.largest(done is not None) == 0
 
     def optim_step(self) -> OptimResult:
@@ -227,103 +255,78 @@ class TrainEngine:
         set_optimizer_state_dict(self.policy.model, self._optimizer, optim_state_dict=state["optimizer"])
         self.updates_done = state["updates_done"]
 
-    def _compute(
-        self, piece: _Piece, policy_loss: PolicyLoss, old: Mapping[int, Tensor] | None, totals: Totals
-    ) -> Done | None:
-        """Add a piece's gradient. None if that went well; where memory ran out, whose gradients have been added."""
-        self._accumulation.begin(piece.done)
-        try:
-            self._micro_batch(piece.sequences, policy_loss, old, totals)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            self._accumulation.end()
-            return None
-        # not in the except block: there the traceback holds what the failed pass has computed
-        try:
-            return self._accumulation.recover(lambda: self._micro_batch((), policy_loss, old, Totals()))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfStepError(
-                "out of memory even without any sequence: the model's largest layer does not fit beside its shards; "
-                "use more processes"
-            ) from error
-
-    def _micro_batch(
-        self,
-        sequences: tuple[TrainSequence, ...],
-        policy_loss: PolicyLoss,
-        old_logprobs: Mapping[int, Tensor] | None,
-        totals: Totals,
-    ) -> None:
-        """Forward and backward of some sequences, or of none: to stay in step with the other ranks."""
-        cpu_micro_batch = collate(sequences, share_prompts=self.policy.shares_prompts)
-        dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        micro_batch = cpu_micro_batch.to(self.policy.device, dtype)
-        current, entropy = self.policy.logprobs(micro_batch, temperature=self._temperature)
-        if old_logprobs is None or not sequences:
-            old = current.detach()
-        else:
-            old = torch.cat([old_logprobs[s.index] for s in sequences])
-        out = policy_loss(self._loss_inputs(micro_batch, current, old))
-        loss = (micro_batch.loss_weights * out.per_token_loss).sum()
-        if loss.requires_grad:
-            (loss * self._accumulation.scale).backward()
-        if old_logprobs is None:
-            self.old_logprobs |= _per_sequence(old, sequences)
-        sums = {"loss": loss.detach(), "entropy": entropy.sum()}
-        totals.add(
-            sums | {name: values.sum() for name, values in out.token_metrics.items()},
-            differences=(old - micro_batch.sampling_logprobs).abs(),
-            num_inputs=len(micro_batch.input_ids) if sequences else 0,
-            num_positions=self.policy.num_positions(cpu_micro_batch) if sequences else 0,
+    def _step_loss(self, policy_loss: PolicyLoss, *, is_old: bool) -> StepLoss:
+        """The loss of this step's sequences; `is_old`: the policy has not been updated since they were sampled."""
+        return StepLoss(
+            policy=self.policy,
+            policy_loss=policy_loss,
+            temperature=self._temperature,
+            old_logprobs=None if is_old else self.old_logprobs,
+            reference_logprobs=self._reference_logprobs,
+            gradients_in_forward=self._config.gradients_in_forward,
         )
 
-    def _halve_budget(self, piece: _Piece) -> None:
-        """Half of the budget, or of what did not fit into memory if that was less.
+    def _compute_reference(self) -> tuple[PerSequence | None, int]:
+        """The reference's logprobs of the batch's sequences, in larger micro-batches than those of training.
+
+        Returns:
+            the logprobs, None without a reference; and how often memory ran out.
+        """
+        reference = self._reference
+        if reference is None:
+            return None, 0
+        logprobs: dict[int, Tensor] = {}
+
+        def compute(sequences: Sequences) -> None:
+            micro_batch = on_device(collate(sequences, share_prompts=reference.shares_prompts), reference)
+            with torch.no_grad():
+                values, _ = reference.logprobs(micro_batch, temperature=self._temperature, entropy=False)
+            logprobs.update(per_sequence(values, sequences))
+
+        def packed(sequences: Sequence[TrainSequence]) -> deque[Sequences]:
+            return deque(_packed(sequences, reference, int(self._forward_only * self.micro_batch_tokens)).pieces)
+
+        num_out_of_memory = 0
+        todo = packed(self._batch.sequences)
+        while self.ranks.largest(len(todo)) > 0:
+            sequences = todo.popleft() if todo else ()
+            ran_out = attempt(self._accumulation, frozenset(), partial(compute, sequences), partial(compute, ()))
+            if ran_out is not None:
+                num_out_of_memory += 1
+                budget = int(self._forward_only * self.micro_batch_tokens)
+                self._forward_only = self._half(budget, sequences) / self.micro_batch_tokens
+                todo = packed([s for piece in (sequences, *todo) for s in piece])
+        return logprobs, num_out_of_memory
+
+    def _half(self, budget: int, sequences: Sequences) -> int:
+        """Half of a budget, or of the sequences that did not fit into memory if that is less.
 
         Raises:
             OutOfStepError: it was a single sequence.
         """
-        tokens = self.policy.num_positions(collate(piece.sequences, share_prompts=self.policy.shares_prompts))
-        if len(piece.sequences) <= 1:
+        tokens = self.policy.num_positions(collate(sequences, share_prompts=self.policy.shares_prompts))
+        if len(sequences) <= 1:
             raise OutOfStepError(
                 f"out of memory on a single sequence of {tokens} tokens, which cannot be split. Set "
-                f"model.gradient_checkpointing: true, or lower rollout.max_completion_tokens, or use more processes"
+                f"model.gradient_checkpointing: true where it is not, or lower rollout.max_completion_tokens, or use "
+                f"more processes (docs/memory.md)"
             )
-        self.micro_batch_tokens = max(1, min(self.micro_batch_tokens, tokens) // 2)
+        return max(1, min(budget, tokens) // 2)
 
-    def _parts(self, piece: _Piece) -> list[_Piece]:
-        """A piece as micro-batches under the budget as it is now."""
-        (batch,) = pack(
-            piece.sequences,
-            micro_batch_tokens=self.micro_batch_tokens,
-            share_prompts=self.policy.shares_prompts,
-            padded=self.policy.layout == "padded",
-        )
-        return [_Piece(sequences=sequences, done=piece.done) for sequences in batch.micro_batches]
-
-    def _loss_inputs(self, micro_batch: MicroBatch, current: Tensor, old: Tensor) -> LossInputs:
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._reference.logprobs(micro_batch, temperature=self._temperature)
-        return LossInputs(
-            logprobs=current,
-            old_logprobs=old,
-            sampling_logprobs=micro_batch.sampling_logprobs,
-            reference_logprobs=reference,
-            advantages=micro_batch.advantages,
-            sequence_ids=micro_batch.sequence_ids,
-        )
+    def _repack(self, sequences: Sequences) -> TrainBatch:
+        """Sequences of this rank, under the budget as it is now."""
+        return _packed(sequences, self.policy, self.micro_batch_tokens)
 
 
-def _per_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:
-    """Values of scored tokens [T] by the index of their sequence, [C] each."""
-    parts = values.split([s.num_completion_tokens for s in sequences]) if sequences else ()
-    return {s.index: part for s, part in zip(sequences, parts, strict=True)}
+def _packed(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_tokens: int) -> TrainBatch:
+    """Sequences as a batch for one rank."""
+    (batch,) = pack(
+        sequences,
+        micro_batch_tokens=micro_batch_tokens,
+        share_prompts=policy.shares_prompts,
+        padded=policy.layout == "padded",
+    )
+    return batch
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -1,8 +1,19 @@
 """Numbers about a step, and where they go. Names are TRL's where the meaning is the same."""
 
 from cohort.metrics.clock import PhaseClock
-from cohort.metrics.memory import peak_memory_bytes
+from cohort.metrics.memory import PeakMemory, largest_peaks
 from cohort.metrics.rollouts import rollout_metrics
+from cohort.metrics.speed import device_peak_flops, flops_of, speed_metrics
 from cohort.metrics.writers import MetricsWriter, check_loggers
 
-__all__ = ["MetricsWriter", "PhaseClock", "check_loggers", "peak_memory_bytes", "rollout_metrics"]
+__all__ = [
+    "MetricsWriter",
+    "PeakMemory",
+    "PhaseClock",
+    "check_loggers",
+    "device_peak_flops",
+    "flops_of",
+    "largest_peaks",
+    "rollout_metrics",
+    "speed_metrics",
+]

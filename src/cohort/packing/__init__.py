@@ -1,6 +1,6 @@
 """A step's sequences to micro-batches: which ones come together, and their tensors."""
 
-from cohort.packing.row import collate
+from cohort.packing.row import collate, collate_part, collate_prompt
 from cohort.packing.split import pack
 
-__all__ = ["collate", "pack"]
+__all__ = ["collate", "collate_part", "collate_prompt", "pack"]

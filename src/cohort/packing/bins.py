@@ -9,6 +9,9 @@ computed more than once, there are few micro-batches.
    ranks would then wait for each other, each spreads its work evenly over as many micro-batches, if the budget allows.
 3. A rank's micro-batches are run in the order of decreasing cost, so those that ranks run at the same time are alike.
 
+A group that is larger than the budget becomes a stream where its prompt is long: the prompt is computed once, and the
+completions in parts that go on from it. Prompt and part together are under the budget.
+
 Models that pad get rows of like length: sorted over all ranks and cut into micro-batches of like cost.
 
 N sequences. Without shared prompts each sequence is a group of its own, without a prompt.
@@ -22,6 +25,7 @@ from math import inf
 
 import numpy as np
 
+from cohort.packing.rooms import Rooms, Rows, split_group
 from cohort.records import IntArray
 
 # How much more than its share of the work each may have before a group is divided. Less than 1 % is not worth a prompt
@@ -33,7 +37,8 @@ _TOLERANCES = (1.01, 1.03)
 class Bins:
     """Which sequences each rank computes together."""
 
-    per_rank: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] -> sequence numbers; () is nothing to do
+    per_rank: tuple[tuple[Rows, ...], ...]  # [rank][micro-batch] -> its sequences; () is nothing to do
+    streams_per_rank: tuple[tuple[tuple[Rows, ...], ...], ...]  # [rank][stream][part] -> some of one group's sequences
     num_over_budget: int  # sequences longer than the budget by themselves; each is alone in its micro-batch
 
 
@@ -50,7 +55,7 @@ class CostModel:
 
 
 _DEFAULT_COST = CostModel()
-_Batch = tuple[float, tuple[int, ...]]  # cost and sequence numbers of a micro-batch
+_Batch = tuple[float, Rows]  # cost and sequence numbers of a micro-batch
 _Share = dict[int, list[int]]  # group -> those of its sequences that are computed in one place, longest first
 
 
@@ -65,7 +70,9 @@ def fill_bins(
     padded: bool,
     cost: CostModel = _DEFAULT_COST,
 ) -> Bins:
-    """Put each sequence into one micro-batch of one rank. All ranks get the same number of micro-batches.
+    """Put each sequence into one micro-batch, or part of a stream, of one rank.
+
+    All ranks get the same number of micro-batches; streams come besides.
 
     Args:
         prompt_tokens: [N] of each sequence; the same throughout a group.
@@ -82,13 +89,17 @@ def fill_bins(
     lengths = prompt_tokens + completion_tokens
     if padded:
         ranks = _fill_padded(lengths, budget, world_size, cost)
+        streams: list[list[tuple[Rows, ...]]] = [[] for _ in range(world_size)]
     else:
         if not share_prompts:  # then a prompt is like the beginning of its completion
             prompt_tokens, completion_tokens, groups = np.zeros_like(lengths), lengths, range(len(lengths))
         work = _Work(prompt_tokens, completion_tokens, groups, cost)
-        ranks = _fill_packed(work, budget, world_size, cost)
+        shares = _spread(work, work.members, world_size)
+        streams = [_take_streams(work, share, budget, cost) for share in shares]
+        ranks = _fill_packed(work, shares, budget, cost)
     return Bins(
         per_rank=tuple(tuple(rows for _, rows in batches) for batches in ranks),
+        streams_per_rank=tuple(map(tuple, streams)),
         num_over_budget=int((lengths > budget).sum()),
     )
 
@@ -143,8 +154,22 @@ class _Work:
         return self.prompt_costs[group] + sum(map(self.costs.__getitem__, rows))
 
 
-def _fill_packed(work: _Work, budget: int, world_size: int, cost: CostModel) -> list[list[_Batch]]:
-    """The fastest of three ways to fill the micro-batches of each rank.
+def _take_streams(work: _Work, share: _Share, budget: int, cost: CostModel) -> list[tuple[Rows, ...]]:
+    """Take out of a rank's share the groups that are worth a stream; their parts, largest first."""
+    streams = []
+    for g, rows in list(share.items()):
+        if len(rows) == 1 or work.size(g, rows) <= budget:
+            continue
+        parts = split_group(rows, work.sizes, budget - work.prompt_sizes[g])
+        # a stream is one short pass more, and leaves out the prompt of every part but one
+        if work.prompt_costs[g] * (len(parts) - 1) > cost.micro_batch:
+            streams.append((work.cost(g, rows), parts))
+            del share[g]
+    return [parts for _, parts in sorted(streams, key=lambda stream: -stream[0])]
+
+
+def _fill_packed(work: _Work, shares: Sequence[_Share], budget: int, cost: CostModel) -> list[list[_Batch]]:
+    """The fastest of three ways to fill the micro-batches of each rank with its share.
 
     Whole groups compute the fewest tokens, divided groups need the fewest micro-batches, and even micro-batches keep
     ranks from waiting for each other.
@@ -153,12 +178,11 @@ def _fill_packed(work: _Work, budget: int, world_size: int, cost: CostModel) -> 
     def duration(ranks: list[list[_Batch]]) -> float:
         return _duration(ranks, cost)
 
-    shares = _spread(work, work.members, world_size)
     best = _in_step([_first_fit(work, share, budget, divide=False) for share in shares])
     if len(work.members) < len(work.sizes):
         divided = _in_step([_first_fit(work, share, budget, divide=True) for share in shares])
         best = min(best, divided, key=duration)
-    busy = sum(c for batches in best for c, _ in batches) / world_size + cost.micro_batch * len(best[0])
+    busy = sum(c for batches in best for c, _ in batches) / len(shares) + cost.micro_batch * len(best[0])
     if duration(best) > _TOLERANCES[0] * busy:
         even = [_even(work, share, len(b), budget) or b for share, b in zip(shares, best, strict=True)]
         best = min(best, even, key=duration)
@@ -177,7 +201,7 @@ def _divide(rows: Sequence[int], amounts: Sequence[float], room: float) -> tuple
 def _spread(work: _Work, share: _Share, num_parts: int) -> list[_Share]:
     """Divide work into parts of about the same cost."""
     if num_parts == 1:
-        return [share]
+        return [dict(share)]
     mean = sum(work.cost(g, rows) for g, rows in share.items()) / num_parts
     heaviest, best = _spread_within(work, share, num_parts, _TOLERANCES[0] * mean)
     if heaviest > _TOLERANCES[0] * mean:
@@ -223,7 +247,7 @@ def _first_fit(work: _Work, share: _Share, budget: int, *, divide: bool) -> list
     """
     queue = [(-work.size(g, rows), g, rows) for g, rows in share.items()]
     heapq.heapify(queue)
-    rooms = _Rooms(sum(map(len, share.values())))
+    rooms = Rooms(sum(map(len, share.values())))
     members: list[list[int]] = []
     costs: list[float] = []
     while queue:
@@ -265,45 +289,6 @@ def _even(work: _Work, share: _Share, num_batches: int, budget: int) -> list[_Ba
 def _by_cost(batches: Iterable[_Batch]) -> list[_Batch]:
     """Most expensive first: what runs out of memory does so early, and ranks do alike work at the same time."""
     return sorted(batches, key=lambda batch: -batch[0])
-
-
-class _Rooms:
-    """What the bins have left, in a tree of maxima: the first bin with enough room is found in log(bins) steps."""
-
-    def __init__(self, max_bins: int) -> None:
-        self._num_leaves = 1 << max(max_bins - 1, 0).bit_length()
-        self._tree = [-1] * (2 * self._num_leaves)  # node i has children 2i and 2i + 1; -1: not a bin yet
-
-    @property
-    def most(self) -> int:
-        """Room of the bin that has most of it."""
-        return self._tree[1]
-
-    def of(self, number: int) -> int:
-        """Room of one bin."""
-        return self._tree[self._num_leaves + number]
-
-    def first(self, size: int) -> int | None:
-        """The first bin with that much room."""
-        tree, node = self._tree, 1
-        if tree[1] < size:
-            return None
-        while node < self._num_leaves:
-            node *= 2
-            node += tree[node] < size
-        return node - self._num_leaves
-
-    def put(self, number: int, room: int) -> None:
-        """Change the room of one bin."""
-        tree, node = self._tree, self._num_leaves + number
-        tree[node] = room
-        while node > 1:
-            node //= 2
-            left, right = tree[2 * node], tree[2 * node + 1]
-            most = left if left > right else right
-            if tree[node] == most:
-                break
-            tree[node] = most
 
 
 def _fill_padded(lengths: IntArray, budget: int, world_size: int, cost: CostModel) -> list[list[_Batch]]:

@@ -19,18 +19,19 @@ def pack(
 ) -> tuple[TrainBatch, ...]:
     """Split a step's sequences over ranks, and over micro-batches of at most `micro_batch_tokens` positions.
 
-    A sequence that is longer than the budget gets a micro-batch of its own. The gradient of the step does not depend
-    on the split: every token brings its own loss weight.
+    A sequence that is longer than the budget gets a micro-batch of its own. A group that is larger becomes a stream
+    where that pays: its prompt is computed once, and its completions in parts that are under the budget together with
+    the prompt. The gradient of the step does not depend on the split: every token brings its own loss weight.
 
     Args:
         sequences: of the whole step, in any order.
         micro_batch_tokens: largest number of positions computed at a time.
         world_size: number of ranks.
-        share_prompts: the prompt of a group is computed once per micro-batch instead of once per completion.
+        share_prompts: the prompt of a group is computed once per micro-batch or stream instead of once per completion.
         padded: each sequence is a row as long as its micro-batch's longest, and padding counts.
 
     Returns:
-        One batch per rank, all with the same number of micro-batches.
+        One batch per rank, all with the same number of micro-batches; streams come besides.
     """
     num_scored_tokens = np.array([s.num_completion_tokens for s in sequences], dtype=np.int64)
     bins = fill_bins(
@@ -45,9 +46,10 @@ def pack(
     return tuple(
         TrainBatch(
             micro_batches=tuple(tuple(sequences[n] for n in numbers) for numbers in micro_batches),
+            streams=tuple(tuple(tuple(sequences[n] for n in numbers) for numbers in parts) for parts in streams),
             num_sequences=len(sequences),
             num_scored_tokens=int(num_scored_tokens.sum()),
             num_over_budget=bins.num_over_budget,
         )
-        for micro_batches in bins.per_rank
+        for micro_batches, streams in zip(bins.per_rank, bins.streams_per_rank, strict=True)
     )

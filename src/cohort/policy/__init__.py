@@ -1,5 +1,6 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
+from cohort.policy.activations import check_offload
 from cohort.policy.load import (
     check_lengths,
     check_vocabulary,
@@ -9,18 +10,24 @@ from cohort.policy.load import (
     quiet_transformers,
     resolve_device,
 )
-from cohort.policy.logprobs import linear_logprobs
+from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives
+from cohort.policy.stream import Branch, OpenPrompt
 
 __all__ = [
+    "Branch",
     "Collectives",
+    "LinearLoss",
     "ModelTraits",
+    "OpenPrompt",
     "Policy",
     "check_lengths",
+    "check_offload",
     "check_vocabulary",
     "end_token_ids",
     "linear_logprobs",
+    "linear_loss",
     "load_policy",
     "load_tokenizer",
     "quiet_transformers",

@@ -1,8 +1,8 @@
 """Loading a policy and its tokenizer from a model folder or a hub."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from cohort.config import ModelConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
+from cohort.policy.activations import prepare_activations
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
+from cohort.policy.skeleton import empty_model, fill_model, keep_first_layers, local_weights, match, quiet_transformers
+from cohort.policy.weights import StoredTensor, check_embedding, digest, read_rows, stored_weights
 from cohort.records import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -38,7 +41,8 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
     """Look at a local model folder without loading it. An id of a hub passes.
 
     Raises:
-        UserError: the folder does not exist or lacks config.json, weights or a tokenizer.
+        UserError: the folder does not exist or lacks config.json, weights or a tokenizer, or a file of weights is
+            broken, going by its header and size.
     """
     folder = Path(path)
     if not folder.exists():
@@ -52,9 +56,11 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise UserError(f"{field}: {path!r} has no config.json, so it is not a model folder. It holds: {inside}")
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{field}: {path}/config.json is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{field}: {path}/config.json is not a model's configuration: it has to be a JSON object")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"{field}: {path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -62,6 +68,7 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
             f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); copy the tokenizer files of the "
             f"model into it (tokenizer.save_pretrained)"
         )
+    check_embedding(stored_weights(folder, field=field), config, field=field)
 
 
 def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
@@ -88,8 +95,11 @@ def load_policy(
     trainable: bool = True,
     ranks: Ranks = ALONE,
     collectives: Collectives | None = None,
+    longest_sequence_tokens: int | None = None,
 ) -> Policy:
-    """Load the weights. With several ranks, rank 0 reads them and every rank keeps its shards.
+    """Load the weights, straight to their device and dtype. With several ranks every rank reads its shards.
+
+    Where the library has to convert what the files hold, it loads the whole model first: on rank 0, with several ranks.
 
     Args:
         config: the `model` section.
@@ -98,6 +108,7 @@ def load_policy(
         trainable: False freezes every weight (reference model, evaluation).
         ranks: this process among those of the run.
         collectives: of the run, where there are several ranks.
+        longest_sequence_tokens: of the run, where it is known: windows of attention matter to longer ones only.
 
     Raises:
         UserError: the model cannot be loaded, or some of its weights are missing from the files.
@@ -108,31 +119,116 @@ def load_policy(
         compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
     compute_dtype = getattr(torch, compute)
     if ranks.world_size == 1:
-        model = _read_model(config).to(device)
+        model = _load_whole(config, device)
         _prepare(model, config, trainable=trainable)
-        return Policy(model, device=device, compute_dtype=compute_dtype, pad_token_id=_padding(model, tokenizer))
+        return Policy(
+            model,
+            device=device,
+            compute_dtype=compute_dtype,
+            pad_token_id=_padding(model, tokenizer),
+            longest_sequence_tokens=longest_sequence_tokens,
+        )
     assert collectives is not None, "several ranks need to count their collectives"
-    host = torch.device("cpu")
-    whole: list[Any] = []  # on rank 0
-
-    def read() -> tuple[ModelTraits, int]:
-        whole.append(_read_model(config))
-        pad = _padding(whole[0], tokenizer)
-        return Policy(whole[0], device=host, compute_dtype=None, pad_token_id=pad).traits, pad
-
-    traits, pad = ranks.first(read)
-    model = _empty_model(config, traits)
+    whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
+    traits, pad, files = ranks.first(
+        lambda: _look_at_model(config, tokenizer, whole, device, compute_dtype, longest_sequence_tokens)
+    )
+    model = empty_model(config)
+    model.set_attn_implementation(traits.attention)
+    places = _agreed_places(config, model, files, ranks)
+    if places is None:
+        ranks.first(lambda: whole.extend([] if whole else [_read_model(config)]))
     _prepare(model, config, trainable=trainable)
     sharding = Sharding(model, collectives, device=device, compute_dtype=compute_dtype)
-    model.to_empty(device=device)
-    sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
-    if whole:
-        model.generation_config = whole[0].generation_config
+    sharding.allocate(device)
+    if places is None:
+        sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
+    else:
+        _read_together(sharding, places, ranks)
     return Policy(model, device=device, compute_dtype=compute_dtype, pad_token_id=pad, traits=traits, sharding=sharding)
 
 
+def _load_whole(config: ModelConfig, device: torch.device) -> Any:
+    """The model with its weights on `device`, read one tensor after another where the files allow it."""
+    model = empty_model(config)
+    places = match(model, local_weights(config.path, download=True))
+    if places is None:
+        return _read_model(config).to(device)
+    fill_model(model, places, device)
+    return model
+
+
+def _look_at_model(
+    config: ModelConfig,
+    tokenizer: Any,
+    whole: list[Any],
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    longest_sequence_tokens: int | None,
+) -> tuple[ModelTraits, int, str | None]:
+    """On rank 0, before any rank reads: traits, padding token, and the files' digest if every rank can read its part.
+
+    The traits are found by computing with the model's first layers, with their own weights, on the run's device: as
+    many as it takes to have one of each kind. If the files cannot be read in parts, the whole model is read here, and
+    put into `whole`.
+    """
+    model = empty_model(config)
+    places = match(model, local_weights(config.path, download=True))
+    if places is None:
+        model, device = _read_model(config), torch.device("cpu")
+        whole.append(model)
+    else:
+        keep_first_layers(model)
+        fill_model(model, places, device)
+    pad = _padding(model, tokenizer)
+    policy = Policy(
+        model,
+        device=device,
+        compute_dtype=compute_dtype,
+        pad_token_id=pad,
+        longest_sequence_tokens=longest_sequence_tokens,
+    )
+    return policy.traits, pad, None if places is None else digest(places)
+
+
+def _agreed_places(config: ModelConfig, model: Any, files: str | None, ranks: Ranks) -> dict[str, StoredTensor] | None:
+    """Where the weights lie, if every rank sees the files whose digest rank 0 gave; on all ranks or on none.
+
+    A rank on a machine without them, as in the cache of a hub, has rank 0 read them for all.
+    """
+    places = None
+    if files is not None:
+        with suppress(UserError):  # of the files that rank 0 sees, it has said what is wrong
+            places = match(model, local_weights(config.path))
+    same = places is not None and digest(places) == files
+    return places if ranks.smallest(same) else None
+
+
+def _read_together(sharding: Sharding, places: dict[str, StoredTensor], ranks: Ranks) -> None:
+    """Every rank reads its own rows.
+
+    Raises:
+        UserError: on rank 0, where any rank could not.
+        Stopped: on the other ranks then.
+    """
+    problem = None
+    try:
+        read_rows((places[name], into, first_row) for name, into, first_row in sharding.own_rows())
+    except UserError as error:
+        problem = str(error)
+    problems = ranks.gather(problem)
+
+    def tell() -> None:
+        for rank, said in enumerate(problems or []):
+            if said is not None:
+                raise UserError(f"{said} (on rank {rank})")
+
+    ranks.first(tell)
+    sharding.ready()
+
+
 def _read_model(config: ModelConfig) -> Any:
-    """The model with its weights, in host memory."""
+    """The model as the library loads it, in host memory."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -154,54 +250,17 @@ def _read_model(config: ModelConfig) -> Any:
     return model
 
 
-def _empty_model(config: ModelConfig, traits: ModelTraits) -> Any:
-    """The model without memory for its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with quiet_transformers(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code),
-            dtype=getattr(torch, config.dtype),
-            trust_remote_code=config.trust_remote_code,
-        )
-    model.set_attn_implementation(traits.attention)
-    return model
-
-
 def _prepare(model: Any, config: ModelConfig, *, trainable: bool) -> None:
     model.requires_grad_(trainable)
     model.train(trainable)
-    if config.gradient_checkpointing and trainable:
-        enable_gradient_checkpointing(model)
+    if trainable:
+        prepare_activations(model, config)
 
 
 def _padding(model: Any, tokenizer: Any) -> int:
     """Never attended to, so any token does where the tokenizer has none or one that the model has no embedding for."""
     pad = tokenizer.pad_token_id
     return pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0
-
-
-def enable_gradient_checkpointing(model: Any) -> None:
-    """Have the model recompute its layers' activations in backward."""
-    # renamed in transformers 5.2x; the old name warns there and is all that older ones have
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No bars and tables of the library's own: what matters of them is in our messages."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:

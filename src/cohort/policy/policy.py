@@ -13,22 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from cohort.batch import MicroBatch
-from cohort.policy.forward import Layout, choose_layout, forward, padded_shape
-from cohort.policy.logprobs import head_logits, linear_logprobs, token_logprobs
+from cohort.policy.attention import KeyValues
+from cohort.policy.forward import forward, padded_shape
+from cohort.policy.head import find_head, head_of
+from cohort.policy.layout import Layout, choose_layout
+from cohort.policy.logprobs import TokenLoss, token_logprobs
 from cohort.policy.sharding import Sharding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """How a model turns hidden states into logits."""
-
-    module: nn.Linear  # its weight may be tied to the embedding
-    scale: float
-    softcap: float | None
-
-    def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Logits [T, V] in float32 or wider."""
-        return head_logits(hidden_TH, self.module.weight, self.module.bias, self.scale, self.softcap)
+from cohort.policy.stream import Branch, OpenPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +27,7 @@ class ModelTraits:
     """What has been found out about a model by computing with it."""
 
     layout: Layout
+    reason: str | None  # why the layout is not "shared"
     has_plain_head: bool
     attention: str  # the implementation that goes with the layout
 
@@ -52,6 +44,7 @@ class Policy:
         pad_token_id: int,
         traits: ModelTraits | None = None,
         sharding: Sharding | None = None,
+        longest_sequence_tokens: int | None = None,
     ):
         """Wrap a loaded model.
 
@@ -63,6 +56,8 @@ class Policy:
             traits: of the model, where they are known; otherwise it is tried out.
             sharding: of the model over ranks; gathered weights are in `compute_dtype`. None: they are whole, and
                 autocast computes in it.
+            longest_sequence_tokens: of all that will be computed, which tells whether it fits a model's window. None
+                is for not known.
         """
         self.model = model
         self.device = device
@@ -71,20 +66,39 @@ class Policy:
         self.pad_token_id = pad_token_id
         self.sharding = sharding
         if traits is None:
-            self._head = _find_head(model)
-            layout = choose_layout(model, *self._module())
-            attention = model.config._attn_implementation
-            traits = ModelTraits(layout=layout, has_plain_head=self._head is not None, attention=attention)
+            self._head = find_head(model)
+            with self.autocast():  # what training computes in decides which kernels it uses
+                layout, reason = choose_layout(model, *self._module(), longest_sequence_tokens=longest_sequence_tokens)
+            traits = ModelTraits(
+                layout=layout,
+                reason=reason,
+                has_plain_head=self._head is not None,
+                attention=model.config._attn_implementation,
+            )
         else:
-            self._head = _head_of(model) if traits.has_plain_head else None
+            self._head = head_of(model) if traits.has_plain_head else None
         self.traits = traits
         if sharding is not None:
             sharding.add_forward("scored_logprobs", self._logprobs)
+            sharding.add_forward("token_loss", self._loss)
+            sharding.add_forward("prompt_hidden", self._prompt_hidden)
 
     @property
     def layout(self) -> Layout:
         """How micro-batches are computed."""
         return self.traits.layout
+
+    def notes(self) -> list[str]:
+        """What a person should know of how the model is computed."""
+        ways = {"packed": "rows of whole sequences, without shared prompts", "padded": "padded rows"}
+        notes = []
+        if self.layout != "shared":
+            notes.append(f"the model is computed in {ways[self.layout]}, because {self.traits.reason}")
+        if not self.has_plain_head:
+            notes.append(
+                "the model computes its full logits, because its head is not a linear layer that is known here"
+            )
+        return notes
 
     @property
     def shares_prompts(self) -> bool:
@@ -125,34 +139,97 @@ class Policy:
         with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
             yield
 
-    def logprobs(self, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of every scored token of a micro-batch, both [T]. Logprobs carry the gradient.
+    def logprobs(
+        self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, branch: Branch | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprob and entropy of every scored token of a micro-batch, both [T]. Both carry a gradient.
 
         Of sharded weights every rank computes as many micro-batches, in forward and in backward.
+
+        Args:
+            micro_batch: on the policy's device.
+            temperature: divides the logits.
+            entropy: compute it; None in its place otherwise.
+            branch: of the prompt that all sequences of the micro-batch go on from, where it was computed before.
         """
         if self.sharding is None:
-            return self._logprobs(micro_batch, temperature)
-        logprobs, entropy = self.model.scored_logprobs(micro_batch, temperature)
+            return self._logprobs(micro_batch, temperature, entropy, branch)
+        out = self.model.scored_logprobs(micro_batch, temperature, entropy, branch)
         if not torch.is_grad_enabled():
             self.sharding.end_forward()
-        return logprobs, entropy
+        return out
 
-    def _logprobs(self, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, micro_batch: MicroBatch, token_loss: TokenLoss, *, temperature: float, branch: Branch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of a token-level loss over a micro-batch, whose head's gradient is made along with it.
+
+        Args:
+            micro_batch: on the policy's device.
+            token_loss: logprobs [t], entropy [t] and which tokens they belong to -> weighted losses [t].
+            temperature: divides the logits.
+            branch: like `logprobs`.
+
+        Returns:
+            the loss [], which carries the gradient, and the detached logprobs [T].
+        """
+        compute = self._loss if self.sharding is None else self.model.token_loss
+        return compute(micro_batch, token_loss, temperature, branch)
+
+    def open_prompt(self, micro_batch: MicroBatch) -> OpenPrompt:
+        """Forward pass of a prompt that micro-batches go on from; its backward pass comes after all of theirs.
+
+        Args:
+            micro_batch: of `collate_prompt`.
+        """
+        states = KeyValues()
+        if self.sharding is None:
+            return OpenPrompt(self._prompt_hidden(micro_batch, states), states)
+        hidden = self.model.prompt_hidden(micro_batch, states)
+        self.sharding.end_forward()  # every micro-batch begins with nothing gathered
+        return OpenPrompt(hidden, states)
+
+    def _prompt_hidden(self, micro_batch: MicroBatch, states: KeyValues) -> Tensor:
         module, output = self._module()
         with self.autocast():
-            out = forward(module, micro_batch, output, padded=self.layout == "padded")
+            return forward(module, micro_batch, output, padded=False, captured=states)
+
+    def _logprobs(
+        self, micro_batch: MicroBatch, temperature: float, entropy: bool, branch: Branch | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.autocast():
+            out = self._outputs(micro_batch, branch)
             if self._head is None:
-                logits = out.to(torch.promote_types(out.dtype, torch.float32))
-                return token_logprobs(logits, micro_batch.targets, temperature)
-            return linear_logprobs(
-                out,
-                self._head.module.weight,
-                micro_batch.targets,
-                bias=self._head.module.bias,
-                temperature=temperature,
-                scale=self._head.scale,
-                softcap=self._head.softcap,
-            )
+                return token_logprobs(_wide(out), micro_batch.targets, temperature, entropy=entropy)
+            return self._head.logprobs(out, micro_batch.targets, temperature=temperature, entropy=entropy)
+
+    def _loss(
+        self, micro_batch: MicroBatch, token_loss: TokenLoss, temperature: float, branch: Branch | None
+    ) -> tuple[Tensor, Tensor]:
+        with self.autocast():
+            out = self._outputs(micro_batch, branch)
+            if self._head is None:  # whole logits are there already
+                logprobs, entropy = token_logprobs(_wide(out), micro_batch.targets, temperature, entropy=True)
+                return token_loss(logprobs, entropy, slice(None)).sum(), logprobs.detach()
+            done = self._head.loss(out, micro_batch.targets, token_loss, temperature=temperature)
+            return done.loss, done.logprobs
+
+    def _outputs(self, micro_batch: MicroBatch, branch: Branch | None) -> Tensor:
+        """Hidden states, or logits without a plain head, at the positions that predict the scored tokens."""
+        module, output = self._module()
+        return self._narrow(forward(module, micro_batch, output, padded=self.layout == "padded", branch=branch))
+
+    def _narrow(self, hidden: Tensor) -> Tensor:
+        """What the head multiplies, in the compute dtype: the last norm is wide under autocast, and the head's products
+        are by far the largest of a small model. Logits are float32 all the same.
+        """
+        autocasts = self._head is not None and self.sharding is None and self.compute_dtype is not None
+        return hidden.to(self.compute_dtype) if autocasts else hidden
+
+    def tables_and_head(self) -> tuple[list[nn.Embedding], Tensor | None]:
+        """The model's embeddings, and the weight of its head if that is plain."""
+        tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        return tables, None if self._head is None else self._head.linear.weight
 
     def num_positions(self, micro_batch: MicroBatch) -> int:
         """Positions that `logprobs` computes for a micro-batch, padding included."""
@@ -169,45 +246,29 @@ class Policy:
         with self.autocast():
             if self._head is None:
                 logits = self.model(**model_inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-                return logits.to(torch.promote_types(logits.dtype, torch.float32))
+                return _wide(logits)
             hidden = self.model.base_model(**model_inputs, use_cache=True).last_hidden_state
-            return self._head.logits(hidden[:, -1])
+            return self._head.logits(self._narrow(hidden[:, -1]))
+
+    def row_logits(self, input_ids: Tensor, position_ids: Tensor, source: Tensor, **attention: Any) -> Tensor:
+        """Logits [T, V] after the positions `source` [T] of one row [S], float32 or wider; not of layout "padded".
+
+        `attention` says what the row's tokens attend to.
+        """
+        inputs = {
+            "input_ids": input_ids.unsqueeze(0),
+            "position_ids": position_ids.unsqueeze(0),
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),  # taken as it is
+            "use_cache": False,
+        }
+        with self.autocast():
+            if self._head is None:
+                logits = self.model(**inputs, **attention, logits_to_keep=source).logits[0]
+                return logits.to(torch.promote_types(logits.dtype, torch.float32))
+            hidden = self.model.base_model(**inputs, **attention).last_hidden_state[0]
+            return self._head.logits(self._narrow(hidden.index_select(0, source)))
 
 
-def _find_head(model: Any) -> Head | None:
-    """The model's head as a plain linear layer with scale and softcap, or None where it is something else.
-
-    The guess is checked against the model's own logits on one short input, so a head with a twist that is not known
-    here costs memory (the model computes its full logits) and never correctness.
-    """
-    module = model.get_output_embeddings()
-    body = getattr(model, "base_model", None)
-    if not isinstance(module, nn.Linear) or body is None or body is model:
-        return None
-    head = _head_of(model)
-    probe = torch.arange(1, 4, device=module.weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            expected = model(input_ids=probe, use_cache=False).logits[0].float()
-            actual = head.logits(body(input_ids=probe, use_cache=False).last_hidden_state[0]).float()
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None  # a body that returns something else
-    finally:
-        model.train(was_training)
-    # bfloat16 models round their logits to 8 bits; a missing scale or softcap is off by far more than that.
-    tolerance = 1e-4 if module.weight.dtype != torch.bfloat16 else 3e-2
-    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-    return head if error <= tolerance else None
-
-
-def _head_of(model: Any) -> Head:
-    """The head with the scale and softcap that its config tells."""
-    text_config = model.config.get_text_config()
-    scaling = getattr(text_config, "logits_scaling", None) or 1.0  # Granite divides
-    return Head(
-        module=model.get_output_embeddings(),
-        scale=(getattr(text_config, "logit_scale", None) or 1.0) / scaling,  # Cohere multiplies
-        softcap=getattr(text_config, "final_logit_softcapping", None),
-    )
+def _wide(logits: Tensor) -> Tensor:
+    """In float32 or wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
 from cohort.errors import OutOfStepError
+from cohort.policy.skeleton import saved_tensors
 
 # renamed in torch 2.13, where the old names warn
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,17 +138,17 @@ class Sharding:
             module.set_custom_reduce_scatter(_ReduceScatter(collectives, number))
         collectives.models.append(self)
 
-    def add_forward(self, name: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def add_forward(self, name: str, compute: Callable[..., Any]) -> None:
         """Give the model a method that computes with its weights gathered, as its own forward does.
 
         Args:
             name: of the method.
-            compute: what it does; of its two outputs the first carries the gradient.
+            compute: what it does; a tensor, or some of which the first carries the gradient.
         """
 
-        def method(*args: Any) -> tuple[Tensor, Tensor]:
-            first, second = compute(*args)
-            return first.clone(), second  # hooks on a view would be lost by a change in place
+        def method(*args: Any) -> Any:
+            out = compute(*args)  # copied: hooks on a view would be lost by a change in place
+            return out.clone() if isinstance(out, Tensor) else (out[0].clone(), *out[1:])
 
         setattr(self.model, name, method)
         register_fsdp_forward_method(self.model, name)
@@ -173,6 +176,26 @@ class Sharding:
         """Every weight by name, in host memory, on rank 0; nothing elsewhere. Every rank takes part."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
+
+    def allocate(self, device: torch.device) -> None:
+        """Give the shards their memory, in place of the meta device. The buffers stay as they are."""
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.model.to_empty(device=device)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def own_rows(self) -> Iterator[tuple[str, Tensor, int]]:
+        """What this rank has of each saved tensor: its name, rows to write into, and the number of their first row.
+
+        Parameters are cut along their rows; some ranks may have none. Buffers are whole on every rank.
+        """
+        for name, tensor in saved_tensors(self.model):
+            if not isinstance(tensor, DTensor):
+                yield name, tensor, 0
+                continue
+            assert tensor.placements == (Shard(0),)
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            yield name, tensor.to_local(), offset[0]
 
     def load(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Take rank 0's weights and buffers. Every rank takes part; the other ranks' arguments are not looked at."""

@@ -1,13 +1,13 @@
 """Sampling with torch in the training process, on any device, from the training weights themselves.
 
-A prompt is computed once and its cache repeated; completions that have ended leave the batch. P prompts, N completions
-of them, S prompt positions.
+A prompt is computed once for all its completions. Completions that have ended leave the batch and others join it.
+N completions.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from cohort.errors import UserError
 from cohort.policy import Policy
-from cohort.records import Prompt
 from cohort.rollout.base import Sampled, SampleRequest, SamplingParams, StreamKey
-from cohort.rollout.kv_cache import make_cache
+from cohort.rollout.decoders import CacheDecoder, Decoder, SharedPromptDecoder
 from cohort.rollout.sampling import sample_tokens, uniform_stream
 
-# Dropping rows copies the cache, so it waits until this share of the batch has ended.
+# Dropping rows copies what they have in the cache, so it waits until this share of the batch has ended.
 _DROP_WHEN_ENDED = 0.15
+# Those that begin together are attended to in calls of their own; so a few do not begin by themselves.
+_JOIN_WHEN_FREE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,99 +67,82 @@ class Sampler:
             # one autocast around all: it casts the weights once. Not inference mode: what a model caches of such
             # tensors, like the tables of its rotary embedding, could not be used in training.
             with torch.no_grad(), self._policy.whole(), self._policy.autocast():
-                return [sampled for wave in self._waves(requests) for sampled in self._wave(wave, sampling, key)]
+                return self._sampled(requests, sampling, key)
         finally:
             model.train(was_training)
 
-    def _waves(self, requests: Sequence[SampleRequest]) -> Iterator[Sequence[SampleRequest]]:
-        """Whole requests, as many at a time as `max_num_seqs` admits."""
-        wave: list[SampleRequest] = []
-        for request in requests:
-            if wave and sum(len(r.indices) for r in wave) + len(request.indices) > self._max_num_seqs:
-                yield wave
-                wave = []
-            wave.append(request)
-        if wave:
-            yield wave
-
-    def _wave(
+    def _sampled(
         self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
-    ) -> Iterator[tuple[Sampled, ...]]:
+    ) -> list[tuple[Sampled, ...]]:
+        if not requests:
+            return []  # a rank's share may be empty
         uniforms = np.stack(
             [uniform_stream(key, r.prompt, i, sampling.max_completion_tokens) for r in requests for i in r.indices]
         )
         raw = self._rows(requests, sampling, torch.from_numpy(uniforms).to(self._policy.device))
         ends = frozenset(self._end_ids.tolist())
-        start = 0
-        for request in requests:
-            rows = range(start, start + len(request.indices))
-            start = rows.stop
-            yield tuple(
-                Sampled(
-                    token_ids=raw.tokens[n, : raw.lengths[n]],
-                    sampling_logprobs=raw.logprobs[n, : raw.lengths[n]],
-                    finish_reason="stop" if int(raw.tokens[n, raw.lengths[n] - 1]) in ends else "length",
-                )
-                for n in rows
+        sampled = [
+            Sampled(
+                token_ids=tokens[:length],
+                sampling_logprobs=logprobs[:length],
+                finish_reason="stop" if int(tokens[length - 1]) in ends else "length",
             )
+            for tokens, logprobs, length in zip(raw.tokens, raw.logprobs, raw.lengths, strict=True)
+        ]
+        stops = np.cumsum([len(r.indices) for r in requests])
+        return [tuple(sampled[stop - len(r.indices) : stop]) for r, stop in zip(requests, stops, strict=True)]
 
     def _rows(self, requests: Sequence[SampleRequest], sampling: SamplingParams, uniforms: Tensor) -> _Rows:
-        """Prefill P prompts, repeat each as often as it is asked for, decode until every row has ended."""
-        device, limit = self._policy.device, sampling.max_completion_tokens
-        logits, cache, mask, positions = self._prefill([r.prompt for r in requests])
-        counts = torch.tensor([len(r.indices) for r in requests], device=device)
-        rows = torch.arange(len(requests), device=device).repeat_interleave(counts)
-        cache.reorder_cache(rows)
-        logits, positions = logits[rows], positions[rows]
-        mask = torch.cat([mask[rows], mask.new_ones(len(rows), limit)], dim=1)
-        width = mask.shape[1] - limit
-        tokens = torch.zeros(len(rows), limit, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(len(rows), limit, dtype=logits.dtype, device=device)
-        lengths = torch.full((len(rows),), limit, device=device)
-        row = torch.arange(len(rows), device=device)  # which completion each row of the batch is
-        running = torch.ones(len(rows), dtype=torch.bool, device=device)
-        for t in range(limit):
-            chosen, logprob = sample_tokens(
-                logits, uniforms[row, t], temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+        """Decode, starting further requests as others end, until every completion has ended."""
+        device, limit, total = self._policy.device, sampling.max_completion_tokens, len(uniforms)
+        decoder: Decoder = (
+            SharedPromptDecoder(self._policy, limit=limit)
+            if self._policy.shares_prompts
+            else CacheDecoder(self._policy)
+        )
+        tokens = torch.zeros(total, limit, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(total, limit, dtype=torch.float64, device=device)
+        lengths = torch.zeros(total, dtype=torch.int64, device=device)
+        row = torch.zeros(0, dtype=torch.int64, device=device)  # which completion each row in flight is
+        t = torch.zeros_like(row)  # its next token
+        running = torch.zeros_like(row, dtype=torch.bool)  # one that has ended stays for a while, and means nothing
+        waiting, num_started = deque(requests), 0
+        logits: list[Tensor] = []
+        while waiting or len(row):
+            if joining := self._joining(waiting, len(row), decoder):
+                counts = [len(request.indices) for request in joining]
+                logits.append(decoder.start([request.prompt for request in joining], counts))
+                new = torch.arange(num_started, num_started + sum(counts), device=device)
+                num_started += len(new)
+                row, t = torch.cat([row, new]), torch.cat([t, torch.zeros_like(new)])
+                running = torch.cat([running, torch.ones_like(new, dtype=torch.bool)])
+            chosen, tokens_logprobs = sample_tokens(
+                torch.cat(logits),
+                uniforms[row, t],
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
             )
-            # a row that has ended stays in the batch for a while; what it makes goes nowhere
-            tokens[row[running], t], logprobs[row[running], t] = chosen[running], logprob[running]
-            ends = running & torch.isin(chosen, self._end_ids)
-            lengths[row[ends]] = t + 1
+            tokens[row, t], logprobs[row, t] = chosen, tokens_logprobs.double()
+            t = t + 1
+            ends = running & (torch.isin(chosen, self._end_ids) | (t == limit))
+            lengths[row[ends]] = t[ends]
             running &= ~ends
-            num_running = int(running.sum())
-            if num_running == 0 or t + 1 == limit:
-                break
-            if num_running <= (1 - _DROP_WHEN_ENDED) * len(row):
+            num_running, oldest = torch.stack([running.sum(), t.max()]).tolist()
+            if num_running <= (1 - _DROP_WHEN_ENDED) * len(row) or oldest == limit:
                 keep = running.nonzero().squeeze(-1)
-                cache.reorder_cache(keep)
-                row, chosen, mask, positions = row[keep], chosen[keep], mask[keep], positions[keep]
-                running = running[keep]
-            logits = self._policy.next_token_logits(
-                input_ids=chosen.unsqueeze(-1),
-                attention_mask=mask[:, : width + t + 1],
-                position_ids=(positions + t).unsqueeze(-1),
-                past_key_values=cache,
-            )
-        return _Rows(
-            tokens=tokens.cpu().numpy(), logprobs=logprobs.double().cpu().numpy(), lengths=lengths.cpu().numpy()
-        )
+                decoder.keep(keep)
+                row, t, running, chosen = row[keep], t[keep], running[keep], chosen[keep]
+            logits = [decoder.step(chosen)] if len(row) else []
+        return _Rows(tokens=tokens.cpu().numpy(), logprobs=logprobs.cpu().numpy(), lengths=lengths.cpu().numpy())
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Each prompt once, padded on the left: logits [P, V], cache, mask [P, S], next position [P]."""
-        width = max(len(p.token_ids) for p in prompts)
-        input_ids = np.full((len(prompts), width), self._policy.pad_token_id, dtype=np.int64)
-        mask = np.zeros((len(prompts), width), dtype=np.int64)
-        for i, prompt in enumerate(prompts):
-            input_ids[i, width - len(prompt.token_ids) :] = prompt.token_ids
-            mask[i, width - len(prompt.token_ids) :] = 1
-        device = self._policy.device
-        mask_PS = torch.from_numpy(mask).to(device)
-        cache = make_cache(self._policy.model.config)
-        logits = self._policy.next_token_logits(
-            input_ids=torch.from_numpy(input_ids).to(device),
-            attention_mask=mask_PS,
-            position_ids=(mask_PS.cumsum(dim=-1) - 1).clamp(min=0),
-            past_key_values=cache,
-        )
-        return logits, cache, mask_PS, mask_PS.sum(dim=-1)
+    def _joining(self, waiting: deque[SampleRequest], num_rows: int, decoder: Decoder) -> list[SampleRequest]:
+        """Takes the requests that start now: as many as `max_num_seqs` admits beside the rows in flight."""
+        free = self._max_num_seqs - num_rows
+        if num_rows and not (decoder.can_join and free >= _JOIN_WHEN_FREE * self._max_num_seqs):
+            return []
+        joining: list[SampleRequest] = []
+        while waiting and (len(waiting[0].indices) <= free or not (num_rows or joining)):
+            joining.append(waiting.popleft())
+            free -= len(joining[-1].indices)
+        return joining

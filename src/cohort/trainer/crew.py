@@ -5,23 +5,24 @@ With one process there is nobody to tell, and a command is a call.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cohort.algorithms import Algorithm
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
 from cohort.distributed import Ranks
-from cohort.engine import OptimResult, TrainEngine, TrainResult, find_budget
+from cohort.engine import OptimResult, TrainEngine, TrainResult, find_budget, must_fit
 from cohort.errors import OutOfStepError, TrainingError
-from cohort.metrics import PhaseClock, peak_memory_bytes
+from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
 from cohort.policy import Policy
 from cohort.records import TrainSequence
 from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
+
+_PHASES = {"sample": "rollout", "forward_backward": "train", "optim_step": "optim"}  # verb -> phase of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Crew:
     engine: TrainEngine
     sampler: Sampler
     tokenizer: Any  # rank 0's; None elsewhere
+    memory: PeakMemory
     moving: PhaseClock = field(default_factory=PhaseClock)  # time of handing data from rank to rank
 
     def sample(
@@ -94,9 +96,9 @@ class Crew:
         """Time that rank 0 has spent handing data to and from the others since the last call."""
         return self.moving.take().get("time/move_s", 0.0)
 
-    def peak_memory_bytes(self) -> int:
-        """The largest of all ranks."""
-        return max(self._all("peak_memory"))
+    def peak_memory(self) -> dict[str, int]:
+        """Peak bytes by phase since the last call, and since the start; of each the largest of all ranks."""
+        return largest_peaks(self._all("peak_memory"))
 
     def stop(self) -> None:
         """Let the other ranks go."""
@@ -133,7 +135,8 @@ class Crew:
         with self.moving.phase("move"):
             share = (self.ranks.scatter(shares),) if has_shares else ()
         try:
-            result = getattr(self, f"_{verb}_on_rank")(*share, **arguments)
+            with self._phase(verb, arguments):
+                result = getattr(self, f"_{verb}_on_rank")(*share, **arguments)
         except OutOfStepError:
             raise  # the others are waiting inside of the verb: this process has to end
         except TrainingError as error:
@@ -142,22 +145,30 @@ class Crew:
         with self.moving.phase("move"):
             return self.ranks.gather(result)
 
+    def _phase(self, verb: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """The phase of a step that a verb is, as the metrics name it. Sampling for an evaluation is none of it."""
+        if verb not in _PHASES or (verb == "sample" and arguments["key"].purpose != "train"):
+            return nullcontext()
+        return self.memory.phase(_PHASES[verb])
+
     def _sample_on_rank(
         self, requests: Sequence[SampleRequest], *, sampling: SamplingParams, key: StreamKey
     ) -> list[tuple[Sampled, ...]]:
-        try:
+        with must_fit(
+            "while sampling, for which every process needs the whole model and the cache of rollout.max_num_seqs "
+            "completions; lower rollout.max_num_seqs or rollout.max_completion_tokens"
+        ):
             return self.sampler.sample(requests, sampling, key)
-        except torch.OutOfMemoryError as error:
-            raise OutOfStepError(
-                "out of memory while sampling, for which every process needs the whole model and the cache of "
-                "rollout.max_num_seqs completions; lower rollout.max_num_seqs or rollout.max_completion_tokens"
-            ) from error
 
     def _forward_backward_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
         return self.engine.forward_backward(batch, self.algorithm.policy_loss)
 
     def _optim_step_on_rank(self) -> OptimResult:
-        return self.engine.optim_step()
+        with must_fit(
+            "in the update: weights, gradients and the optimizer's state do not fit together; use more processes, or "
+            "model.dtype: bfloat16"
+        ):
+            return self.engine.optim_step()
 
     def _save_on_rank(self, *, root: Path, state: TrainerState, keep: int) -> None:
         save_checkpoint(
@@ -182,5 +193,5 @@ class Crew:
             most_tokens=most_tokens,
         )
 
-    def _peak_memory_on_rank(self) -> int:
-        return peak_memory_bytes(self.policy.device)
+    def _peak_memory_on_rank(self) -> dict[str, int]:
+        return self.memory.take()

@@ -14,7 +14,7 @@ from cohort.distributed import ALONE, Ranks
 from cohort.engine import TrainResult
 from cohort.errors import OutOfStepError, TrainingError, UserError
 from cohort.evaluation import evaluate
-from cohort.metrics import MetricsWriter, PhaseClock, rollout_metrics
+from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, rollout_metrics, speed_metrics
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.rollout import StreamKey
@@ -67,6 +67,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 num_steps=inputs.plan.num_steps,
                 checkpoint=checkpoint,
                 micro_batch_tokens=first_budget(config, inputs, state, ranks.world_size),
+                longest_sequence_tokens=inputs.longest_path_tokens,
             )
             ranks.command(order)
             others_wait = False
@@ -74,6 +75,8 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             others_wait = True
             run = build_run(config, inputs, crew, state)
             check_disk_space(config, crew.policy, folder.path)
+            for note in crew.policy.notes():
+                display.note(note)
             folder.rewind(state.steps_done if state else 0)
             return _Training(config, run, folder, display).run()
         finally:
@@ -106,6 +109,9 @@ class _Training:
         self.started = time.perf_counter()
         self.warned_of_long_sequences = False
         self.warned_of_different_logprobs = False
+        policy = run.crew.policy
+        self.flops = flops_of(policy.model)
+        self.device_peak = device_peak_flops(policy.device, policy.compute_dtype or policy.dtype)
         self.metrics = MetricsWriter(
             folder.path,
             log=config.run.log,
@@ -236,9 +242,30 @@ class _Training:
             "out_of_memory": sum(p.num_out_of_memory for p in losses),
             "sequences_over_budget": batch.num_over_budget,
             "processes": crew.ranks.world_size,
-            "memory/peak_bytes": crew.peak_memory_bytes(),
             "time/move_s": crew.seconds_moving(),
+            **crew.peak_memory(),
+            **speed_metrics(
+                self._train_flops(batch, losses),
+                seconds=times["time/train_s"],
+                num_processes=crew.ranks.world_size,
+                peak=self.device_peak,
+            ),
+            **_saving(losses),
         }
+
+    def _train_flops(self, batch: TrainBatch, losses: Sequence[TrainResult]) -> float:
+        """Operations of the step's passes: the policy's there and back, the reference's there."""
+        total = 0.0
+        for update, done in enumerate(losses):
+            sizes = {
+                "tokens": done.num_inputs,
+                "scored": batch.num_scored_tokens,
+                "pairs": done.attention_pairs,
+            }
+            total += self.flops.forward_backward(**sizes)
+            if self.parts.crew.engine.has_reference and update == 0:
+                total += self.flops.forward(**sizes)
+        return total
 
     def _evaluate_where_due(self, steps_done: int) -> None:
         evaluation = self.parts.inputs.evaluation
@@ -297,3 +324,10 @@ class _Training:
 def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric's mean over the updates of a step."""
     return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+
+def _saving(losses: Sequence[TrainResult]) -> dict[str, float]:
+    """The share of the prompt tokens of the sequences computed that sharing prompts spared."""
+    spared = sum(done.num_unshared_inputs - done.num_inputs for done in losses)
+    whole = spared + sum(done.num_prompt_inputs for done in losses)
+    return {"prompt_tokens_saved": spared / whole if whole else 0.0}

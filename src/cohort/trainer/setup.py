@@ -18,12 +18,13 @@ from cohort.distributed import Ranks, Stopped
 from cohort.engine import TrainEngine, learning_rate_factor
 from cohort.errors import UserError
 from cohort.evaluation import Evaluation, pick_success_reward
-from cohort.metrics import check_loggers
+from cohort.metrics import PeakMemory, check_loggers
 from cohort.plan import RunPlan, plan_run
 from cohort.policy import (
     Collectives,
     Policy,
     check_lengths,
+    check_offload,
     check_vocabulary,
     end_token_ids,
     load_policy,
@@ -51,6 +52,16 @@ class Inputs:
     def longest_sequence_tokens(self) -> int:
         """Input tokens of the longest training prompt with the longest completion."""
         return max(len(p.token_ids) for p in self.prompts.prompts) + self.plan.max_completion_tokens - 1
+
+    @property
+    def longest_path_tokens(self) -> int:
+        """The same over training and evaluation: the most that the model ever sees at a time."""
+        if self.evaluation is None:
+            return self.longest_sequence_tokens
+        longest = (
+            max(len(p.token_ids) for p in self.evaluation.prompts) + self.evaluation.sampling.max_completion_tokens
+        )
+        return max(self.longest_sequence_tokens, longest - 1)
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
         """What a person should know of the data before the run starts."""
@@ -120,6 +131,7 @@ class BuildOrder:
     num_steps: int
     checkpoint: Path | None  # to go on from
     micro_batch_tokens: int  # the budget to begin with
+    longest_sequence_tokens: int  # that there can be
 
 
 def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch.device, tokenizer: Any) -> Crew:
@@ -139,20 +151,18 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     rollout, train = config.rollout, config.train
     _check_folder_is_shared(order.folder, ranks)
     path = config.model.path if order.checkpoint is None else str(order.checkpoint)
-    collectives = Collectives()
-    policy = load_policy(
-        config.model.model_copy(update={"path": path}),
+    load = partial(
+        load_policy,
         device=device,
         tokenizer=tokenizer,
         ranks=ranks,
-        collectives=collectives,
+        collectives=Collectives(),
+        longest_sequence_tokens=order.longest_sequence_tokens,
     )
+    policy = load(config.model.model_copy(update={"path": path}))
+    ranks.first(lambda: _check_head(config, policy))
     algorithm = build_algorithm(config.algorithm, max_completion_tokens=rollout.max_completion_tokens)
-    reference = None
-    if algorithm.needs_reference:
-        reference = load_policy(
-            config.model, device=device, tokenizer=tokenizer, trainable=False, ranks=ranks, collectives=collectives
-        )
+    reference = load(config.model, trainable=False) if algorithm.needs_reference else None
     factor = partial(
         learning_rate_factor,
         warmup=train.warmup_steps * train.updates_per_rollout,
@@ -180,7 +190,21 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         engine=engine,
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
+        memory=PeakMemory(device),
     )
+
+
+def _check_head(config: Config, policy: Policy) -> None:
+    """Compare the `train` section with the model's head.
+
+    Raises:
+        UserError: a key has no effect on it.
+    """
+    if config.train.gradients_in_forward and not policy.has_plain_head:
+        raise UserError(
+            "train.gradients_in_forward: true has no effect on this model, whose head is not a linear layer that is "
+            "known here, so that it computes its full logits; remove it"
+        )
 
 
 def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
@@ -233,9 +257,10 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: `hardware.device` does not exist on this machine.
+        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` pointless.
     """
     device = resolve_device(config.hardware.device)
+    check_offload(config.model, device)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
@@ -245,7 +270,8 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
                 f"hardware.device: cpu"
             )
         device = torch.device("cuda", ranks.local_rank)
-        torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
 
 

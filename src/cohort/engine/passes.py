@@ -1,0 +1,112 @@
+"""The passes of a step: micro-batches forward and backward, and prompts of streams, forward first and backward last."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+
+from cohort.batch import MicroBatch
+from cohort.engine.accumulation import Accumulation, Done, attempt, must_fit
+from cohort.engine.loss import StepLoss, per_sequence
+from cohort.engine.totals import Totals
+from cohort.engine.work import Piece, Sequences, Stream
+from cohort.packing import collate, collate_part, collate_prompt
+from cohort.policy import OpenPrompt, Policy
+from cohort.records import TrainSequence
+
+
+class Passes:
+    """Adds the gradient of pieces and streams to the parameters', and keeps what comes out of them."""
+
+    def __init__(self, loss: StepLoss, accumulation: Accumulation):
+        """Of one pass over a step's sequences.
+
+        Args:
+            loss: of their tokens.
+            accumulation: of the gradients.
+        """
+        self.totals = Totals()
+        self.logprobs: dict[int, torch.Tensor] = {}  # sequence index -> [C], of the old policy
+        self._loss = loss
+        self._policy = loss.policy
+        self._accumulation = accumulation
+
+    def compute(self, piece: Piece, prompt: OpenPrompt | None) -> Done | None:
+        """Add a piece's gradient. None if that went well; where memory ran out, whose gradients have been added.
+
+        Args:
+            piece: to compute; an empty one keeps step with the other ranks.
+            prompt: that a part of a stream goes on from.
+        """
+        nothing = Passes(self._loss, self._accumulation)  # what comes of it is of no use
+        return attempt(
+            self._accumulation,
+            piece.done,
+            lambda: self._micro_batch(piece.sequences, prompt if piece.in_stream else None),
+            lambda: nothing._micro_batch((), None),
+        )
+
+    def open(self, stream: Stream | None) -> OpenPrompt:
+        """Forward of a stream's prompt; of nothing in particular where this rank has no stream."""
+        prompt = stream.prompt if stream else np.zeros(0, dtype=np.int64)
+        num_tokens = len(prompt)
+        self.totals.count(
+            {
+                "num_inputs": num_tokens,
+                "num_positions": num_tokens,
+                "num_prompt_inputs": num_tokens,
+                "attention_pairs": num_tokens * (num_tokens + 1) // 2,
+            }
+        )
+        with _prompt_must_fit(num_tokens):
+            return self._policy.open_prompt(on_device(collate_prompt(prompt), self._policy))
+
+    def close(self, stream: Stream | None, prompt: OpenPrompt) -> None:
+        """Backward of an open prompt."""
+        self._accumulation.begin(stream.done if stream else frozenset())
+        with _prompt_must_fit(len(stream.prompt) if stream else 0):
+            prompt.backward()
+        self._accumulation.end()
+
+    def _micro_batch(self, sequences: Sequences, prompt: OpenPrompt | None) -> None:
+        """Forward and backward of some sequences, or of none: to stay in step with the other ranks."""
+        branch = None if prompt is None else prompt.branch()
+        share = self._policy.shares_prompts
+        on_host = collate(sequences, share_prompts=share) if branch is None else collate_part(sequences)
+        micro_batch = on_device(on_host, self._policy)
+        out = self._loss(micro_batch, sequences, branch)
+        if out.loss.requires_grad:
+            (out.loss * self._accumulation.scale).backward()
+        self.logprobs |= per_sequence(out.old_logprobs, sequences)
+        self.totals.add(out.sums, differences=(out.old_logprobs - micro_batch.sampling_logprobs).abs())
+        if sequences:
+            self.totals.count(_counts(on_host, sequences, self._policy))
+        if prompt is not None and branch is not None:
+            prompt.add(branch)
+
+
+def _prompt_must_fit(num_tokens: int) -> AbstractContextManager[None]:
+    return must_fit(
+        f"on a prompt of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true where it "
+        f"is not, or lower rollout.max_prompt_tokens"
+    )
+
+
+def on_device(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
+    """A micro-batch where the policy computes, its real numbers in float32 or wider."""
+    return micro_batch.to(policy.device, torch.promote_types(policy.dtype, torch.float32))
+
+
+def _counts(micro_batch: MicroBatch, sequences: Sequence[TrainSequence], policy: Policy) -> dict[str, int]:
+    """What a micro-batch on the host comes to."""
+    num_inputs = len(micro_batch.input_ids)
+    num_prompt_inputs = num_inputs - sum(s.num_completion_tokens - 1 for s in sequences)
+    return {
+        "num_inputs": num_inputs,
+        "num_positions": policy.num_positions(micro_batch),
+        "num_unshared_inputs": sum(len(s.token_ids) - 1 for s in sequences),
+        "num_prompt_inputs": num_prompt_inputs,  # of a part of a stream: none
+        # a token sees all of its sequence up to itself, wherever that is in the row
+        "attention_pairs": num_inputs + int(micro_batch.position_ids.sum()),
+    }

@@ -1,0 +1,215 @@
+"""Which way of computing micro-batches fits a model, and why not a better one.
+
+The architecture is looked at first. Then short sequences are computed in both ways, forward and backward, so that a
+model with a twist that is not known here, or a kernel that fails, costs time and never correctness.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from cohort.batch import MicroBatch
+from cohort.policy import attention
+from cohort.policy.forward import forward
+from cohort.segments import ROOT, lay_out
+
+# How a model computes a micro-batch: "shared" is one row in which completions may go on from one prompt, "packed" one
+# row of whole sequences, and "padded" whole sequences as rows of equal length.
+Layout = Literal["shared", "packed", "padded"]
+
+_MEASURES_ALL = frozenset({"dynamic", "longrope"})  # RoPE whose frequencies follow the longest sequence of a call
+_RECURRENT = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "conv_L_cache", "linear_conv_kernel_dim")
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError)
+# Groups of the probe: a prompt, and its completions without their last tokens, which are not inputs. The second prompt
+# is one token long, and an empty completion is scored at its prompt's last token.
+_PROBE = (
+    ((1, 2, 3, 8, 2), ((5, 6, 1), (), (6, 5, 7, 9))),
+    ((4,), ((7, 8, 9), (9,))),
+    ((3, 9, 4), ((2, 7),)),
+)
+
+
+def choose_layout(
+    model: Any, module: Any, output: Callable[[Any], Tensor], *, longest_sequence_tokens: int | None = None
+) -> tuple[Layout, str | None]:
+    """The first of "shared", "packed" and "padded" that computes what the model itself does; readies the model for it.
+
+    Args:
+        model: the whole model. Its attention implementation is changed unless it stays "padded".
+        module: what is called in training: the model or its body.
+        output: picks the tensor [rows, positions, H] from what the module returns.
+        longest_sequence_tokens: of all that will be computed; None where it is not known.
+
+    Returns:
+        the layout, and the reason why it is not "shared": words that go on from "because".
+    """
+    own = model.config._attn_implementation
+    reason = next(_reasons(model, longest_sequence_tokens), None)
+    if reason is not None:
+        return "padded", reason
+    was_training = model.training
+    model.eval()
+    try:
+        expected = _probe(model, module, output, "padded")
+        if isinstance(expected, Exception):
+            return "padded", f"it could not be tried out ({_short(expected)})"
+        try:
+            model.set_attn_implementation(attention.NAME)
+        except _FAILURES as error:
+            return "padded", f"its attention cannot be replaced ({_short(error)})"
+        tolerance = 3e-2 if _is_narrow(model) else 1e-4
+        layouts: tuple[Layout, ...] = ("shared", "packed")
+        for layout in layouts:
+            difference = _differences(_probe(model, module, output, layout), expected, tolerance)
+            if difference is None:
+                return layout, reason
+            reason = f"{_NAMES[layout]} {difference}"
+        model.set_attn_implementation(own)
+        return "padded", reason
+    finally:
+        model.train(was_training)
+
+
+_NAMES = {"shared": "a row with shared prompts", "packed": "a row of several sequences"}
+
+
+def _is_narrow(model: Any) -> bool:
+    """Whether products are in bfloat16, by the weights or by the caller's autocast."""
+    weight = next(model.parameters())
+    return weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)
+
+
+def _differences(actual: "_Outcome | Exception", expected: "_Outcome", tolerance: float) -> str | None:
+    """What is wrong with what a layout computes, or None."""
+    if isinstance(actual, Exception):
+        return f"cannot be computed ({_short(actual)})"
+    checks = (
+        ("outputs", actual.outputs, expected.outputs, tolerance),
+        ("gradients", actual.gradient, expected.gradient, 5 * tolerance),  # sums over all tokens
+    )
+    for name, mine, theirs, limit in checks:
+        error = ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
+        if not error <= limit:  # so for NaN
+            rounding = f"rounding is below {limit:.0e}"
+            return f"gives other {name} than the model (by {error:.1g} of the largest, where {rounding})"
+    return None
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def _reasons(model: Any, longest: int | None) -> Iterator[str]:
+    """What the config and the modules tell against packed rows."""
+    config = model.config.get_text_config()
+    own = model.config._attn_implementation
+    if own not in ("sdpa", "eager", attention.NAME):
+        yield f"its attention implementation is {own}, and packed rows stand in for sdpa and eager only"
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        yield f"it has layers of type {', '.join(sorted(others))}, and packed rows know full attention and windows only"
+    windows = set()
+    for layer in DynamicCache(config=model.config).layers:  # knows of windows that layer_types does not tell
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.add(layer.sliding_window)
+        elif type(layer) is not DynamicLayer:
+            yield "some of its layers keep more than the keys and values of full attention"
+    if any(getattr(config, name, None) for name in _RECURRENT):
+        yield "it has state-space or convolutional layers, whose state would run on into the next sequence"
+    if windows and (longest is None or longest > min(windows)):
+        than = "its sequences may be" if longest is None else f"its longest sequence of {longest} tokens is"
+        yield f"{than} longer than its attention window of {min(windows)} tokens"
+    if getattr(config, "attn_logit_softcapping", None):
+        yield "its attention scores are softcapped"
+    if any(name.rpartition(".")[-1] == "sinks" for name, _ in model.named_parameters()):
+        yield "its attention has sinks"
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+        yield "its attention is not causal"
+    if _has_dropout(model, config):
+        yield "it has dropout, of which completions would share the random numbers of their prompt"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind not in _MEASURES_ALL:
+            continue
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if longest is None or longest > original:
+            yield f"the frequencies of its {kind} RoPE depend on what else is in the row"
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The RoPE settings of a config: one for all layers, or one for each type of layer."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [s for s in settings.values() if isinstance(s, Mapping)]
+    return nested or [settings]
+
+
+def _has_dropout(model: Any, config: Any) -> bool:
+    """Whether training draws random numbers."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    return any((getattr(config, name, None) or 0.0) > 0 for name in ("attention_dropout", "attn_pdrop"))
+
+
+class _Outcome(NamedTuple):
+    """What a layout makes of the probe's sequences, where their completions are predicted."""
+
+    outputs: Tensor  # [positions, H]
+    gradient: Tensor  # by a small weight before the first attention; [1] of zeros where there is none
+
+
+def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Layout) -> _Outcome | Exception:
+    """What the probe's sequences come to in one layout; or why they cannot be computed."""
+    device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    segments: list[tuple[int, ...]] = []
+    roots: list[int] = []
+    offsets: list[int] = []
+    source: list[int] = []
+
+    def add(tokens: tuple[int, ...], root: int, offset: int) -> range:
+        start = sum(map(len, segments))
+        segments.append(tokens)
+        roots.append(root)
+        offsets.append(offset)
+        return range(start, start + len(tokens))
+
+    for prompt, completions in _PROBE:
+        if layout == "shared":
+            root = len(segments)
+            last = add(prompt, ROOT, 0)[-1]
+            for completion in completions:
+                source += [last, *(add(completion, root, len(prompt)) if completion else ())]
+        else:
+            for completion in completions:
+                source += add(prompt + completion, ROOT, 0)[len(prompt) - 1 :]
+    nothing = torch.zeros(0, device=device)
+    micro_batch = MicroBatch(
+        input_ids=torch.tensor([token for s in segments for token in s], device=device) % vocabulary,
+        position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
+        segments=lay_out([len(s) for s in segments], roots).to(device),
+        source=torch.tensor(source, device=device),
+        targets=nothing,
+        sampling_logprobs=nothing,
+        advantages=nothing,
+        loss_weights=nothing,
+        sequence_ids=nothing,
+    )
+    weight = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), None)
+    was_trained = weight is not None and weight.requires_grad
+    try:
+        with torch.set_grad_enabled(weight is not None):
+            if weight is not None:
+                weight.requires_grad_(True)
+            outputs = forward(module, micro_batch, output, padded=layout == "padded").float()
+            if weight is None:
+                return _Outcome(outputs, outputs.new_zeros(1))
+            signs = torch.linspace(-1.0, 1.0, outputs.numel(), device=device).view_as(outputs).sin()
+            (gradient,) = torch.autograd.grad((outputs * signs).sum(), weight)
+            return _Outcome(outputs.detach(), gradient.float())
+    except _FAILURES as error:
+        return error
+    finally:
+        if weight is not None:
+            weight.requires_grad_(was_trained)

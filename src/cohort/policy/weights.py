@@ -1,0 +1,217 @@
+"""Weights in safetensors files: where each tensor lies, whether the files are whole, and reading rows of a tensor.
+
+A file is the length of its header in 8 bytes, the header in JSON, and the tensors' bytes one after another
+(https://huggingface.co/docs/safetensors). All but the tensors is read to check it. Tensors are read at their offsets
+and not through a memory map: what is read is counted against nothing but its destination, and a file that shrinks while
+it is read is an error and not the end of the process.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cohort.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+_LFS = b"version https://git-lfs"
+_LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies."""
+
+    file: Path
+    start: int  # its first byte in the file
+    shape: tuple[int, ...]
+    stored_dtype: str  # the format's name, as BF16
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None where torch has to be told how to read it, as of 8-bit floats with scales elsewhere."""
+        return _DTYPES.get(self.stored_dtype)
+
+
+def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, StoredTensor]:
+    """The tensors of a model folder by name, from the headers of its safetensors files; empty where it has none.
+
+    Raises:
+        UserError: a file is missing, truncated or something else; the message names it and begins with `field`.
+    """
+    try:
+        if (folder / SINGLE).is_file():
+            return _read_header(folder / SINGLE)
+        if (folder / INDEX).is_file():
+            return _read_shards(folder / INDEX)
+        return {}
+    except (ValueError, OSError) as error:
+        raise UserError(f"{field}: {error}") from error
+
+
+def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, Any], *, field: str) -> None:
+    """Compare the embedding with config.json, where both have their usual names.
+
+    Raises:
+        UserError: they do not belong together.
+    """
+    embedding = weights.get("model.embed_tokens.weight")
+    vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
+    if embedding is None or not isinstance(vocabulary, int) or not isinstance(hidden, int):
+        return
+    rows, columns = embedding.shape if len(embedding.shape) == 2 else (vocabulary, hidden)
+    if rows < vocabulary or columns != hidden:  # some models have more rows than their vocabulary
+        raise UserError(
+            f"{field}: {embedding.file}: the embedding is {rows} x {columns}, and config.json says vocab_size "
+            f"{vocabulary} and hidden_size {hidden}; weights and config.json are of different models"
+        )
+
+
+def digest(weights: Mapping[str, StoredTensor]) -> str:
+    """The same for two folders whose files hold the same tensors at the same places."""
+    lines = sorted(f"{name} {t.file.name} {t.start} {t.shape} {t.stored_dtype}" for name, t in weights.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def read_rows(wanted: Iterable[tuple[StoredTensor, Tensor, int]]) -> None:
+    """Read rows into their places, one tensor after another, with the dtype and device of the place.
+
+    No more than one place's bytes are held besides the places, and nothing where a place is in host memory and has the
+    file's dtype.
+
+    Args:
+        wanted: of each tensor the place [rows, ...] and the number of its first row.
+
+    Raises:
+        UserError: a file ends too early or cannot be read.
+    """
+    for stored, into, first_row in wanted:
+        if into.numel():  # some ranks have no rows of a small one
+            _read_rows_of(stored, into.detach(), first_row)
+
+
+def _read_rows_of(stored: StoredTensor, into: Tensor, first_row: int) -> None:
+    assert stored.dtype is not None and into.shape[1:] == stored.shape[1:]
+    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
+    rows = into if direct else torch.empty(into.shape, dtype=stored.dtype)
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start + first_row * row_bytes)
+            _fill(file, rows.reshape(-1).view(torch.uint8))
+    except OSError as error:
+        raise UserError(f"model.path: {stored.file}: cannot be read: {error}") from error
+    if not direct:
+        into.copy_(rows)
+
+
+def _fill(file: Any, place: Tensor) -> None:
+    """Fill `place` (bytes); one call reads 2 GiB at most."""
+    view, done = place.numpy(), 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise OSError(f"it ended {len(view) - done} bytes too early; it has been changed since it was checked")
+        done += count
+
+
+def _read_shards(index: Path) -> dict[str, StoredTensor]:
+    """The tensors that an index names.
+
+    Raises:
+        ValueError: what is wrong with the index or a file that it names.
+    """
+    text = index.read_bytes()
+    if text.startswith(_LFS):
+        raise ValueError(_lfs_message(index))
+    try:
+        names = json.loads(text)["weight_map"]
+        shards = sorted(set(names.values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of weights ({error!r}); copy it again") from None
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise ValueError(
+            f"{index} names {len(shards)} files, and {len(missing)} of them are missing: {_few(missing)}; copy them "
+            f"into the folder"
+        )
+    held = {shard: _read_header(index.parent / shard) for shard in shards}
+    absent = sorted(name for name, shard in names.items() if name not in held[shard])
+    if absent:
+        raise ValueError(
+            f"{index} names {len(absent)} tensors that are not in their files: {_few(absent)}; index and files are of "
+            f"different models"
+        )
+    return {name: held[shard][name] for name, shard in names.items()}
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file.
+
+    Raises:
+        ValueError: what is wrong with the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(64)
+        if start.startswith(_LFS):
+            raise ValueError(_lfs_message(path))
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > _LARGEST_HEADER_BYTES:
+            raise ValueError(f"{path} ({size} bytes) is not a safetensors file; copy or download it again")
+        if 8 + length > size:
+            raise ValueError(
+                f"{path} is truncated: it has {size} bytes, and its header alone ends at byte {8 + length}; copy or "
+                f"download it again"
+            )
+        file.seek(8)
+        header = file.read(length)
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+        tensors = {
+            name: StoredTensor(
+                file=path,
+                start=8 + length + int(entry["data_offsets"][0]),
+                shape=tuple(int(n) for n in entry["shape"]),
+                stored_dtype=str(entry["dtype"]),
+            )
+            for name, entry in entries.items()
+        }
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path}: its header is broken ({error!r}); copy or download it again") from None
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        what = "is truncated" if size < expected else "is longer than its header says"
+        raise ValueError(f"{path} {what}: it has {size} bytes and should have {expected}; copy or download it again")
+    for name, entry in entries.items():
+        _check_extent(path, name, tensors[name], entry["data_offsets"])
+    return tensors
+
+
+def _check_extent(path: Path, name: str, tensor: StoredTensor, offsets: Any) -> None:
+    begin, end = int(offsets[0]), int(offsets[1])
+    needed = None if tensor.dtype is None else math.prod(tensor.shape) * tensor.dtype.itemsize
+    if begin < 0 or end < begin or (needed is not None and end - begin != needed):
+        raise ValueError(
+            f"{path}: its header is broken: {name} of shape {list(tensor.shape)} in {tensor.stored_dtype} lies in "
+            f"bytes {begin} to {end}; copy or download it again"
+        )
+
+
+def _lfs_message(path: Path) -> str:
+    return f"{path} is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

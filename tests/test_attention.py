@@ -1,0 +1,365 @@
+"""Attention over segments, in every backend, against one dense mask."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cohort.packing import collate, collate_part, collate_prompt
+from cohort.policy import OpenPrompt, Policy
+from cohort.policy.activations import enable_gradient_checkpointing
+from cohort.policy.attention import KeyValues, cascade, flex, interface, varlen
+from cohort.policy.forward import forward
+from cohort.segments import PREFIX, ROOT, Segments, lay_out
+from tiny import gradients, make_model, policy_of, random_sequences, relative_error
+
+Groups = list[tuple[int, list[int]]]  # tokens of each root and of its branches
+LENGTHS = st.integers(1, 90)
+GROUPS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, max_size=4)), min_size=1, max_size=3)
+UNEVEN: Groups = [(5, [3, 1, 7]), (1, [2, 70]), (100, [3, 66, 9]), (4, [])]
+
+
+def segments_of(groups: Groups, prefix: tuple[int, list[int]] | None = None) -> Segments:
+    """A row of roots and their branches, after the branches of a prefix."""
+    num_prefix, branches = prefix or (0, [])
+    lengths, roots = list(branches), [PREFIX] * len(branches)
+    for root_length, branch_lengths in groups:
+        root = len(lengths)
+        lengths += [root_length, *branch_lengths]
+        roots += [ROOT, *[root] * len(branch_lengths)]
+    return lay_out(lengths, roots, prefix_tokens=num_prefix)
+
+
+def dense_mask(segments: Segments) -> Tensor:
+    """Which keys of prefix and row each query sees, [S, P + S], token by token."""
+    num_before, num_tokens = segments.prefix_tokens, segments.num_tokens
+    mask = torch.zeros(num_tokens, num_before + num_tokens, dtype=torch.bool)
+    starts = [sum(segments.lengths[:n]) for n in range(len(segments.lengths))]
+    for start, length, root in zip(starts, segments.lengths, segments.roots, strict=True):
+        for token in range(start, start + length):
+            mask[token, num_before + start : num_before + token + 1] = True
+            if root == PREFIX:
+                mask[token, :num_before] = True
+            elif root != ROOT:
+                mask[token, num_before + starts[root] : num_before + starts[root] + segments.lengths[root]] = True
+    return mask
+
+
+def make_inputs(segments: Segments, *, dtype: torch.dtype = torch.float64, value_dim: int = 8) -> dict[str, Tensor]:
+    """Queries of 6 heads, keys and values of 2, and those of the prefix."""
+    torch.manual_seed(0)
+    num_tokens, num_before = segments.num_tokens, segments.prefix_tokens
+    shapes = {
+        "query": (num_tokens, 6, 8),
+        "key": (num_tokens, 2, 8),
+        "value": (num_tokens, 2, value_dim),
+        "prefix_key": (num_before, 2, 8),
+        "prefix_value": (num_before, 2, value_dim),
+    }
+    return {name: torch.randn(*shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
+
+
+def reference(x: dict[str, Tensor], segments: Segments, scale: float) -> Tensor:
+    key, value = torch.cat([x["prefix_key"], x["key"]]), torch.cat([x["prefix_value"], x["value"]])
+    key, value = key.repeat_interleave(3, dim=1), value.repeat_interleave(3, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", x["query"], key) * scale
+    probs = scores.masked_fill(~dense_mask(segments), -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", probs, value)
+
+
+def run(backend: Any, x: dict[str, Tensor], segments: Segments, scale: float) -> Tensor:
+    prefix = (x["prefix_key"], x["prefix_value"]) if segments.prefix_tokens else None
+    return backend(x["query"], x["key"], x["value"], segments, prefix=prefix, scale=scale)
+
+
+def worst_error(backend: Any, segments: Segments, *, value_dim: int = 8, dtype: torch.dtype = torch.float64) -> float:
+    """Largest difference from the dense mask, in outputs and in gradients."""
+    x = make_inputs(segments, dtype=dtype, value_dim=value_dim)
+    actual, expected = run(backend, x, segments, 0.3), reference(x, segments, 0.3)
+    upstream = torch.randn_like(expected)
+    differences = [actual - expected]
+    used = [t for name, t in x.items() if segments.prefix_tokens or not name.startswith("prefix")]
+    for mine, theirs in zip(
+        torch.autograd.grad(actual, used, upstream), torch.autograd.grad(expected, used, upstream), strict=True
+    ):
+        differences.append(mine - theirs)
+    return max(d.abs().max().item() for d in differences)
+
+
+def sequences_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What the fused kernel documents: sequence by sequence, causal windows end at the last key."""
+    assert query_ends.dtype == key_ends.dtype == torch.int32 and window_size == (-1, 0) and enable_gqa
+    assert max_queries == query_ends.diff().max() and max_keys == key_ends.diff().max()
+    group = query.shape[1] // key.shape[1]
+    outs = []
+    for n in range(len(query_ends) - 1):
+        q, k, v = query[query_ends[n] : query_ends[n + 1]], key[key_ends[n] : key_ends[n + 1]], value
+        v = value[key_ends[n] : key_ends[n + 1]]
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * scale
+        probs = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        outs.append(torch.einsum("hqk,khd->qhd", probs, v.repeat_interleave(group, dim=1)))
+    assert len(query) == query_ends[-1] and len(key) == key_ends[-1]
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(varlen.kernels, "varlen_attn", sequences_kernel)
+    varlen._options.cache_clear()
+    yield
+    varlen._options.cache_clear()
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups=GROUPS, prefix=st.none() | st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=4)))
+@pytest.mark.parametrize("value_dim", [8, 6])  # the fused kernel, and matrix products
+def test_cascade_is_dense_attention(value_dim: int, groups: Groups, prefix: tuple[int, list[int]] | None):
+    assert worst_error(cascade.cascade, segments_of(groups, prefix), value_dim=value_dim) < 1e-12
+
+
+def test_cascade_in_float32():
+    assert worst_error(cascade.cascade, segments_of(UNEVEN, (9, [70, 1])), dtype=torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4])])
+def test_varlen_is_dense_attention(varlen_kernel: None, prefix):
+    assert worst_error(varlen.varlen, segments_of(UNEVEN, prefix)) < 1e-12
+    assert worst_error(varlen.varlen, segments_of([(5, []), (70, [])], prefix)) < 1e-12  # sequences without branches
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4]), (300, [200, 200])])
+def test_flex_is_dense_attention(prefix):
+    """Forward only: PyTorch has no backward of it on the CPU."""
+    segments = segments_of([*UNEVEN, (260, [140, 300])], prefix)
+    x = {name: t.detach() for name, t in make_inputs(segments, dtype=torch.float32).items()}
+    torch.testing.assert_close(run(flex.flex, x, segments, 0.3), reference(x, segments, 0.3))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), max_size=3)), min_size=1, max_size=3),
+    prefix=st.none() | st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), min_size=1, max_size=3)),
+)
+def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int, list[int]] | None):
+    segments = segments_of(groups, prefix)
+    mask = dense_mask(segments)
+    mine = flex.block_mask(segments)
+    num_queries, num_keys = mask.shape
+    theirs = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, num_queries, num_keys, device="cpu")
+    assert torch.equal(mine.to_dense(), theirs.to_dense())
+    for row in range(mine.full_kv_num_blocks.shape[-1]):  # those that are computed without looking at the mask
+        for block in mine.full_kv_indices[0, 0, row, : mine.full_kv_num_blocks[0, 0, row]].tolist():
+            assert mask[128 * row : 128 * (row + 1), 128 * block : 128 * (block + 1)].sum() == 128 * 128
+    query, key = torch.meshgrid(torch.arange(num_queries), torch.arange(num_keys), indexing="ij")
+    assert torch.equal(mine.mask_mod(0, 0, query, key), mask)
+
+
+def test_what_is_kept_for_backward():
+    """Queries, keys, values, outputs and log-sum-exps: nothing per branch, whatever their number."""
+    segments = segments_of([(200, [20] * 10), (70, [90, 30])], (50, [8, 9]))
+    x = make_inputs(segments)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = run(cascade.cascade, x, segments, 0.3)
+    lse_bytes = segments.num_tokens * 6 * 8
+    assert sum(kept.values()) == sum(t.nbytes for t in x.values()) + out.nbytes + lse_bytes
+
+
+def test_nothing_of_the_size_of_all_pairs_is_made():
+    """Nor a root's keys once for each of its branches."""
+    segments = segments_of([(300, [60] * 10)])
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                largest = max(largest, tensor.numel()) if isinstance(tensor, Tensor) else largest
+            return out
+
+    x = make_inputs(segments)
+    with Largest():
+        run(cascade.cascade, x, segments, 0.3).sum().backward()
+    assert largest == x["query"].numel() < 10 * 300 * 2 * 8
+
+
+def test_the_same_every_time():
+    segments = segments_of(UNEVEN, (9, [70, 1]))
+    x = make_inputs(segments, dtype=torch.float32)
+
+    def once() -> tuple[Tensor, ...]:
+        out = run(cascade.cascade, x, segments, 0.3)
+        return (out, *torch.autograd.grad(out.square().sum(), list(x.values())))
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("_without_padding", lambda stretches, grad: stretches.take(grad)),
+        ("_padding", lambda stretches: None),
+        ("_merge", lambda where, out, lse, more_out, more_lse: None),
+    ],
+)
+def test_what_goes_wrong_in_the_cascade_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, broken):
+    """Negative controls: padded queries in backward, padded keys, and a root that is not looked at."""
+    segments = segments_of([(5, [3, 1, 7]), (9, [2, 4])])
+    assert worst_error(cascade.cascade, segments) < 1e-12
+    monkeypatch.setattr(cascade, name, broken)
+    assert worst_error(cascade.cascade, segments) > 1e-3
+
+
+def test_a_broken_plan_of_varlen_is_seen(varlen_kernel: None):
+    """Negative control: each branch after the wrong root."""
+    segments = segments_of([(5, [3, 1]), (5, [2])])
+    assert worst_error(varlen.varlen, segments) < 1e-12
+    segments.paths.keys[segments.paths.keys == 0] = 4
+    assert worst_error(varlen.varlen, segments) > 1e-3
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+    layer_idx = 0
+
+
+def call_layer(**kwargs: Any) -> tuple[Tensor, None]:
+    segments = segments_of([(5, [3])])
+    x = {name: t.transpose(0, 1).unsqueeze(0) for name, t in make_inputs(segments).items()}
+    return interface.attention(Layer(), x["query"], x["key"], x["value"], None, segments=segments, **kwargs)
+
+
+def test_what_a_layer_wants_and_segments_do_not_do():
+    call_layer(softcap=None, sliding_window=8)  # 8 tokens see no more than 8
+    for wish in ({"softcap": 50.0}, {"s_aux": torch.zeros(6)}, {"dropout": 0.1}, {"is_causal": False}):
+        with pytest.raises(ValueError, match="attention over segments"):
+            call_layer(**wish)
+    with pytest.raises(ValueError, match="a sequence of 8 tokens does not fit a window of 7"):
+        call_layer(sliding_window=7)
+
+
+def test_keys_are_captured_once():
+    captured = KeyValues()
+    call_layer(captured=captured)
+    first = captured[0]
+    call_layer(captured=captured)  # as checkpointing does
+    assert captured[0] is first and first[0].shape == (1, 2, 8, 8)
+
+
+def test_the_override_of_the_backend():
+    def name(dtype: torch.dtype, device: str, value_dim: int = 8) -> str:
+        return interface.choose_backend(
+            torch.empty(1, 1, 8, dtype=dtype, device=device), torch.empty(1, 1, value_dim, dtype=dtype, device=device)
+        )
+
+    assert name(torch.bfloat16, "cpu") == "cascade"
+    with interface.backend("flex"):
+        assert name(torch.bfloat16, "cpu") == "flex"
+    assert name(torch.float32, "cpu") == "cascade"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_prompt_outside_the_row(checkpointing: bool):
+    """The prompt first and its completions from its keys and values give the gradient of the row with both."""
+    model = make_model(dtype=torch.float64)
+    if checkpointing:
+        model.train()
+        enable_gradient_checkpointing(model)
+    policy = policy_of(model)
+    whole = collate(random_sequences([(5, [7, 1, 3, 70])]), share_prompts=True)
+    body, output = policy._module()
+    expected = forward(body, whole, output, padded=False)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    expected_gradients = gradients(model)
+
+    prompt_row = replace(
+        whole,
+        input_ids=whole.input_ids[:5],
+        position_ids=whole.position_ids[:5],
+        segments=lay_out([5], [ROOT]),
+        source=torch.tensor([4]),
+    )
+    branches = whole.segments.lengths[1:]
+    branch_row = replace(
+        whole,
+        input_ids=whole.input_ids[5:],
+        position_ids=whole.position_ids[5:],
+        segments=lay_out(branches, [PREFIX] * len(branches), prefix_tokens=5),
+        source=whole.source - 4,  # the prompt's last token is the first position there is
+    )
+    captured = KeyValues()
+    prompt = OpenPrompt(forward(body, prompt_row, output, padded=False, captured=captured), captured)
+    branch = prompt.branch()
+    actual = forward(body, branch_row, output, padded=False, branch=branch)
+    torch.testing.assert_close(actual, expected)
+    actual.backward(upstream)
+    prompt.add(branch)
+    prompt.backward()
+    actual_gradients = gradients(model)
+    assert max(relative_error(actual_gradients[k], expected_gradients[k]) for k in expected_gradients) < 1e-12
+
+
+def test_autocast_computes_attention_in_its_dtype():
+    """Layers that norm queries and keys hand them over in float32, and values in bfloat16."""
+    model = make_model("qwen3")
+    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.bfloat16, pad_token_id=0)
+    sequences = random_sequences([(5, [7, 2]), (3, [9])])
+
+    def logprobs() -> Tensor:
+        return policy.logprobs(collate(sequences, share_prompts=policy.shares_prompts), temperature=1.0)[0]
+
+    assert policy.shares_prompts
+    shared = logprobs()
+    policy.traits = replace(policy.traits, layout="padded")
+    assert 0 < (shared - logprobs()).abs().max() < 0.1
+    shared.sum().backward()
+    assert all(x.isfinite().all() for x in gradients(model).values())
+
+
+def test_branches_of_a_root_follow_each_other():
+    with pytest.raises(AssertionError, match="follow each other"):
+        lay_out([3, 2, 4, 2], [ROOT, 0, ROOT, 0])
+    with pytest.raises(AssertionError, match="prefix"):
+        lay_out([3], [PREFIX])
+
+
+@pytest.mark.parametrize("name", ["cascade", "varlen", "flex"])
+def test_a_prefix_that_nothing_goes_on_from(name: interface.Backend, varlen_kernel: None):
+    """Completions of one token: the row is a placeholder, and the prompt's keys are not there to be seen."""
+    policy = policy_of(make_model())
+    sequences = random_sequences([(5, [1, 1])])
+    prompt = policy.open_prompt(collate_prompt(sequences[0].token_ids[:5]))
+    expected, _ = policy.logprobs(collate(sequences, share_prompts=True), temperature=1.0)
+    with interface.backend(name), torch.no_grad():
+        actual, _ = policy.logprobs(collate_part(sequences), temperature=1.0, branch=prompt.branch())
+    torch.testing.assert_close(actual, expected.detach())

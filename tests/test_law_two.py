@@ -1,0 +1,314 @@
+"""Law 2 over architectures: every fast path gives what one unpadded forward per completion with full logits gives.
+
+Logprobs, entropies and the gradient of every parameter, in float64 to 1e-10 with the library's norms patched not to
+round to float32, and in float32 to 1e-5.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from cohort.packing import collate
+from cohort.policy import Policy
+from cohort.policy.activations import enable_gradient_checkpointing
+from cohort.policy.attention import cascade
+from cohort.policy.layout import Layout
+from cohort.records import TrainSequence
+from cohort.segments import ROOT, lay_out
+from tiny import SIZES, VOCAB_SIZE, gradients, naive_logprobs, random_sequences
+
+Groups = list[tuple[int, list[int]]]  # tokens of each prompt and of its completions
+# One-token prompts and completions, groups of one, prompts of unequal length, and segments that are taken alone.
+GROUPS: Groups = [(5, [7, 1, 3]), (1, [1, 4]), (9, [12]), (4, [1, 1]), (70, [2, 66, 80]), (1, [2])]
+LONGEST = 150
+TEMPERATURE = 0.7
+LAYOUTS: list[Layout] = ["shared", "packed", "padded"]
+COMMON: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "initializer_range": 0.15,  # wide enough for distributions that are not uniform
+}
+GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
+TOO_LONG = f"its longest sequence of {LONGEST} tokens is longer than its attention window of 8"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"tie_word_embeddings": False}),
+    "llama": (LlamaConfig, {"tie_word_embeddings": False}),
+    "gemma2": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": None, "sliding_window": 512}),
+    "gemma3": (Gemma3TextConfig, {**GEMMA, "sliding_window": 512}),
+    "mistral": (MistralConfig, {"sliding_window": 512}),
+    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32}),
+    "mixtral": (MixtralConfig, {**EXPERTS, "num_local_experts": 4, "sliding_window": None}),
+}
+
+
+def make_law_model(kind: str, *, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config, settings = MODELS[kind]
+    attention = overrides.pop("attn_implementation", None)
+    model = AutoModelForCausalLM.from_config(
+        config(**{**COMMON, **settings, **overrides}), dtype=dtype, attn_implementation=attention
+    )
+    if "num_experts_per_tok" in settings:
+        model.set_experts_implementation("eager")  # the grouped product takes no float64
+    with torch.no_grad():  # norms of one and biases of zero would hide mistakes
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def make_law_policy(model: PreTrainedModel, *, longest: int | None = LONGEST) -> Policy:
+    return Policy(
+        model, device=torch.device("cpu"), compute_dtype=model.dtype, pad_token_id=0, longest_sequence_tokens=longest
+    )
+
+
+def compute_in_float64(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of the model's family, and its softmaxes, compute in the weights' dtype instead of float32."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None, **_: softmax(x, dim=dim))
+
+    def norm(self: Any, hidden: Tensor) -> Tensor:
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+        return normed * (1 + self.weight if type(self).__name__.startswith("Gemma") else self.weight)
+
+    classes = {type(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
+    assert classes
+    for norm_class in classes:
+        monkeypatch.setattr(norm_class, "forward", norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    logprobs: Tensor  # [T] of the sequences in order
+    entropies: Tensor  # [T]
+    gradients: dict[str, Tensor]
+
+
+def upstream(sequences: list[TrainSequence]) -> Tensor:
+    """What the logprobs are weighted with before backward, [T]."""
+    num_scored = sum(s.num_completion_tokens for s in sequences)
+    return torch.linspace(-1.0, 2.0, num_scored, dtype=torch.float64)
+
+
+def naive(model: PreTrainedModel, sequences: list[TrainSequence]) -> Scores:
+    both = [naive_logprobs(model, s, TEMPERATURE) for s in sequences]
+    logprobs, entropies = (torch.cat([pair[i] for pair in both]) for i in (0, 1))
+    (logprobs * upstream(sequences).to(logprobs.dtype)).sum().backward()
+    return Scores(logprobs=logprobs.detach(), entropies=entropies.detach(), gradients=gradients(model))
+
+
+def fast(policy: Policy, sequences: list[TrainSequence], layout: Layout) -> Scores:
+    policy.traits = replace(policy.traits, layout=layout)
+    row = collate(sequences, share_prompts=policy.shares_prompts)
+    logprobs, entropies = policy.logprobs(row, temperature=TEMPERATURE)
+    (logprobs * upstream(sequences).to(logprobs.dtype)).sum().backward()
+    return Scores(logprobs=logprobs.detach(), entropies=entropies.detach(), gradients=gradients(policy.model))
+
+
+def differences(actual: Scores, expected: Scores) -> tuple[float, float]:
+    """Largest difference of a logprob or entropy, and largest relative error of a parameter's gradient."""
+    assert actual.gradients.keys() == expected.gradients.keys()
+    values = [(actual.logprobs - expected.logprobs).abs().max(), (actual.entropies - expected.entropies).abs().max()]
+    whole = max(g.norm().item() for g in expected.gradients.values())
+    errors = [
+        # a key's bias has no gradient but rounding: softmax does not see it
+        (actual.gradients[name] - g).norm().item() / max(g.norm().item(), 1e-3 * whole)
+        for name, g in expected.gradients.items()
+    ]
+    return max(values).item(), max(errors)
+
+
+@pytest.mark.parametrize(("layout", "checkpointing"), [*((layout, False) for layout in LAYOUTS), ("shared", True)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_float64(kind: str, layout: Layout, checkpointing: bool, monkeypatch: pytest.MonkeyPatch):
+    model = make_law_model(kind)
+    compute_in_float64(model, monkeypatch)
+    model.train()
+    sequences = random_sequences(GROUPS)
+    expected = naive(model, sequences)
+    policy = make_law_policy(model)
+    assert (policy.layout, policy.traits.reason) == ("shared", None)
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    value, gradient = differences(fast(policy, sequences, layout), expected)
+    # the router of Mixtral rounds its scores to float32
+    assert value < 1e-10 and gradient < (1e-6 if kind == "mixtral" else 1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_float32(kind: str, layout: Layout):
+    model = make_law_model(kind, dtype=torch.float32)
+    sequences = random_sequences(GROUPS)
+    expected = naive(model, sequences)
+    value, gradient = differences(fast(make_law_policy(model), sequences, layout), expected)
+    assert value < 1e-5 and gradient < 1e-5
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=3
+    ),
+    seed=st.integers(0, 9),
+    twins=st.booleans(),
+)
+def test_lengths_that_are_drawn(groups: Groups, seed: int, twins: bool):
+    """In any order, and with completions that are the same token by token."""
+    sequences = random_sequences(groups, seed=seed)
+    if twins:
+        sequences += [replace(s, index=len(sequences) + n) for n, s in enumerate(sequences[:2])]
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed)).tolist()
+    sequences = [sequences[n] for n in order]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = make_law_model("qwen3")
+        compute_in_float64(model, monkeypatch)
+        expected = naive(model, sequences)
+        policy = make_law_policy(model)
+        for layout in LAYOUTS:
+            value, gradient = differences(fast(policy, sequences, layout), expected)
+            assert value < 1e-10 and gradient < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "longest", "reason"),
+    [
+        ("mistral", {"sliding_window": 8}, LONGEST, TOO_LONG),
+        ("mistral", {"sliding_window": 512}, None, "its sequences may be longer than its attention window of 512"),
+        ("gemma2", {"sliding_window": 8}, LONGEST, TOO_LONG),
+        ("gemma2", {"attn_logit_softcapping": 2.0}, LONGEST, "its attention scores are softcapped"),
+        ("gemma3", {"sliding_window": 8}, LONGEST, TOO_LONG),
+        ("llama", {"attention_dropout": 0.1}, LONGEST, "it has dropout"),
+        ("llama", {"rope_parameters": DYNAMIC}, None, "the frequencies of its dynamic RoPE"),
+    ],
+)
+def test_what_packed_rows_cannot_do_is_padded_for_a_stated_reason(
+    kind: str,
+    overrides: dict[str, Any],
+    longest: int | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = make_law_model(kind, **overrides)
+    own = model.config._attn_implementation
+    model.eval()  # training would draw the dropout
+    compute_in_float64(model, monkeypatch)
+    sequences = random_sequences(GROUPS)
+    expected = naive(model, sequences)
+    policy = make_law_policy(model, longest=longest)
+    assert policy.layout == "padded" and not policy.shares_prompts
+    assert policy.traits.reason is not None and policy.traits.reason.startswith(reason)
+    assert model.config._attn_implementation == own
+    value, gradient = differences(fast(policy, sequences, "padded"), expected)
+    assert value < 1e-10 and gradient < 1e-10
+
+
+def test_a_window_that_is_too_short_is_never_computed_in_a_row():
+    """Even where the ladder was told of shorter sequences than there are."""
+    policy = make_law_policy(make_law_model("mistral", sliding_window=20), longest=20)
+    assert policy.shares_prompts
+    with pytest.raises(ValueError, match="a sequence of 149 tokens does not fit a window of 20"):
+        fast(policy, random_sequences(GROUPS), "shared")
+
+
+@pytest.mark.parametrize("sabotage", ["plain_causal", "unrestarted_positions", "detached_prompt", "wrong_root"])
+def test_what_goes_wrong_is_seen(sabotage: str, monkeypatch: pytest.MonkeyPatch):
+    """Negative controls: the comparison fails, and by far."""
+    model = make_law_model("llama")
+    compute_in_float64(model, monkeypatch)
+    sequences = random_sequences(GROUPS)
+    expected = naive(model, sequences)
+    policy = make_law_policy(model)
+    assert max(differences(fast(policy, sequences, "shared"), expected)) < 1e-10
+    SABOTAGES[sabotage](monkeypatch)
+    value, gradient = differences(fast(policy, sequences, "shared"), expected)
+    assert gradient > 0.05 and (value > 0.05 or sabotage == "detached_prompt")
+
+
+def plain_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole row as one sequence."""
+    monkeypatch.setattr("cohort.packing.row.lay_out", lambda lengths, *_, **__: lay_out([sum(lengths)], [ROOT]))
+
+
+def unrestarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions in the row in place of those in each sequence."""
+    right = collate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        micro_batch = right(*args, **kwargs)
+        return replace(micro_batch, position_ids=torch.arange(len(micro_batch.input_ids)))
+
+    monkeypatch.setattr(sys.modules[__name__], "collate", counted)
+
+
+def detached_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches send no gradient into the keys and values of their root."""
+    backward = cascade.attend_backward
+
+    def cut(*args: Any, causal: bool = False, **kwargs: Any) -> tuple[Tensor, ...]:
+        grad_query, grad_key, grad_value = backward(*args, causal=causal, **kwargs)
+        return grad_query, grad_key * causal, grad_value * causal
+
+    monkeypatch.setattr(cascade, "attend_backward", cut)
+
+
+def wrong_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots that are taken together go to each other's branches."""
+    of_roots = cascade._of_roots
+    monkeypatch.setattr(cascade, "_of_roots", lambda *args: of_roots(*args).flip(0))
+
+
+SABOTAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    f.__name__: f for f in (plain_causal, unrestarted_positions, detached_prompt, wrong_root)
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_bfloat16_is_no_less_exact_than_the_naive_path(kind: str):
+    """The error against float64, of all logprobs and of all gradients together."""
+    exact_model = make_law_model(kind, tie_word_embeddings=False)
+    model = make_law_model(kind, tie_word_embeddings=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for mine, exact in zip(model.parameters(), exact_model.parameters(), strict=True):
+            exact.copy_(mine)
+    sequences = random_sequences(GROUPS)
+    expected, naive_scores = naive(exact_model, sequences), naive(model, sequences)
+    policy = make_law_policy(model)
+    assert policy.shares_prompts
+
+    def errors(scores: Scores) -> tuple[float, float]:
+        grads = [(scores.gradients[name].double() - g).square().sum() for name, g in expected.gradients.items()]
+        return (scores.logprobs - expected.logprobs).square().mean().sqrt().item(), sum(grads).sqrt().item()
+
+    naive_logprob, naive_gradient = errors(naive_scores)
+    for layout in LAYOUTS:
+        logprob, gradient = errors(fast(policy, sequences, layout))
+        assert 0 < logprob < 1.2 * naive_logprob and 0 < gradient < 1.2 * naive_gradient
