@@ -53,6 +53,8 @@ bench: $(READY)
 	@$(BIN)/python bench/packing.py
 	@$(BIN)/python bench/invariance.py
 	@$(BIN)/python bench/scaling.py
+	@$(BIN)/python bench/training_step.py
+	@$(BIN)/python bench/memory.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build

@@ -35,8 +35,8 @@ def main() -> None:
     print("| --- |" + " --- |" * len(WORLDS))
     for name in ALGORITHMS:
         worst = dict.fromkeys(WORLDS, 0.0)
-        for step, lengths_PG in STEPS.items():
-            algorithm, sequences = step_sequences(name, lengths_PG)
+        for step, lengths in STEPS.items():
+            algorithm, sequences = step_sequences(name, *lengths)
             _, expected = dense_gradient(policy, reference, sequences, algorithm)
             for n in WORLDS:
                 for budget in BUDGETS:

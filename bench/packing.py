@@ -64,12 +64,16 @@ def step(num_sequences: int, seed: int) -> tuple[IntArray, IntArray, list[int]]:
 
 
 def measure(bins: Bins, prompts: IntArray, completions: IntArray, groups: list[int]) -> tuple[FloatArray, FloatArray]:
-    """Computed tokens and cost, both [ranks, micro-batches], counted anew from the sequences."""
+    """Computed tokens and cost, both [ranks, streams and micro-batches], counted anew from the sequences."""
     quadratic = CostModel().quadratic
-    tokens = np.zeros((len(bins.per_rank), len(bins.per_rank[0])))
+    ranks = [
+        [*(sum(parts, ()) for parts in streams), *micro_batches]
+        for streams, micro_batches in zip(bins.streams_per_rank, bins.per_rank, strict=True)
+    ]
+    tokens = np.zeros((len(ranks), max(map(len, ranks))))
     costs = np.zeros_like(tokens)
-    for rank, micro_batches in enumerate(bins.per_rank):
-        for i, rows in enumerate(micro_batches):
+    for rank, pieces in enumerate(ranks):
+        for i, rows in enumerate(pieces):
             p = np.array([prompts[n] for n in {groups[n]: n for n in rows}.values()])
             c, after = completions[list(rows)], prompts[list(rows)]
             tokens[rank, i] = p.sum() + c.sum()

@@ -1,6 +1,7 @@
 """The local rollout engine against transformers' `generate`, on the demo's base model and prompts.
 
     python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5]
+    python bench/sampler.py --prompt-tokens 2048  # 4 random prompts x 8, random model of 8 layers
 
 Same prompts, generations, temperature and token limit; in turn, in one process. Tokens after a completion's end count
 for neither. Also prints the largest difference between the engine's logprobs and those of a plain forward pass.
@@ -17,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from cohort.config import ModelConfig
 from cohort.data import PromptRenderer, build_prompts
@@ -27,7 +28,7 @@ from cohort.policy import Policy, end_token_ids, load_policy
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
 
-PROMPTS, GENERATIONS, MAX_TOKENS = 16, 16, 64
+MAX_TOKENS = 64
 
 
 def main() -> None:
@@ -35,29 +36,32 @@ def main() -> None:
     parser.add_argument("--model", default=str(BASE_PATH))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=int, help="random prompts of so many tokens for a random model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    policy = load_policy(ModelConfig(path=args.model), device=torch.device("cpu"), tokenizer=tokenizer, trainable=False)
-    rows = [{"question": problem.question} for problem in task.generate(0, PROMPTS)]
-    renderer = PromptRenderer(tokenizer, prompt_column="question")
-    prompts = build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts
+    if args.prompt_tokens is None:
+        policy, prompts, generations = demo(args.model, tokenizer)
+    else:
+        policy, prompts, generations = long_prompts(args.prompt_tokens, len(tokenizer))
     ends = end_token_ids(policy, tokenizer)
-    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
+    sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=len(prompts) * generations)
     engine = LocalEngine(sampler.sample, tokenizer)
     speeds: dict[str, list[float]] = {"cohort": [], "transformers": []}
     worst = 0.0
     for repeat in range(-1, args.repeats):  # the first round warms up
-        seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(engine, prompts, repeat))
+        seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(engine, prompts, generations, repeat))
         num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
         worst = max(worst, largest_difference(policy, groups[0]))
-        hf_seconds, completions = timed(lambda repeat=repeat: sample_with_transformers(policy, prompts, ends, repeat))
+        hf_seconds, completions = timed(
+            lambda repeat=repeat: sample_with_transformers(policy, prompts, ends, generations, repeat)
+        )
         hf_tokens = sum(length_of(row, ends) for row in completions)
         if repeat >= 0:
             speeds["cohort"].append(num_tokens / seconds)
             speeds["transformers"].append(hf_tokens / hf_seconds)
     print(
-        f"{PROMPTS} prompts x {GENERATIONS} generations, at most {MAX_TOKENS} tokens, {args.threads} threads, "
+        f"{len(prompts)} prompts x {generations} generations, at most {MAX_TOKENS} tokens, {args.threads} threads, "
         f"{platform.machine()}, torch {torch.__version__}, transformers {version('transformers')}"
     )
     for name, values in speeds.items():
@@ -66,18 +70,37 @@ def main() -> None:
     print(f"largest difference of a logprob from a plain forward pass: {worst:.1e}")
 
 
+def demo(model: str, tokenizer) -> tuple[Policy, tuple[Prompt, ...], int]:
+    policy = load_policy(ModelConfig(path=model), device=torch.device("cpu"), tokenizer=tokenizer, trainable=False)
+    rows = [{"question": problem.question} for problem in task.generate(0, 16)]
+    renderer = PromptRenderer(tokenizer, prompt_column="question")
+    return policy, build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts, 16
+
+
+def long_prompts(num_tokens: int, vocab_size: int) -> tuple[Policy, tuple[Prompt, ...], int]:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": vocab_size, **heads}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, max_position_embeddings=2 * num_tokens))
+    policy = Policy(model, device=torch.device("cpu"), compute_dtype=None, pad_token_id=0)
+    token_ids = np.random.default_rng(0).integers(5, vocab_size, (4, num_tokens))
+    return policy, tuple(Prompt(id=i, epoch=0, content="", token_ids=x, columns={}) for i, x in enumerate(token_ids)), 8
+
+
 def timed(work):
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
-def sample_with_cohort(engine: LocalEngine, prompts: tuple[Prompt, ...], repeat: int):
-    sampling = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=MAX_TOKENS, temperature=1.0)
+def sample_with_cohort(engine: LocalEngine, prompts: tuple[Prompt, ...], generations: int, repeat: int):
+    sampling = SamplingParams(num_generations=generations, max_completion_tokens=MAX_TOKENS, temperature=1.0)
     return engine.generate(prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
 
 
-def sample_with_transformers(policy: Policy, prompts: tuple[Prompt, ...], ends: frozenset[int], repeat: int):
+def sample_with_transformers(
+    policy: Policy, prompts: tuple[Prompt, ...], ends: frozenset[int], generations: int, repeat: int
+):
     torch.manual_seed(repeat + 1)
     width = max(len(p.token_ids) for p in prompts)
     ids = np.full((len(prompts), width), policy.pad_token_id)
@@ -91,7 +114,7 @@ def sample_with_transformers(policy: Policy, prompts: tuple[Prompt, ...], ends: 
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        num_return_sequences=GENERATIONS,
+        num_return_sequences=generations,
         max_new_tokens=MAX_TOKENS,
         eos_token_id=sorted(ends),
         pad_token_id=policy.pad_token_id,

@@ -108,6 +108,7 @@ def run_rank(config: Config, out: Path) -> None:
         num_steps=STEPS,
         checkpoint=None,
         micro_batch_tokens=config.train.micro_batch_tokens,
+        longest_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
     )
     tokenizer = inputs.tokenizer if inputs else None
     crew = build_crew(config, ranks, order, device=torch.device("cpu"), tokenizer=tokenizer)
