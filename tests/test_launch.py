@@ -171,7 +171,7 @@ def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path):
             kills += 1
             time.sleep(0.05)  # for what was on its way to the disk
             steps_before = _steps(run)
-            newest = max(load_trainer_state(c).steps_done for c in checkpoints(run / "checkpoints"))
+            newest = max((load_trainer_state(c).steps_done for c in checkpoints(run / "checkpoints")), default=0)
             assert newest >= last_step  # none is ever lost
             last_step = newest
             _wait_for(lambda gone=set(ranks.values()): not any(p.is_running() for p in gone))
