@@ -26,7 +26,7 @@ from cohort.demo import task
 from cohort.demo.base_model import BASE_PATH
 from cohort.policy import Policy, end_token_ids, load_policy
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
 
 MAX_TOKENS = 64
 
@@ -95,7 +95,7 @@ def timed(work):
 
 def sample_with_cohort(engine: LocalEngine, prompts: tuple[Prompt, ...], generations: int, repeat: int):
     sampling = SamplingParams(num_generations=generations, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    return engine.generate(prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
+    return generate(engine, prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
 
 
 def sample_with_transformers(

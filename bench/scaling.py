@@ -29,7 +29,7 @@ from cohort.config import Config, load_config, to_yaml
 from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks, join_ranks, leave_ranks
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
 from cohort.trainer.setup import BuildOrder, build_crew, read_inputs
 
 PROMPTS, STEPS = 16, 6
@@ -133,7 +133,7 @@ def time_steps(config: Config, inputs, crew, ranks: Ranks) -> list[dict[str, flo
         crew.seconds_moving()
         times = [time.perf_counter()]
         key = StreamKey(purpose="train", seed=0, step=step)
-        groups = engine.generate(data.take(config.train.prompts_per_step), sampling, key)
+        groups = generate(engine, data.take(config.train.prompts_per_step), sampling, key)
         times.append(time.perf_counter())
         scored = inputs.rewards.score(groups)
         scored = [replace(group, rewards=rng.random(16)) for group in scored]

@@ -59,12 +59,15 @@ def test_defaults(tmp_path, monkeypatch):
             "top_p": 1.0,
             "top_k": 0,
             "max_num_seqs": 256,
+            "resample": 0,
         },
         "algorithm": {
             "clip_low": 0.2,
             "clip_high": 0.2,
             "beta": 0.0,
             "mask_truncated_completions": False,
+            "sampling_correction": "auto",
+            "sampling_correction_cap": 2.0,
             "name": "grpo",
             "std_epsilon": 1e-4,
         },
@@ -86,7 +89,13 @@ def test_defaults(tmp_path, monkeypatch):
             "seed": 0,
         },
         "eval": None,
-        "hardware": {"processes": 1, "device": "auto", "timeout_s": 600.0, "max_restarts": 0},
+        "hardware": {
+            "processes": 1,
+            "rollout_gpus": "auto",
+            "device": "auto",
+            "timeout_s": 600.0,
+            "max_restarts": 0,
+        },
         "run": {
             "dir": str(tmp_path / "runs/run"),
             "checkpoint_every": 50,
@@ -229,12 +238,12 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         (
             {"algorithm": {"betta": 0.1}},
             "algorithm.betta: unknown key; did you mean beta? algorithm grpo has: clip_low, clip_high, beta, "
-            "mask_truncated_completions, name, std_epsilon",
+            "mask_truncated_completions, sampling_correction, sampling_correction_cap, name, std_epsilon",
         ),
         (
             {"algorithm": {"name": "dr_grpo", "std_epsilon": 1}},
             "algorithm.std_epsilon: unknown key; algorithm dr_grpo has: clip_low, clip_high, beta, "
-            "mask_truncated_completions, name",
+            "mask_truncated_completions, sampling_correction, sampling_correction_cap, name",
         ),
         ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
         ({"train": {1: 2}}, "train.1: 1: keys should be strings"),

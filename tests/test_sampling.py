@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, 
 from cohort.policy import Policy, end_token_ids
 from cohort.policy.attention import decoding
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey, decoders
+from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey, decoders, generate
 from cohort.rollout.decoders import CacheDecoder, SharedPromptDecoder
 from cohort.rollout.sampling import sample_tokens, uniform_stream
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
@@ -121,7 +121,7 @@ def test_completions_equal_those_of_a_naive_loop(model, tolerance: float):
     chosen = sampling(num_generations=3, max_completion_tokens=12)
     longest = 0
     # prompts of three blocks, some of them begun when others are under way
-    for group in make_engine(policy, max_num_seqs=9).generate(prompts([70, 3, 20, 1, 100, 90, 11]), chosen, KEY):
+    for group in generate(make_engine(policy, max_num_seqs=9), prompts([70, 3, 20, 1, 100, 90, 11]), chosen, KEY):
         for index, completion in enumerate(group.completions):
             token_ids, logprobs = naive_completion(policy, group.prompt, index, 12)
             assert completion.token_ids.tolist() == token_ids
@@ -134,7 +134,7 @@ def test_completions_in_autocast_equal_those_of_a_naive_loop():
     policy = Policy(make_model(), device=torch.device("cpu"), compute_dtype=torch.bfloat16, pad_token_id=0)
     assert policy.layout == "shared"
     worst = []
-    for group in make_engine(policy).generate(prompts([3, 20]), sampling(), KEY):
+    for group in generate(make_engine(policy), prompts([3, 20]), sampling(), KEY):
         for completion in group.completions:
             with policy.autocast():
                 log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
@@ -152,7 +152,7 @@ def test_requests_begin_as_soon_as_enough_rows_are_free(monkeypatch: pytest.Monk
         return step(decoder, tokens)
 
     monkeypatch.setattr(SharedPromptDecoder, "step", counted)
-    groups = make_engine(make_policy(), max_num_seqs=16).generate(prompts([4] * 16), sampling(), KEY)
+    groups = generate(make_engine(make_policy(), max_num_seqs=16), prompts([4] * 16), sampling(), KEY)
     assert max(map(sum, in_flight)) == 16  # never more than it may
     assert max(map(len, in_flight)) > 1
     longest = [max(len(c.token_ids) for g in groups[n : n + 4] for c in g.completions) for n in range(0, 16, 4)]
@@ -209,7 +209,7 @@ def test_no_copy_of_a_prompt_is_made_in_decoding():
 def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.MonkeyPatch):
     policy = make_policy()
     everything = prompts([3, 20, 1, 11, 20, 17])
-    expected = make_engine(policy).generate(everything, sampling(), KEY)
+    expected = generate(make_engine(policy), everything, sampling(), KEY)
     rows = []
     row_logits = Policy.row_logits
 
@@ -220,7 +220,7 @@ def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Policy, "row_logits", counted)
     monkeypatch.setattr(decoders, "_PREFILL_TOKENS", 32)
-    assert tokens_of(make_engine(policy).generate(everything, sampling(), KEY)) == tokens_of(expected)
+    assert tokens_of(generate(make_engine(policy), everything, sampling(), KEY)) == tokens_of(expected)
     assert rows == [20, 20, 17 + 11 + 3 + 1]
 
 
@@ -228,7 +228,7 @@ def test_padding_between_prompts_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     policy = make_policy()
     attend = decoding._attention
     monkeypatch.setattr(decoding, "_attention", lambda q, k, v, bias, scale: attend(q, k, v, None, scale))
-    group, _ = make_engine(policy).generate(prompts([3, 20]), sampling(), KEY)
+    group, _ = generate(make_engine(policy), prompts([3, 20]), sampling(), KEY)
     worst = 0.0
     for completion in group.completions:
         log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
@@ -262,7 +262,7 @@ def test_attention_by_products_equals_the_fused_one(dtype: torch.dtype, toleranc
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampling_logprobs_equal_a_plain_forward_pass(kind: str, temperature: float):
     policy = make_policy(kind)
-    groups = make_engine(policy).generate(prompts([3, 20, 1, 11]), sampling(temperature=temperature), KEY)
+    groups = generate(make_engine(policy), prompts([3, 20, 1, 11]), sampling(temperature=temperature), KEY)
     lengths = set()
     for group in groups:
         for completion in group.completions:
@@ -275,7 +275,7 @@ def test_sampling_logprobs_equal_a_plain_forward_pass(kind: str, temperature: fl
 
 def test_a_model_with_a_sliding_window():
     policy = policy_of(make_gemma2())
-    for group in make_engine(policy).generate(prompts([3, 17, 1]), sampling(), KEY):
+    for group in generate(make_engine(policy), prompts([3, 17, 1]), sampling(), KEY):
         for completion in group.completions:
             log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
             expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
@@ -289,7 +289,7 @@ def test_a_share_without_requests():
 
 def test_greedy_takes_the_likeliest_token():
     policy = make_policy()
-    for group in make_engine(policy).generate(prompts([3, 9]), sampling(temperature=0.0, num_generations=1), KEY):
+    for group in generate(make_engine(policy), prompts([3, 9]), sampling(temperature=0.0, num_generations=1), KEY):
         ids = group.completions[0].token_ids
         assert naive_log_p(policy, group.prompt, ids, 1.0).argmax(-1).tolist() == ids.tolist()
 
@@ -298,7 +298,7 @@ def test_top_k_and_top_p_are_the_distribution_sampled_from():
     policy = make_policy()
     engine = make_engine(policy)
     for settings_, keeps in (({"top_k": 3}, None), ({"top_p": 0.5}, 0.5)):
-        for group in engine.generate(prompts([4, 6]), sampling(**settings_), KEY):
+        for group in generate(engine, prompts([4, 6]), sampling(**settings_), KEY):
             for completion in group.completions:
                 p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0).exp()
                 for t, token in enumerate(completion.token_ids):
@@ -315,11 +315,11 @@ def test_top_k_and_top_p_are_the_distribution_sampled_from():
 def test_a_completion_depends_on_seed_step_prompt_and_index_alone(order, max_num_seqs: int, subset: int):
     policy = make_policy(dtype=torch.float64)
     everything = prompts([3, 9, 1, 14, 6])
-    expected = tokens_of(make_engine(policy).generate(everything, sampling(), KEY))
+    expected = tokens_of(generate(make_engine(policy), everything, sampling(), KEY))
     chosen = order[:subset]
-    actual = make_engine(policy, max_num_seqs=max_num_seqs).generate([everything[i] for i in chosen], sampling(), KEY)
+    actual = generate(make_engine(policy, max_num_seqs=max_num_seqs), [everything[i] for i in chosen], sampling(), KEY)
     assert tokens_of(actual) == [expected[i] for i in chosen]
-    fewer = make_engine(policy).generate(everything, sampling(num_generations=2), KEY)
+    fewer = generate(make_engine(policy), everything, sampling(num_generations=2), KEY)
     assert tokens_of(fewer) == [group[:2] for group in expected]
 
 
@@ -341,7 +341,7 @@ def test_streams_differ_by_each_part_of_their_name():
 
 def test_every_end_token_ends_a_completion():
     policy = make_policy()
-    (group,) = make_engine(policy, ends=(1, 5, 9, 20, 30)).generate(prompts([4]), sampling(num_generations=64), KEY)
+    (group,) = generate(make_engine(policy, ends=(1, 5, 9, 20, 30)), prompts([4]), sampling(num_generations=64), KEY)
     ended_by = {int(c.token_ids[-1]) for c in group.completions if c.finish_reason == "stop"}
     assert len(ended_by) >= 3
     for completion in group.completions:
@@ -377,7 +377,7 @@ def test_training_mode_is_restored_and_versions_are_recorded():
     policy.model.train()
     engine = make_engine(policy)
     engine.load_weights(policy_version=17)
-    (group,) = engine.generate(prompts([4]), sampling(), KEY)
+    (group,) = generate(engine, prompts([4]), sampling(), KEY)
     assert policy.model.training
     assert {c.policy_version for c in group.completions} == {17}
 

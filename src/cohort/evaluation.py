@@ -12,7 +12,7 @@ from cohort.errors import UserError
 from cohort.metrics import rollout_metrics
 from cohort.records import Prompt, ScoredGroup
 from cohort.rewards import RewardRunner
-from cohort.rollout import RolloutEngine, SamplingParams, StreamKey
+from cohort.rollout import RolloutEngine, SamplingParams, StreamKey, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def evaluate(
     on_progress(0, total)
     for start in range(0, total, evaluation.prompts_at_a_time):
         chunk = evaluation.prompts[start : start + evaluation.prompts_at_a_time]
-        groups += rewards.score(engine.generate(chunk, evaluation.sampling, key))
+        groups += rewards.score(generate(engine, chunk, evaluation.sampling, key))
         on_progress(len(groups), total)
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
     k = evaluation.sampling.num_generations

@@ -37,7 +37,7 @@ class Completion:
     token_ids: IntArray  # [C] includes the end-of-sequence token when there is one
     sampling_logprobs: FloatArray  # [C] under the distribution that was sampled from (temperature, top-p, top-k)
     finish_reason: FinishReason  # "stop": an end-of-sequence token; "length": the token limit
-    policy_version: int  # number of optimizer steps behind the weights that sampled it
+    policy_version: int  # optimizer steps behind the weights that sampled it, at its oldest token
     text: str  # view of token_ids without special tokens
 
 

@@ -1,6 +1,7 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
+from cohort.config.rollout import LocalRolloutConfig, RolloutConfig, SamplingConfig, VllmRolloutConfig
 from cohort.config.schema import (
     AlgorithmConfig,
     Config,
@@ -12,7 +13,6 @@ from cohort.config.schema import (
     HardwareConfig,
     ModelConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
     TrainConfig,
 )
@@ -27,11 +27,14 @@ __all__ = [
     "EvalConfig",
     "GrpoConfig",
     "HardwareConfig",
+    "LocalRolloutConfig",
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SamplingConfig",
     "TrainConfig",
+    "VllmRolloutConfig",
     "config_from_dict",
     "load_config",
     "to_yaml",

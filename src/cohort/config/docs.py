@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from cohort.config.schema import Config, sections_in
+from cohort.config.schema import UNIONS, Config, sections_in
 
 _INTRO = """# Configuration
 
@@ -28,8 +28,9 @@ def render() -> str:
 
 def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
     title = f"## `{name}`"
-    if name == "algorithm":
-        title += f" with `name: {section.model_fields['name'].default}`"
+    if name in UNIONS:
+        key = UNIONS[name]
+        title += f" with `{key}: {section.model_fields[key].default}`"
     if name == "rewards":
         title += " (a list of these)"
     if not optional:

@@ -4,13 +4,13 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cohort.config.schema import Config, GrpoConfig, RewardConfig, sections_in
+from cohort.config.schema import UNIONS, Config, RewardConfig, sections_in
 from cohort.errors import UserError
 
 WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
@@ -154,7 +154,7 @@ def _explain_all(errors: Sequence[ErrorDetails]) -> str:
 def _explain(error: ErrorDetails) -> str:
     """One pydantic error as `field: value, rule, what works`."""
     loc, section = list(error["loc"]), _section_at(error["loc"])
-    if loc[0] == "algorithm" and len(loc) > 1:  # a discriminated union puts the chosen name into the location
+    if loc and loc[0] in UNIONS and len(loc) > 1:  # a discriminated union puts the chosen name into the location
         del loc[1]
     field = ".".join(str(p) for p in loc)
     value, kind = error["input"], error["type"]
@@ -163,23 +163,25 @@ def _explain(error: ErrorDetails) -> str:
         meant = _nearest_key(str(loc[-1]), known, section)
         hint = f"did you mean {meant}? " if meant else ""
         place = ".".join(str(p) for p in loc[:-1]) or "the configuration"
-        if loc[0] == "algorithm":
-            place = f"algorithm {section.model_fields['name'].default}"
+        if loc[0] in UNIONS:
+            place = f"{loc[0]} {section.model_fields[UNIONS[str(loc[0])]].default}"
         return f"{field}: unknown key; {hint}{place} has: {', '.join(known)}"
     if kind == "missing":
         return f"{field}: missing; this key is required"
     if kind == "union_tag_invalid":
-        name = value["name"]
-        near = difflib.get_close_matches(str(name), list(_algorithms()), n=1)
+        key = UNIONS[field]
+        name, known = value[key], list(_members(field))
+        near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return f"algorithm.name: {name!r} is not one of {', '.join(_algorithms())}{hint}"
+        return f"{field}.{key}: {name!r} is not one of {', '.join(known)}{hint}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, Mapping):  # a rule over several keys: the message names them
         return f"{field}: {message}" if field else message
     if kind in ("model_type", "model_attributes_type"):
         message = f"a section is a mapping of keys: {', '.join(section.model_fields)}"
-        if field == "algorithm":
-            message = "a section is a mapping of keys, such as {name: dapo}"
+        if field in UNIONS:
+            key = UNIONS[field]
+            message = f"a section is a mapping of keys, such as {{{key}: {list(_members(field))[-1]}}}"
     if kind == "too_short":
         message = "at least one reward is needed, such as [{use: math}]"
     if kind == "tuple_type":
@@ -206,18 +208,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _algorithms() -> dict[str, type[BaseModel]]:
-    union = get_args(Config.model_fields["algorithm"].annotation)
-    return {member.model_fields["name"].default: member for member in union}
+def _members(name: str) -> dict[str, type[BaseModel]]:
+    """The sections that there are of this name, by the value that says which."""
+    return {section.model_fields[UNIONS[name]].default: section for section in _SECTIONS[name]}
 
 
 def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
     """The section of the configuration in which an error's location lies."""
-    if not loc:
+    if not loc or loc[0] not in _SECTIONS:
         return Config
-    if loc[0] == "algorithm":
-        return _algorithms().get(str(loc[1]) if len(loc) > 1 else "grpo", GrpoConfig)
-    return _SECTIONS[str(loc[0])][0] if loc[0] in _SECTIONS else Config
+    first = _SECTIONS[str(loc[0])][0]
+    return _members(str(loc[0])).get(str(loc[1]), first) if loc[0] in UNIONS and len(loc) > 1 else first
 
 
 _SECTIONS = {name: sections_in(field.annotation) for name, field in Config.model_fields.items()}

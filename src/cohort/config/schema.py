@@ -2,23 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and a key it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_bool_for_a_number(cls, values: Any) -> Any:
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, bool) and key in cls.model_fields:
-                annotation = cls.model_fields[key].annotation
-                if {int, float} & {annotation, *get_args(annotation)}:
-                    raise ValueError(f"{key}: {value!r}: must be a number")
-        return values
+from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
+from cohort.config.section import Section
 
 
 class ModelConfig(Section):
@@ -116,32 +103,6 @@ class RewardConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline in seconds for scoring the completions of one step.")
 
 
-class RolloutConfig(Section):
-    """Sampling of completions for training."""
-
-    engine: Literal["local"] = Field("local", description="local: sampling in the training process, with torch.")
-    num_generations: int = Field(8, description="G, completions per prompt (the group). At least 2.")
-    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, after the chat template.")
-    max_completion_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
-    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
-    max_num_seqs: int = Field(256, ge=1, description="Completions sampled at the same time (bounds the KV cache).")
-
-    @field_validator("num_generations")
-    @classmethod
-    def _a_group_has_peers(cls, value: int) -> int:
-        if value == 1:
-            raise ValueError(
-                "a group of one has no peers to be judged against, so its advantage is always 0 and nothing would be "
-                "learned. Use at least 2 (8 is usual), or another estimator that needs no peers (of this "
-                "version's, grpo, dr_grpo and dapo, each needs them)"
-            )
-        if value < 1:
-            raise ValueError("must be at least 2 (8 is usual)")
-        return value
-
-
 class PolicyGradientConfig(Section):
     """What the clipped policy-gradient algorithms have in common."""
 
@@ -157,6 +118,23 @@ class PolicyGradientConfig(Section):
     mask_truncated_completions: bool = Field(
         False, description="Completions that hit the token limit get no loss and do not count in its denominator."
     )
+    sampling_correction: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = Field(
+        "auto",
+        description="Importance weight of the policy against the sampler's, per token or per completion, on the policy "
+        "loss: capped at sampling_correction_cap (truncate), or 0 above it (mask). auto: token_truncate with "
+        "rollout.engine: vllm, none with local, whose sampler computes the same.",
+    )
+    sampling_correction_cap: float = Field(2.0, ge=1, description="Largest importance weight.")
+
+    @model_validator(mode="after")
+    def _cap_has_an_effect(self) -> Self:
+        if self.sampling_correction == "none" and self.sampling_correction_cap != 2.0:
+            raise ValueError(
+                "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
+            )
+        return self
 
 
 class GrpoConfig(PolicyGradientConfig):
@@ -278,6 +256,11 @@ class HardwareConfig(Section):
         "without GPUs. The model, its gradients and the optimizer's state are spread over them (FSDP2). Changes speed "
         "and memory, never the gradient.",
     )
+    rollout_gpus: int | Literal["shared", "auto"] = Field(
+        "auto",
+        description="With `rollout.engine: vllm`: GPUs of this machine that only sample; the others train. shared: "
+        "every GPU does both in turn, vLLM sleeping while the policy trains. auto: picks a split, and says why.",
+    )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     timeout_s: float = Field(
         600.0,
@@ -298,6 +281,13 @@ class HardwareConfig(Section):
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
             return value
         raise ValueError("must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)")
+
+    @field_validator("rollout_gpus", mode="before")
+    @classmethod
+    def _gpus_shared_or_auto(cls, value: Any) -> Any:
+        if value in ("shared", "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError("must be a whole number of at least 1, shared or auto")
 
     @model_validator(mode="after")
     def _one_process_per_gpu(self) -> Self:
@@ -335,7 +325,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = Field(default_factory=LocalRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=GrpoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig | None = None
@@ -346,6 +336,40 @@ class Config(Section):
     @classmethod
     def _grpo_unless_named(cls, value: Any) -> Any:
         return {"name": "grpo", **value} if isinstance(value, dict) else value
+
+    @field_validator("rollout", mode="before")
+    @classmethod
+    def _local_unless_named(cls, value: Any) -> Any:
+        return {"engine": "local", **value} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _rollout_gpus_sample(self) -> Self:
+        if self.hardware.rollout_gpus != "auto":
+            if self.rollout.engine == "local":
+                raise ValueError(
+                    "hardware.rollout_gpus has no effect with rollout.engine: local, which samples on the training "
+                    "GPUs; remove it, or use rollout.engine: vllm"
+                )
+            if self.rollout.urls:
+                raise ValueError(
+                    "hardware.rollout_gpus has no effect with rollout.urls: the servers are someone else's; remove one "
+                    "of the two"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_suits_the_loss(self) -> Self:
+        if self.algorithm.sampling_correction.startswith("sequence") and self.train.gradients_in_forward:
+            raise ValueError(
+                f"algorithm.sampling_correction: {self.algorithm.sampling_correction} needs the logprobs of whole "
+                f"completions before the loss of any token, and train.gradients_in_forward: true computes it tile by "
+                f"tile; use token_truncate or token_mask, or gradients_in_forward: false"
+            )
+        return self
+
+
+# sections of which there are several: the key whose value says which
+UNIONS = {"algorithm": "name", "rollout": "engine"}
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

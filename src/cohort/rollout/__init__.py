@@ -1,6 +1,6 @@
 """Prompts to groups of completions: one protocol, engines behind it."""
 
-from cohort.rollout.base import RolloutEngine, Sampled, SampleRequest, SamplingParams, StreamKey
+from cohort.rollout.base import RolloutEngine, Sampled, SampleRequest, SamplingParams, StreamKey, generate
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.sampler import Sampler
 from cohort.rollout.shares import merge_shares, split_requests
@@ -13,6 +13,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "StreamKey",
+    "generate",
     "merge_shares",
     "split_requests",
 ]

@@ -1,6 +1,7 @@
 """What every rollout engine offers, and what it is told."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,12 +46,39 @@ class Sampled:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the current policy."""
+    """Samples completions from the current policy. All methods are called from one thread, that of the loop."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[RolloutGroup]:
-        """One group per prompt, in the order of the prompts."""
+    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[Future[RolloutGroup]]:
+        """Begin to sample. One group per prompt, in the order of the prompts; what is not awaited goes on besides."""
+        ...
+
+    def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
+        """Until `count` of these are there. An engine may need the calling thread's help to get on.
+
+        Raises:
+            UserError: a prompt cannot be sampled.
+            TrainingError: the engine cannot go on.
+        """
         ...
 
     def load_weights(self, *, policy_version: int) -> None:
         """Sample from the trainer's weights as they are now, known as `policy_version` from here on."""
         ...
+
+    def close(self) -> None:
+        """End what the engine has started. Groups that are not there yet never will be."""
+        ...
+
+
+def generate(
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+) -> list[RolloutGroup]:
+    """One group per prompt, in the order of the prompts.
+
+    Raises:
+        UserError: a prompt cannot be sampled.
+        TrainingError: the engine cannot go on.
+    """
+    groups = engine.submit(prompts, sampling, key)
+    engine.wait(groups, count=len(groups))
+    return [group.result() for group in groups]

@@ -1,6 +1,7 @@
 """The `local` rollout engine: completions sampled by the training processes themselves."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from cohort.records import Completion, Prompt, RolloutGroup
@@ -27,14 +28,19 @@ class LocalEngine:
         """Note the version."""
         self._policy_version = policy_version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[RolloutGroup]:
-        """One group per prompt, in the order of the prompts."""
+    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[Future[RolloutGroup]]:
+        """Sample: one group per prompt, in the order of the prompts, all of them there."""
         requests = [SampleRequest(prompt=prompt, indices=range(sampling.num_generations)) for prompt in prompts]
-        sampled = self._sample(requests, sampling, key)
-        return [
-            RolloutGroup(prompt=prompt, completions=self._completions(group))
-            for prompt, group in zip(prompts, sampled, strict=True)
-        ]
+        groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
+        for future, prompt, sampled in zip(groups, prompts, self._sample(requests, sampling, key), strict=True):
+            future.set_result(RolloutGroup(prompt=prompt, completions=self._completions(sampled)))
+        return groups
+
+    def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
+        """They are there."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def _completions(self, group: Sequence[Sampled]) -> tuple[Completion, ...]:
         texts = self._tokenizer.batch_decode([s.token_ids.tolist() for s in group], skip_special_tokens=True)

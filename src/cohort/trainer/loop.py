@@ -17,7 +17,7 @@ from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, rollout_metrics, speed_metrics
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
-from cohort.rollout import StreamKey
+from cohort.rollout import StreamKey, generate
 from cohort.run_folder import RunFolder
 from cohort.trainer.setup import (
     BuildOrder,
@@ -143,7 +143,7 @@ class _Training:
         prompts = parts.data.take(self.plan.prompts_per_step)
         with phase("rollout"):
             key = StreamKey(purpose="train", seed=self.config.train.seed, step=step)
-            groups = parts.rollout.generate(prompts, parts.sampling, key)
+            groups = generate(parts.rollout, prompts, parts.sampling, key)
         with phase("reward"):
             scored = parts.inputs.rewards.score(groups)
         with phase("pack"):

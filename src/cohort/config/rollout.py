@@ -1,0 +1,157 @@
+"""The `rollout` section: one class for each engine, so that a key that the engine does not have is an error."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from cohort.config.section import Section
+
+
+class SamplingConfig(Section):
+    """What every rollout engine is told."""
+
+    num_generations: int = Field(8, description="G, completions per prompt (the group). At least 2.")
+    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, after the chat template.")
+    max_completion_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
+    max_num_seqs: int = Field(
+        256, ge=1, description="Completions sampled at the same time (bounds the KV cache), by each server with vllm."
+    )
+    resample: int = Field(
+        0,
+        ge=0,
+        description="Dynamic sampling (DAPO): groups whose rewards are all equal give no gradient, and are replaced by "
+        "those of new prompts, in at most so many rounds a step. 0: off.",
+    )
+
+    @field_validator("num_generations")
+    @classmethod
+    def _a_group_has_peers(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError(
+                "a group of one has no peers to be judged against, so its advantage is always 0 and nothing would be "
+                "learned. Use at least 2 (8 is usual), or another estimator that needs no peers (of this "
+                "version's, grpo, dr_grpo and dapo, each needs them)"
+            )
+        if value < 1:
+            raise ValueError("must be at least 2 (8 is usual)")
+        return value
+
+
+class LocalRolloutConfig(SamplingConfig):
+    """Sampling of completions in the training processes, with torch."""
+
+    engine: Literal["local"] = Field("local", description="Sampling in the training processes, with torch.")
+
+
+class VllmRolloutConfig(SamplingConfig):
+    """Sampling of completions by vLLM servers, which get the weights after every step."""
+
+    engine: Literal["vllm"] = Field("vllm", description="Sampling by vLLM servers.")
+    urls: tuple[str, ...] = Field(
+        (),
+        description="Servers that someone else runs (`cohort serve` starts one), such as [http://node7:8000]. Default: "
+        "the run starts and ends servers of its own.",
+    )
+    vllm_python: str | None = Field(
+        None,
+        description="Python of the environment that vLLM is installed in. Default: $COHORT_VLLM_PYTHON, or the one "
+        "that runs Cohort.",
+    )
+    vllm_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More options of the server, such as {quantization: fp8, max_num_batched_tokens: 16384}.",
+    )
+    servers: int | Literal["auto"] = Field(
+        "auto", description="Servers that the run starts. auto: one for each `tensor_parallel` rollout GPUs; 1 on CPU."
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model inside one server.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Dtype of the servers' weights. auto: that in which the trainer computes."
+    )
+    gpu_memory_utilization: float | Literal["auto"] = Field(
+        "auto", description="Share of a GPU's memory for vLLM. auto: 0.9, or 0.45 where training shares the GPU."
+    )
+    start_timeout_s: float = Field(900.0, gt=0, description="Longest wait for a server to answer after its start.")
+    request_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Longest wait for the completions of one prompt; then its server counts as hung, and the prompt "
+        "goes to another one.",
+    )
+    max_server_failures: int = Field(
+        3,
+        ge=0,
+        description="A server that fails is started again, with back-off, and its prompts are sampled again; after so "
+        "many failures with no completion between the run ends.",
+    )
+    parity_every: int = Field(
+        50,
+        ge=0,
+        description="Compare the servers' logprobs with the trainer's after the first publish of weights and every so "
+        "many steps; 0: never.",
+    )
+    parity_tolerance: float | Literal["auto"] = Field(
+        "auto",
+        description="Largest mean difference of logprobs, in nats, at which the run goes on. auto: 1e-3 where both "
+        "compute in float32, 0.05 otherwise.",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Steps by which sampling may run ahead of training. 0: each step waits for its completions. At 1 "
+        "or more the next steps' completions are sampled while this step trains.",
+    )
+    stale_completions: Literal["correct", "drop"] = Field(
+        "correct",
+        description="What becomes of groups that were begun more than max_staleness steps ago: trained on with "
+        "importance weights (`algorithm.sampling_correction`), or dropped and counted.",
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not the address of a server, such as http://node7:8000")
+        if len(set(value)) < len(value):
+            raise ValueError("names a server twice")
+        return tuple(url.rstrip("/") for url in value)
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _a_number_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError("must be a whole number of at least 1, or auto")
+
+    @field_validator("gpu_memory_utilization", mode="before")
+    @classmethod
+    def _a_share_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1):
+            return value
+        raise ValueError("must be above 0 and at most 1, or auto")
+
+    @field_validator("parity_tolerance", mode="before")
+    @classmethod
+    def _a_difference_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+            return value
+        raise ValueError("must be above 0, or auto")
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> Self:
+        ours = ("servers", "vllm_python", "vllm_args", "tensor_parallel", "gpu_memory_utilization")
+        without_effect = [(key, "urls: the servers are someone else's") for key in ours if self.urls]
+        without_effect += [("parity_tolerance", "parity_every: 0")] * (self.parity_every == 0)
+        without_effect += [("stale_completions", "max_staleness: 0")] * (self.max_staleness == 0)
+        for key, reason in without_effect:
+            # the default may be written out: a run's own config.yaml has every key
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} has no effect with {reason}; remove one of the two")
+        return self
+
+
+RolloutConfig = Annotated[LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]

@@ -1,0 +1,21 @@
+"""What all parts of the configuration have in common."""
+
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bool) and key in cls.model_fields:
+                annotation = cls.model_fields[key].annotation
+                if {int, float} & {annotation, *get_args(annotation)}:
+                    raise ValueError(f"{key}: {value!r}: must be a number")
+        return values
