@@ -4,7 +4,6 @@ T scored tokens of a micro-batch, C of a completion.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,19 +22,15 @@ from cohort.engine.accumulation import (
     Accumulation,
     AloneAccumulation,
     ShardedAccumulation,
-    attempt,
     is_out_of_memory,
 )
+from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
 from cohort.engine.loss import PerSequence, PolicyLoss, StepLoss, per_sequence
-from cohort.engine.passes import Passes, on_device
+from cohort.engine.passes import Passes
 from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, TrainingError
-from cohort.packing import collate, pack
 from cohort.policy import OpenPrompt, Policy
 from cohort.records import TrainSequence
-
-# Times the budget of training: a forward pass without a backward keeps one layer's activations, and not all layers'.
-_FORWARD_ONLY = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +86,19 @@ class TrainEngine:
         self._config = config
         self._learning_rate = learning_rate
         self._temperature = temperature
-        self._reference = reference
         self.ranks = ranks
         self._batch = TrainBatch(micro_batches=(), num_sequences=0, num_scored_tokens=0, num_over_budget=0)
         self.old_logprobs: dict[int, Tensor] = {}  # sequence index -> [C], of the policy before the batch's first pass
         self._reference_logprobs: PerSequence | None = None
-        self._forward_only = _FORWARD_ONLY  # less where that has run out of memory
         self._parameters = parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: Accumulation = (
             AloneAccumulation(parameters, *policy.tables_and_head())
             if policy.sharding is None
             else ShardedAccumulation(policy.sharding.collectives, ranks.world_size)
         )
+        forward_only = partial(ForwardOnly, accumulation=self._accumulation, ranks=ranks, temperature=temperature)
+        self._policy_forward = forward_only(policy)
+        self._reference_forward = None if reference is None else forward_only(reference)
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},  # norms and biases do not decay
@@ -118,7 +114,7 @@ class TrainEngine:
     @property
     def has_reference(self) -> bool:
         """Whether a frozen model is computed beside the policy."""
-        return self._reference is not None
+        return self._reference_forward is not None
 
     def forward_backward(
         self,
@@ -144,7 +140,10 @@ class TrainEngine:
         num_out_of_memory = 0
         if batch is not None:
             self._batch, self.old_logprobs = batch, dict(old_logprobs or {})
-            self._reference_logprobs, num_out_of_memory = self._compute_reference()
+            if self._reference_forward is not None:
+                self._reference_logprobs, num_out_of_memory = self._reference_forward.logprobs(
+                    batch.sequences, micro_batch_tokens=self.micro_batch_tokens
+                )
         loss = self._step_loss(policy_loss, is_old=batch is not None and old_logprobs is None)
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
@@ -180,7 +179,7 @@ class TrainEngine:
                     done = passes.compute(piece, prompt)
                     if done is not None:
                         passes.totals.count({"num_out_of_memory": 1})
-                        self.micro_batch_tokens = self._half(self.micro_batch_tokens, piece.sequences)
+                        self.micro_batch_tokens = halved(self.micro_batch_tokens, piece.sequences, self.policy)
                         work.split(replace(piece, done=done))
                 case Turn.CLOSE:
                     assert prompt is not None, "ranks open and close together"
@@ -206,7 +205,7 @@ class TrainEngine:
                 f"out of memory: the model, its gradients and its optimizer do not fit ({states / 1e9:.1f} GB for the "
                 f"optimizer's state alone); use more processes"
             ) from None
-        if self._reference is not None:
+        if self.has_reference:
             zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = per_sequence(zeros, sequences)
         passes = Passes(self._step_loss(policy_loss, is_old=True), self._accumulation)
@@ -215,6 +214,12 @@ class TrainEngine:
         self._optimizer.zero_grad(set_to_none=True)
         self.old_logprobs, self._reference_logprobs = {}, None
         return self.ranks.largest(done is not None) == 0
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> PerSequence:
+        """The policy's logprobs of this rank's sequences, [C] by the index of each. Every rank calls this."""
+        self.policy.model.eval()
+        logprobs, _ = self._policy_forward.logprobs(sequences, micro_batch_tokens=self.micro_batch_tokens)
+        return logprobs
 
     def optim_step(self) -> OptimResult:
         """Clip the gradient, update the weights, forget the gradient.
@@ -266,67 +271,9 @@ class TrainEngine:
             gradients_in_forward=self._config.gradients_in_forward,
         )
 
-    def _compute_reference(self) -> tuple[PerSequence | None, int]:
-        """The reference's logprobs of the batch's sequences, in larger micro-batches than those of training.
-
-        Returns:
-            the logprobs, None without a reference; and how often memory ran out.
-        """
-        reference = self._reference
-        if reference is None:
-            return None, 0
-        logprobs: dict[int, Tensor] = {}
-
-        def compute(sequences: Sequences) -> None:
-            micro_batch = on_device(collate(sequences, share_prompts=reference.shares_prompts), reference)
-            with torch.no_grad():
-                values, _ = reference.logprobs(micro_batch, temperature=self._temperature, entropy=False)
-            logprobs.update(per_sequence(values, sequences))
-
-        def packed(sequences: Sequence[TrainSequence]) -> deque[Sequences]:
-            return deque(_packed(sequences, reference, int(self._forward_only * self.micro_batch_tokens)).pieces)
-
-        num_out_of_memory = 0
-        todo = packed(self._batch.sequences)
-        while self.ranks.largest(len(todo)) > 0:
-            sequences = todo.popleft() if todo else ()
-            ran_out = attempt(self._accumulation, frozenset(), partial(compute, sequences), partial(compute, ()))
-            if ran_out is not None:
-                num_out_of_memory += 1
-                budget = int(self._forward_only * self.micro_batch_tokens)
-                self._forward_only = self._half(budget, sequences) / self.micro_batch_tokens
-                todo = packed([s for piece in (sequences, *todo) for s in piece])
-        return logprobs, num_out_of_memory
-
-    def _half(self, budget: int, sequences: Sequences) -> int:
-        """Half of a budget, or of the sequences that did not fit into memory if that is less.
-
-        Raises:
-            OutOfStepError: it was a single sequence.
-        """
-        tokens = self.policy.num_positions(collate(sequences, share_prompts=self.policy.shares_prompts))
-        if len(sequences) <= 1:
-            raise OutOfStepError(
-                f"out of memory on a single sequence of {tokens} tokens, which cannot be split. Set "
-                f"model.gradient_checkpointing: true where it is not, or lower rollout.max_completion_tokens, or use "
-                f"more processes (docs/memory.md)"
-            )
-        return max(1, min(budget, tokens) // 2)
-
     def _repack(self, sequences: Sequences) -> TrainBatch:
         """Sequences of this rank, under the budget as it is now."""
-        return _packed(sequences, self.policy, self.micro_batch_tokens)
-
-
-def _packed(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_tokens: int) -> TrainBatch:
-    """Sequences as a batch for one rank."""
-    (batch,) = pack(
-        sequences,
-        micro_batch_tokens=micro_batch_tokens,
-        share_prompts=policy.shares_prompts,
-        padded=policy.layout == "padded",
-    )
-    return batch
+        return pack_alone(sequences, self.policy, self.micro_batch_tokens)
 
 
 def _local(parameter: Tensor) -> Tensor:

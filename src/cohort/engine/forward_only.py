@@ -1,0 +1,101 @@
+"""Logprobs without a gradient: the reference's, and the policy's where they are compared with the sampler's."""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cohort.batch import TrainBatch
+from cohort.distributed import Ranks
+from cohort.engine.accumulation import Accumulation, attempt
+from cohort.engine.loss import PerSequence, per_sequence
+from cohort.engine.passes import on_device
+from cohort.engine.work import Sequences
+from cohort.errors import OutOfStepError
+from cohort.packing import collate, pack
+from cohort.policy import Policy
+from cohort.records import TrainSequence
+
+# Times the budget of training: a forward pass without a backward keeps one layer's activations, and not all layers'.
+_FACTOR = 4.0
+
+
+class ForwardOnly:
+    """Computes the logprobs of sequences, in larger micro-batches than those of training."""
+
+    def __init__(self, policy: Policy, accumulation: Accumulation, *, ranks: Ranks, temperature: float):
+        """Of a model.
+
+        Args:
+            policy: the model.
+            accumulation: whose way of staying in step after running out of memory is used; nothing is added.
+            ranks: all call the same methods at the same time.
+            temperature: divides the logits.
+        """
+        self._policy = policy
+        self._accumulation = accumulation
+        self._ranks = ranks
+        self._temperature = temperature
+        self._factor = _FACTOR  # less where that has run out of memory
+
+    def logprobs(self, sequences: Sequence[TrainSequence], *, micro_batch_tokens: int) -> tuple[PerSequence, int]:
+        """The logprobs of this rank's sequences, and how often memory ran out.
+
+        Args:
+            sequences: of this rank; other ranks may have more or fewer.
+            micro_batch_tokens: the budget of training.
+
+        Raises:
+            OutOfStepError: a single sequence does not fit into memory.
+        """
+        logprobs: dict[int, Tensor] = {}
+
+        def compute(some: Sequences) -> None:
+            micro_batch = on_device(collate(some, share_prompts=self._policy.shares_prompts), self._policy)
+            with torch.no_grad():
+                values, _ = self._policy.logprobs(micro_batch, temperature=self._temperature, entropy=False)
+            logprobs.update(per_sequence(values, some))
+
+        def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
+            return deque(pack_alone(some, self._policy, int(self._factor * micro_batch_tokens)).pieces)
+
+        num_out_of_memory = 0
+        todo = packed(sequences)
+        while self._ranks.largest(len(todo)) > 0:
+            now = todo.popleft() if todo else ()
+            ran_out = attempt(self._accumulation, frozenset(), partial(compute, now), partial(compute, ()))
+            if ran_out is not None:
+                num_out_of_memory += 1
+                budget = halved(int(self._factor * micro_batch_tokens), now, self._policy)
+                self._factor = budget / micro_batch_tokens
+                todo = packed([s for piece in (now, *todo) for s in piece])
+        return logprobs, num_out_of_memory
+
+
+def halved(budget: int, sequences: Sequences, policy: Policy) -> int:
+    """Half of a budget, or of the sequences that did not fit into memory if that is less.
+
+    Raises:
+        OutOfStepError: it was a single sequence.
+    """
+    tokens = policy.num_positions(collate(sequences, share_prompts=policy.shares_prompts))
+    if len(sequences) <= 1:
+        raise OutOfStepError(
+            f"out of memory on a single sequence of {tokens} tokens, which cannot be split. Set "
+            f"model.gradient_checkpointing: true where it is not, or lower rollout.max_completion_tokens, or use "
+            f"more processes (docs/memory.md)"
+        )
+    return max(1, min(budget, tokens) // 2)
+
+
+def pack_alone(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_tokens: int) -> TrainBatch:
+    """Sequences as a batch for one rank."""
+    (batch,) = pack(
+        sequences,
+        micro_batch_tokens=micro_batch_tokens,
+        share_prompts=policy.shares_prompts,
+        padded=policy.layout == "padded",
+    )
+    return batch
