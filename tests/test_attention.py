@@ -142,6 +142,24 @@ def test_cascade_in_float32():
     assert worst_error(cascade.cascade, segments_of(UNEVEN, (9, [70, 1])), dtype=torch.float32) < 1e-5
 
 
+def test_16_bits_are_rounded_once():
+    """Outputs and gradients are as far from float64 as rounding float64's to bfloat16 is, or little more.
+
+    Where every part is rounded before it is merged, it is 1.35 times as far in outputs, and further in gradients. What
+    is more here is that backward knows the outputs to bfloat16 only.
+    """
+    segments = segments_of(UNEVEN, (9, [70, 1]))
+    x = {name: t.detach().bfloat16().requires_grad_() for name, t in make_inputs(segments).items()}
+    exact_x = {name: t.detach().double().requires_grad_() for name, t in x.items()}
+    upstream = torch.randn(segments.num_tokens, 6, 8).bfloat16()
+    out, exact_out = run(cascade.cascade, x, segments, 0.3), reference(exact_x, segments, 0.3)
+    results = [out, *torch.autograd.grad(out, list(x.values()), upstream)]
+    exact = [exact_out, *torch.autograd.grad(exact_out, list(exact_x.values()), upstream.double())]
+    for mine, right in zip(results, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert relative_error(mine, right) < 1.3 * relative_error(right.bfloat16(), right)
+
+
 @pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4])])
 def test_varlen_is_dense_attention(varlen_kernel: None, prefix):
     assert worst_error(varlen.varlen, segments_of(UNEVEN, prefix)) < 1e-12

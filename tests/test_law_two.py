@@ -5,8 +5,10 @@ round to float32, and in float32 to 1e-5.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from cohort.packing import collate
+from cohort.packing import collate, collate_part, collate_prompt
 from cohort.policy import Policy
 from cohort.policy.activations import enable_gradient_checkpointing
 from cohort.policy.attention import cascade
@@ -39,6 +41,7 @@ from tiny import SIZES, VOCAB_SIZE, gradients, naive_logprobs, random_sequences
 Groups = list[tuple[int, list[int]]]  # tokens of each prompt and of its completions
 # One-token prompts and completions, groups of one, prompts of unequal length, and segments that are taken alone.
 GROUPS: Groups = [(5, [7, 1, 3]), (1, [1, 4]), (9, [12]), (4, [1, 1]), (70, [2, 66, 80]), (1, [2])]
+FEW: Groups = [(5, [7, 1, 3]), (1, [1, 4]), (70, [2, 20])]
 LONGEST = 150
 TEMPERATURE = 0.7
 LAYOUTS: list[Layout] = ["shared", "packed", "padded"]
@@ -67,8 +70,10 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-def make_law_model(kind: str, *, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
+def make_law_model(
+    kind: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    torch.manual_seed(seed)
     config, settings = MODELS[kind]
     attention = overrides.pop("attn_implementation", None)
     model = AutoModelForCausalLM.from_config(
@@ -83,9 +88,15 @@ def make_law_model(kind: str, *, dtype: torch.dtype = torch.float64, **overrides
     return model
 
 
-def make_law_policy(model: PreTrainedModel, *, longest: int | None = LONGEST) -> Policy:
+def make_law_policy(
+    model: PreTrainedModel, *, longest: int | None = LONGEST, compute_dtype: torch.dtype | None = None
+) -> Policy:
     return Policy(
-        model, device=torch.device("cpu"), compute_dtype=model.dtype, pad_token_id=0, longest_sequence_tokens=longest
+        model,
+        device=torch.device("cpu"),
+        compute_dtype=compute_dtype or model.dtype,
+        pad_token_id=0,
+        longest_sequence_tokens=longest,
     )
 
 
@@ -291,24 +302,54 @@ SABOTAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_bfloat16_is_about_as_exact_as_the_naive_path(kind: str):
-    """The error against float64, of all logprobs and of all gradients together."""
-    exact_model = make_law_model(kind, tie_word_embeddings=False)
-    model = make_law_model(kind, tie_word_embeddings=False, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for mine, exact in zip(model.parameters(), exact_model.parameters(), strict=True):
-            exact.copy_(mine)
-    sequences = random_sequences(GROUPS)
-    expected, naive_scores = naive(exact_model, sequences), naive(model, sequences)
-    policy = make_law_policy(model)
-    assert policy.shares_prompts
+def streamed(policy: Policy, sequences: list[TrainSequence]) -> Scores:
+    """Each prompt first, and its completions by twos from its keys and values."""
+    policy.traits = replace(policy.traits, layout="shared")
+    weights, logprobs, entropies = upstream(sequences), [], []
+    for _, group in groupby(sequences, key=lambda sequence: sequence.group):
+        members = list(group)
+        prompt = policy.open_prompt(collate_prompt(members[0].token_ids[: members[0].num_prompt_tokens]))
+        for part in (members[n : n + 2] for n in range(0, len(members), 2)):
+            branch = prompt.branch()
+            scores = policy.logprobs(collate_part(part), temperature=TEMPERATURE, branch=branch)
+            mine, weights = weights[: len(scores[0])], weights[len(scores[0]) :]
+            (scores[0] * mine.to(scores[0].dtype)).sum().backward()
+            prompt.add(branch)
+            logprobs.append(scores[0].detach())
+            entropies.append(scores[1].detach())
+        prompt.backward()
+    return Scores(logprobs=torch.cat(logprobs), entropies=torch.cat(entropies), gradients=gradients(policy.model))
 
-    def errors(scores: Scores) -> tuple[float, float]:
-        grads = [(scores.gradients[name].double() - g).square().sum() for name, g in expected.gradients.items()]
-        return (scores.logprobs - expected.logprobs).square().mean().sqrt().item(), sum(grads).sqrt().item()
 
-    naive_logprob, naive_gradient = errors(naive_scores)
-    for layout in LAYOUTS:
-        logprob, gradient = errors(fast(policy, sequences, layout))
-        assert 0 < logprob < 1.2 * naive_logprob and 0 < gradient < 1.2 * naive_gradient
+def squared_errors(actual: Scores, expected: Scores) -> Tensor:
+    """Of the logprobs, and of all gradients relative to the whole gradient, [2]."""
+    grads = [(actual.gradients[name] - g).square().sum() for name, g in expected.gradients.items()]
+    whole = sum(g.square().sum() for g in expected.gradients.values())
+    return torch.stack([(actual.logprobs - expected.logprobs).square().mean(), sum(grads) / whole])
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bfloat16", "autocast"])
+def test_bfloat16_is_as_exact_as_the_naive_path(weights: torch.dtype):
+    """The error against float64 is no larger, as the root of its mean square over models, seeds and parameters.
+
+    Not in every draw: rounding is noise, and the ratio of two draws of it varies by a fifth.
+    """
+    errors: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
+    for kind, seed in product(("qwen2", "qwen3", "llama"), range(3)):
+        exact_model = make_law_model(kind, seed=seed, tie_word_embeddings=False)
+        model = make_law_model(kind, seed=seed, tie_word_embeddings=False, dtype=weights)
+        with torch.no_grad():
+            for mine, exact in zip(model.parameters(), exact_model.parameters(), strict=True):
+                exact.copy_(mine)
+        sequences = random_sequences(FEW, seed=seed)
+        expected = naive(exact_model, sequences)
+        with torch.autocast("cpu", torch.bfloat16, enabled=weights != torch.bfloat16):
+            errors["naive"] += squared_errors(naive(model, sequences), expected)
+        policy = make_law_policy(model, compute_dtype=torch.bfloat16)
+        assert policy.shares_prompts
+        for layout in LAYOUTS:
+            errors[layout] += squared_errors(fast(policy, sequences, layout), expected)
+        errors["streamed"] += squared_errors(streamed(policy, sequences), expected)
+    for path in (*LAYOUTS, "streamed"):
+        ratio = (errors[path] / errors["naive"]).sqrt()
+        assert ratio.min() > 0 and ratio.max() <= 1, (path, ratio)

@@ -2,7 +2,8 @@
 
 The parts are merged by their log-sum-exps, and backward goes through each part with the merged output, as in ring
 attention (arXiv:2310.01889). So a root's keys and values are read where they are, however many branches it has, and
-nothing but queries, keys, values, outputs and log-sum-exps is kept for backward.
+nothing but queries, keys, values, outputs and log-sum-exps is kept for backward. Outputs and gradients of 16 bits are
+float32 until all parts are in, and rounded once.
 
 S tokens of the row, P of the prefix, B stretches of L queries and K keys; heads and dim are those of one attention.
 """
@@ -51,8 +52,9 @@ class _Cascade(torch.autograd.Function):
         segments: Segments,
         scale: float,
     ) -> Tensor:
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty(*query.shape[:2], value.shape[-1], dtype=wide)
+        lse = query.new_empty(query.shape[:2], dtype=wide)
         for own in segments.own:
             block_out, block_lse = attend(*(own.take(x) for x in (query, key, value)), scale=scale, causal=True)
             own.put(out, block_out)
@@ -63,6 +65,7 @@ class _Cascade(torch.autograd.Function):
                 block.branches.take(query), keys, values, scale=scale, hidden=_padding(block.roots)
             )
             _merge(block.branches, out, lse, root_out, root_lse)
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -71,7 +74,7 @@ class _Cascade(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
-        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+        grad_query, grad_key, grad_value = (torch.empty_like(x, dtype=lse.dtype) for x in (query, key, value))
         grad_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
         for own in ctx.segments.own:
             grads = attend_backward(
@@ -99,14 +102,15 @@ class _Cascade(torch.autograd.Function):
             else:
                 block.roots.add(grad_key, grad_k)
                 block.roots.add(grad_value, grad_v)
-        return grad_query, grad_key, grad_value, *grad_prefix, None, None
+        every = (grad_query, grad_key, grad_value, *grad_prefix)
+        return *(None if grad is None else grad.to(query.dtype) for grad in every), None, None
 
 
 def _merge(where: Stretches, out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Attention to further keys joins what is in `out` [S, heads, dim] and `lse` [S, heads]."""
     own_out, own_lse = where.take(out), where.take(lse)
     weight = torch.sigmoid(more_lse - own_lse).unsqueeze(-1)
-    where.put(out, torch.lerp(own_out.to(lse.dtype), more_out.to(lse.dtype), weight).to(out.dtype))
+    where.put(out, torch.lerp(own_out, more_out, weight))
     where.put(lse, torch.logaddexp(own_lse, more_lse))
 
 

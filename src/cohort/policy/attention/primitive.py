@@ -1,7 +1,11 @@
 """Attention of blocks of queries to blocks of keys, with its log-sum-exp and a backward that takes a merged one.
 
+What comes out is in float32 or wider: of 16 bits it is a part of a sum, which is rounded when it is whole.
+
 B blocks of L queries and K keys; G query heads to each key head.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,15 +28,16 @@ def attend(
         hidden: [B, K], keys that no query sees; at least one other is in each block.
 
     Returns:
-        outputs [B, L, query heads, value dim], and log-sum-exps [B, L, query heads] in float32 or wider.
+        outputs [B, L, query heads, value dim], and log-sum-exps [B, L, query heads].
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if _has_flash(query, value):
-        out, lse = _flash(q, k, v, 0.0, causal, attn_mask=_mask(hidden, query), scale=scale)
+        q, k, v = _widened(q, k, v)
+        out, lse = _flash(q, k, v, 0.0, causal, attn_mask=_mask(hidden, q), scale=scale)
     else:
         scores = _scores(q, k, scale, causal, hidden)
         lse = scores.logsumexp(dim=-1)
-        out = _grouped(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), k.shape[1]) @ v
+        out = wide_product(_grouped(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), k.shape[1]), v)
         out = out.view(*lse.shape, -1)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -52,7 +57,8 @@ def attend_backward(
     """Gradients of query, key and value by these keys, where `out` and `lse` are of all keys that the queries see."""
     grad, q, k, v, o, log_sum = (x.transpose(1, 2) for x in (grad_out, query, key, value, out, lse))
     if _has_flash(query, value):
-        grads = _flash_backward(grad, q, k, v, o, log_sum, 0.0, causal, attn_mask=_mask(hidden, query), scale=scale)
+        grad, q, k, v, o = _widened(grad, q, k, v, o)
+        grads = _flash_backward(grad, q, k, v, o, log_sum, 0.0, causal, attn_mask=_mask(hidden, q), scale=scale)
     else:
         grads = _backward(grad, q, k, v, o, log_sum, scale, causal, hidden)
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
@@ -64,12 +70,17 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _mask(hidden: Tensor | None, query: Tensor) -> Tensor | None:
-    """What the fused kernel adds to scores, [B, 1, L, K] without memory for the queries."""
+def _widened(*tensors: Tensor) -> Iterator[Tensor]:
+    """For the fused kernel of CPUs, which would round to 16 bits, and whose backward of 16 bits is slower."""
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+
+
+def _mask(hidden: Tensor | None, q: Tensor) -> Tensor | None:
+    """What the fused kernel adds to scores of q [B, query heads, L, dim]: [B, 1, L, K], no memory for the queries."""
     if hidden is None:
         return None
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return zero.where(~hidden, -torch.inf)[:, None, None].expand(-1, -1, query.shape[1], -1)
+    zero = torch.zeros((), dtype=q.dtype, device=q.device)
+    return zero.where(~hidden, -torch.inf)[:, None, None].expand(-1, -1, q.shape[2], -1)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, hidden: Tensor | None) -> Tensor:
@@ -108,9 +119,9 @@ def _backward(
     delta = (grad.to(probs.dtype) * out.to(probs.dtype)).sum(dim=-1, keepdim=True)
     grad_probs = wide_product(_grouped(grad, heads), v.mT).view(probs.shape)
     grad_scores = _grouped((probs * (grad_probs - delta) * scale).to(q.dtype), heads)
-    grad_q = (grad_scores @ k).view(q.shape)
-    grad_k = grad_scores.transpose(-1, -2) @ _grouped(q, heads)
-    grad_v = _grouped(probs.to(v.dtype), heads).transpose(-1, -2) @ _grouped(grad, heads)
+    grad_q = wide_product(grad_scores, k).view(q.shape)
+    grad_k = wide_product(grad_scores.mT, _grouped(q, heads))
+    grad_v = wide_product(_grouped(probs.to(v.dtype), heads).mT, _grouped(grad, heads))
     return grad_q, grad_k, grad_v
 
 
