@@ -1,0 +1,173 @@
+"""A Cohort configuration that grows key by key, and what all conversions have in common."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from cohort.check.launch import Launch, Settings
+from cohort.check.rules.start import Start
+
+Kind = Literal["text", "whole", "number", "flag"]
+
+_REWARDS = {"accuracy": "math", "math": "math", "math_verify": "math", "format": "format"}
+_SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+_SECRET = re.compile(r"(token|api_key|secret|password)$")
+_LOGS = ("tensorboard", "wandb", "trackio")
+# what TRL and ms-swift both take from transformers' TrainingArguments
+_OF_TRANSFORMERS: dict[str, tuple[str, Kind]] = {
+    "train.learning_rate": ("learning_rate", "number"),
+    "train.weight_decay": ("weight_decay", "number"),
+    "train.adam_beta1": ("adam_beta1", "number"),
+    "train.adam_beta2": ("adam_beta2", "number"),
+    "train.adam_epsilon": ("adam_epsilon", "number"),
+    "train.max_grad_norm": ("max_grad_norm", "number"),
+    "train.seed": ("seed", "whole"),
+    "train.updates_per_rollout": ("num_iterations", "whole"),
+    "model.gradient_checkpointing": ("gradient_checkpointing", "flag"),
+    "algorithm.mask_truncated_completions": ("mask_truncated_completions", "flag"),
+    "rollout.temperature": ("temperature", "number"),
+    "rollout.top_p": ("top_p", "number"),
+    "run.dir": ("output_dir", "text"),
+}
+
+
+class Draft:
+    """The configuration so far and the notes for its reader."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.settings = Settings(launch)
+        self.config: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    @property
+    def processes(self) -> int:
+        """Training processes of the launch; 0 where it does not say."""
+        return int(self.launch.processes.value) if self.launch.processes else 0
+
+    def put(self, key: str, value: Any) -> None:
+        """Sets `section.key`, unless there is nothing to set."""
+        if value is not None:
+            section, name = key.split(".")
+            self.config.setdefault(section, {})[name] = value
+
+    def copy(self, table: Mapping[str, tuple[str, Kind]]) -> None:
+        """Sets each of our keys from the one that means the same there, where that is said."""
+        for ours, (theirs, kind) in table.items():
+            if theirs in self.settings:
+                readers = {"whole": self.settings.whole, "number": self.settings.number, "text": self.settings.text}
+                value = self.settings.flag(theirs) if kind == "flag" else readers[kind](theirs, None)
+                self.put(ours, value)
+
+    def note(self, text: str) -> None:
+        """A line for the reader of the new file."""
+        self.notes.append(text)
+
+    def path(self, key: str, *, named: Any, missing: str) -> None:
+        """A path or an id, or a place to fill in."""
+        if isinstance(named, list) and len(named) > 1:
+            self.note(f"no equivalent: several of {key} ({named!r:.80}); the first one is taken")
+        named = named[0] if isinstance(named, list) and named else named
+        if not isinstance(named, str) or not named:
+            self.note(f"to fill in: {key}")
+            named = missing
+        self.put(key, named)
+
+    def rewards(self, names: Any, weights: Any) -> None:
+        """Rewards by name: those that Cohort has as well, and a place for each of the others."""
+        names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+        weights = weights if isinstance(weights, list) else [weights] if weights is not None else []
+        entries: list[dict[str, Any]] = []
+        for i, name in enumerate(names):
+            short = str(name).rsplit(".", 1)[-1].removesuffix("_reward").replace("-", "_") or "reward"
+            entry: dict[str, Any] = {"use": _REWARDS.get(short, f"rewards.py:{short}")}
+            if short not in _REWARDS:
+                self.note(f"to write: reward {name!r} as the function {short} of rewards.py (the signature is TRL's)")
+            try:
+                entry["weight"] = float(weights[i]) if weights else 1.0
+            except (IndexError, TypeError, ValueError):
+                self.note(f"the weight of reward {name!r} could not be read; it is 1")
+            entries.append(entry)
+        if not entries:
+            entries = [{"use": "math"}]
+            self.note("to fill in: rewards")
+        if any(entry["use"] == "math" for entry in entries):
+            self.note("reward math compares the answer with the column `answer` (args: {answer_column: ...})")
+        self.config["rewards"] = entries
+
+    def batch(self, start: Start | None, generations: int) -> None:
+        """Completions of one optimizer step as prompts per step, and the processes."""
+        self.put("rollout.num_generations", generations)
+        if self.processes:
+            self.put("hardware.processes", self.processes)
+        if start is None or not start.global_batch_size or not start.generation_batch_size:
+            return
+        size = start.global_batch_size
+        if size != start.generation_batch_size:
+            self.note(
+                f"no equivalent: {start.generation_batch_size} completions are sampled together there, and {size} are "
+                f"trained in one optimizer step; here a step trains what it samples"
+            )
+        if size % generations:
+            self.note(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
+        self.put("train.prompts_per_step", -(-size // generations))
+
+    def algorithm(self, loss: str, *, names: Mapping[str, str], beta: float, low: float, high: float) -> None:
+        """The named algorithm nearest to a loss, and its clip bounds (distances from 1)."""
+        name = names.get(loss, "grpo")
+        if loss not in names:
+            self.note(f"no equivalent: loss {loss}; {name} stands in its place")
+        self.put("algorithm.name", name)
+        self.put("algorithm.beta", beta)
+        self.put("algorithm.clip_low", low)
+        self.put("algorithm.clip_high", high)
+
+    def transformers_keys(self, *, epochs: float) -> None:
+        """What TRL and ms-swift take from transformers' TrainingArguments."""
+        settings = self.settings
+        self.copy(_OF_TRANSFORMERS)
+        steps = settings.whole("max_steps", None, minimum=-1)
+        if steps and steps > 0:
+            self.put("train.steps", steps)
+            settings.said("num_train_epochs")
+        else:
+            self.put("train.epochs", settings.number("num_train_epochs", epochs))
+        schedule = settings.text("lr_scheduler_type", "linear")
+        self.put("train.lr_schedule", _SCHEDULES.get(schedule, "cosine"))
+        if schedule not in _SCHEDULES or schedule == "cosine_with_min_lr":
+            self.note(f"no equivalent: lr_scheduler_type {schedule}; cosine stands in its place")
+        warmup, ratio = settings.number("warmup_steps", None), settings.number("warmup_ratio", None)
+        ratio = warmup if warmup is not None and 0 < warmup < 1 else ratio
+        if warmup is not None and warmup >= 1:
+            self.put("train.warmup_steps", int(warmup))
+        elif ratio:
+            if steps and steps > 0:
+                self.put("train.warmup_steps", round(ratio * steps))
+            else:
+                self.note(f"to fill in: train.warmup_steps, {ratio:g} of all steps")
+        saves = settings.text("save_strategy", "steps")
+        if saves == "no":
+            self.put("run.checkpoint_every", 0)
+        elif saves == "steps":
+            self.put("run.checkpoint_every", settings.whole("save_steps", None))
+            self.put("run.keep_checkpoints", settings.whole("save_total_limit", None))
+        logs = settings.said("report_to")
+        logs = [logs] if isinstance(logs, str) else logs if isinstance(logs, list) else []
+        self.put("run.log", [log for log in logs if log in _LOGS] or None)
+
+    def tell_the_rest(self) -> None:
+        """Notes on everything that was said and has not been used."""
+        for finding in self.settings.findings:
+            self.note(finding.message)
+        for unread in self.launch.unread:
+            self.note(f"could not be read: {unread.key} ({unread.where}): {unread.reason}")
+        for key, said in self.launch.settings.items():
+            if key not in self.settings.used:
+                shown = "..." if _SECRET.search(key) else f"{said.value!r:.60}"
+                self.note(f"no equivalent: {key}: {shown} ({said.where})")

@@ -1,0 +1,58 @@
+"""ms-swift to Cohort."""
+
+from cohort.check.convert.draft import Draft
+from cohort.check.readers.swift import MEGATRON
+from cohort.check.rules.start import Start
+
+_LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo"}
+_BATCH = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+    "global_batch_size",
+    "micro_batch_size",
+    "rlhf_type",
+    MEGATRON,
+)
+
+
+def from_swift(draft: Draft, start: Start | None) -> None:
+    """Fills the draft. Defaults that differ from Cohort's are ms-swift's."""
+    settings = draft.settings
+    draft.path("model.path", named=settings.said("model"), missing="MODEL")
+    draft.path("data.path", named=settings.said("dataset"), missing="train.jsonl")
+    draft.put("data.prompt", "messages")
+    draft.copy({"data.system_prompt": ("system", "text"), "rollout.max_prompt_tokens": ("max_length", "whole")})
+    draft.rewards(settings.said("reward_funcs"), settings.said("reward_weights"))
+    for key in _BATCH:
+        settings.said(key)
+    draft.batch(start, settings.whole("num_generations", 8))
+    draft.put("rollout.max_completion_tokens", settings.whole("max_completion_length", 512, maximum=10**9))
+    draft.put("rollout.temperature", 0.9)
+    draft.transformers_keys(epochs=3.0)
+    if "learning_rate" not in settings:
+        draft.note("to fill in: train.learning_rate, whose default in ms-swift depends on the tuner")
+    top_k = settings.number("top_k", None)
+    draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
+    low = settings.number("epsilon", 0.2)
+    high = settings.number("epsilon_high", None)
+    loss = settings.text("loss_type", "grpo")
+    high = low if high is None or loss == "cispo" else high
+    draft.algorithm(loss, names=_LOSSES, beta=settings.number("beta", 0.04), low=low, high=high)
+    dtype = settings.text("torch_dtype")
+    draft.put("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
+    if settings.text("tuner_type", settings.text("train_type", "lora")) != "full":
+        draft.note("no equivalent: LoRA, which is ms-swift's default tuner; all weights are trained here")
+    if settings.flag("use_vllm"):
+        draft.put("rollout.engine", "vllm")
+        if settings.text("vllm_mode") == "colocate":
+            draft.put("hardware.rollout_gpus", "shared")
+            draft.copy(
+                {
+                    "rollout.tensor_parallel": ("vllm_tensor_parallel_size", "whole"),
+                    "rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number"),
+                }
+            )
+    if settings.flag("dynamic_sample"):
+        draft.put("rollout.resample", settings.whole("max_resample_times", 3))

@@ -1,0 +1,90 @@
+"""TRL and Open-R1 to Cohort."""
+
+from cohort.check.convert.draft import Draft
+from cohort.check.rules.start import Start
+from cohort.check.rules.trl import Version
+
+# bnpo is the token mean of a micro-batch, dapo that of the step
+_LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo"}
+_BATCH = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations",
+)
+
+
+def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
+    """Fills the draft. Defaults that differ from Cohort's are those of this version of TRL."""
+    settings = draft.settings
+    draft.path("model.path", named=settings.text("model_name_or_path", settings.said("trainer.model")), missing="MODEL")
+    draft.path(
+        "data.path", named=settings.text("dataset_name", settings.said("trainer.dataset")), missing="train.jsonl"
+    )
+    draft.copy(
+        {
+            "data.name": ("dataset_config", "text"),
+            "data.split": ("dataset_train_split", "text"),
+            "data.prompt": ("dataset_prompt_column", "text"),
+            "data.system_prompt": ("system_prompt", "text"),
+            "rollout.max_prompt_tokens": ("max_prompt_length", "whole"),
+        }
+    )
+    rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
+    draft.rewards(rewards, settings.said("reward_weights"))
+    for key in _BATCH:
+        settings.said(key)
+    draft.batch(start, settings.whole("num_generations", 8))
+    completion = settings.whole("max_completion_length", 512 if version >= (1, 10) else 256, maximum=10**9)
+    draft.put("rollout.max_completion_tokens", completion)
+    if "max_prompt_length" not in settings and version >= (0, 26):
+        draft.note("prompts have no limit there; here rollout.max_prompt_tokens drops longer ones")
+    draft.put("rollout.temperature", 1.0 if version >= (0, 18) else 0.9)
+    draft.put("train.learning_rate", 1e-6)
+    draft.transformers_keys(epochs=3.0)
+    top_k = settings.number("top_k", None)
+    draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
+    low = settings.number("epsilon", 0.2)
+    high = settings.number("epsilon_high", None)
+    loss = settings.text("loss_type", "dapo" if version >= (0, 22) else "bnpo" if version >= (0, 17) else "grpo")
+    beta = settings.number("beta", 0.0 if version >= (0, 19) else 0.04)
+    high = low if high is None or loss == "cispo" else high
+    draft.algorithm(loss, names=_LOSSES, beta=beta, low=low, high=high)
+    scaled = settings.text("scale_rewards", "true").lower() not in ("false", "none", "no")
+    if scaled and loss == "dr_grpo":
+        draft.note("no equivalent: rewards are divided by their standard deviation there; dr_grpo here does not")
+    elif not scaled and loss != "dr_grpo":
+        draft.note(
+            "no equivalent: rewards are not divided by their standard deviation there; here dr_grpo alone does so"
+        )
+    _precision(draft)
+    _engine(draft, version)
+
+
+def _precision(draft: Draft) -> None:
+    dtype = draft.settings.text("torch_dtype", draft.settings.text("dtype"))
+    if dtype in ("float32", "bfloat16"):
+        draft.put("model.dtype", dtype)
+    elif dtype is not None:
+        draft.note(f"no equivalent: dtype {dtype}; float32 is the default")
+    if draft.settings.flag("bf16") and dtype != "bfloat16":
+        draft.put("model.compute_dtype", "bfloat16")
+
+
+def _engine(draft: Draft, version: Version) -> None:
+    settings = draft.settings
+    if not settings.flag("use_vllm"):
+        return
+    draft.put("rollout.engine", "vllm")
+    default = "colocate" if version >= (1, 0) else "server"
+    if settings.text("vllm_mode", default) == "colocate" and version >= (0, 18):
+        draft.put("hardware.rollout_gpus", "shared")
+        draft.copy(
+            {
+                "rollout.tensor_parallel": ("vllm_tensor_parallel_size", "whole"),
+                "rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number"),
+            }
+        )
+    else:
+        draft.note("a server samples there; here the run starts its own on GPUs of this machine, or set rollout.urls")

@@ -1,0 +1,54 @@
+"""Writes `docs/check.md` from the table of findings: `python -m cohort.check.docs > docs/check.md`."""
+
+from cohort.check.findings import RULES
+
+_INTRO = """# Checking and converting configurations
+
+Made from the table of findings in `src/cohort/check/findings.py` by `make docs`; do not edit it here.
+
+`cohort check FILE...` judges a configuration before it costs anything: without GPUs, models or torch, and without
+running or fetching anything that the files name. `cohort convert FILE > run.yaml` makes a Cohort configuration of it.
+
+| file | read as |
+| --- | --- |
+| YAML with `model`, `data`, `rewards` | Cohort |
+| YAML with `num_generations`, `reward_funcs` or another key of GRPO | a recipe of TRL, of Open-R1 if a key is its own |
+| Python with `GRPOConfig(...)` | TRL, as a syntax tree: literals, constants of the module, arithmetic of them |
+| shell with `trl grpo`, or a launcher and a GRPO script | TRL or Open-R1; recipe and accelerate file are read too |
+| shell with `swift rlhf` or `megatron rlhf`, YAML, both with `rlhf_type` `grpo` | ms-swift |
+| shell with `actor_rollout_ref.key=value`, YAML with `actor_rollout_ref` | verl |
+
+- **Versions.** Rules are those of TRL 0.15 to 1.16 (`--trl-version`, else `trl==...` in the file, else 0.18.0 for
+  Open-R1, which pins it, else 1.16), of ms-swift 4.6 and of verl 0.9.
+- **GPUs.** `--launch` says how the files are started, where they do not:
+  `--launch "accelerate launch --config_file zero3.yaml --num_processes 7"`,
+  `--launch "sbatch --nodes=2 slurm/train.slurm"`, `--launch "NPROC_PER_NODE=4 swift rlhf"`.
+  `--world-sizes 1,2,3` chooses the numbers of training processes that the table has.
+- **Shell** is read and not run: continued lines, quotes, variables assigned in the file, `${X:-default}`, `$((...))`.
+  What only a running shell knows is named (CHK004), and the rest is checked.
+- **Exit codes.** 0: no errors (warnings do not count); 1: at least one error; 2: the command itself is wrong. So it
+  fits pre-commit and CI: `cohort check recipes/*.yaml`.
+- **`--json`** prints a list with one object per file: `file`, `framework`, `version`, `starts` (by number of training
+  processes: `starts`, `message`, `generation_batch_size`, `steps_per_generation`) and `findings` (`code`, `severity`,
+  `field`, `message`, `nearest`). `starts` is empty where a number that decides could not be read.
+- **Nearest values** change one number each (batch size, accumulation, generations, GPUs; two where no single one
+  helps) and were tried by the same rule. The distance is that of the logarithms.
+- **Not checked**: whether memory suffices; keys that ms-swift or verl do not know (TRL's are); data and rewards.
+
+## Findings
+
+Codes keep their meaning.
+
+| code | severity | finding | explanation |
+| --- | --- | --- | --- |
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    rows = [f"| `{code}` | {rule.severity} | {rule.title} | {rule.explanation} |" for code, rule in RULES.items()]
+    return _INTRO + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,130 @@
+"""One file from its text to its report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.check.findings import Finding
+from cohort.check.launch import Launch, Unread
+from cohort.check.nearest import nearest_starts
+from cohort.check.readers import read_launch
+from cohort.check.rules import judge
+from cohort.check.rules.start import Judged, Start
+from cohort.errors import UserError
+
+WORLD_SIZES = (*range(1, 17), 24, 32, 64)
+_USUAL_NODE = 8  # GPUs, for proposals where the file does not say how many there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """What is to say about one file."""
+
+    file: str
+    launch: Launch | None  # None: it could not be read
+    judged: Judged | None
+    starts: dict[int, Start]  # by number of training processes; empty where the numbers could not be read
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any finding is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as `--json` prints it."""
+        return {
+            "file": self.file,
+            "framework": self.launch.framework if self.launch else None,
+            "version": self.judged.version if self.judged else None,
+            "starts": {str(size): start.as_json() for size, start in self.starts.items()},
+            "findings": [finding.as_json() for finding in self.findings],
+        }
+
+
+def check_file(
+    path: Path,
+    *,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    trl_version: str | None = None,
+    launched_with: str | None = None,
+) -> FileReport:
+    """Reads and judges one file. What is wrong with the file itself is a finding too.
+
+    Raises:
+        UserError: `launched_with` cannot be read.
+    """
+    try:
+        launch = read_launch(path)
+    except UserError as error:
+        message = str(error).removeprefix(f"{path}: ")
+        finding = Finding("CHK001", None, message)
+        return FileReport(file=str(path), launch=None, judged=None, starts={}, findings=(finding,))
+    if launched_with:
+        launch = read_launch(path, launched_with=launched_with)
+    judged = judge(launch, trl_version=trl_version)
+    findings = [*(_unread(unread, judged.decides) for unread in launch.unread), *launch.findings, *judged.findings]
+    unknown = {unread.key for unread in launch.unread} | {f.field for f in findings if f.code == "CHK010"}
+    starts: dict[int, Start] = {}
+    if not unknown & judged.decides:  # otherwise the findings above say which number is missing
+        starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
+        findings += _start_findings(launch, judged, starts)
+    order = {"error": 0, "warning": 1}
+    findings.sort(key=lambda finding: (order[finding.severity], finding.code))
+    return FileReport(
+        file=str(path), launch=launch, judged=judged, starts=starts, findings=tuple(dict.fromkeys(findings))
+    )
+
+
+def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
+    message = f"{unread.key} ({unread.where}) could not be read: {unread.reason}"
+    if unread.key in decides:
+        message += "; so whether it starts is not judged"
+    return Finding("CHK004", None if unread.key.startswith("(") else unread.key, message)
+
+
+def _start_findings(launch: Launch, judged: Judged, starts: dict[int, Start]) -> list[Finding]:
+    """Whether the run starts with the processes that its file names, or with any at all."""
+    if launch.processes is not None:
+        size = int(launch.processes.value)
+        if size < 1:
+            return []  # the launcher's own finding says so
+        start = judged.start(size, judged.knobs)
+        if start.starts or start.message == judged.blocked:
+            return []
+        text = f"with {_gpus(size)} ({launch.processes.where}): {start.message}"
+        return [_refusal("CHK002", text, judged, size)]
+    failing = [size for size, start in starts.items() if not start.starts]
+    if not failing or starts[failing[0]].message == judged.blocked:
+        return []
+    size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
+    working = [size for size, start in starts.items() if start.starts]
+    if not working:
+        text = f"with none of {_listed(failing)} GPUs; with {size}: {starts[size].message}"
+        return [_refusal("CHK002", text, judged, size)]
+    text = (
+        f"the file does not say how many processes train; it starts with {_listed(working)} and not with "
+        f"{_listed(failing)} GPUs; with {size}: {starts[size].message}"
+    )
+    return [_refusal("CHK003", text, judged, size)]
+
+
+def _refusal(code: str, text: str, judged: Judged, size: int) -> Finding:
+    nearest = nearest_starts(judged.start, size, judged.knobs) if judged.knobs else ()
+    return Finding(code, "num_generations" if judged.knobs else None, text, tuple(map(str, nearest)))
+
+
+def _gpus(size: int) -> str:
+    return "1 process" if size == 1 else f"{size} processes"
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    """`1 to 6, 8`: runs of numbers that follow each other as ranges."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and size == runs[-1][-1] + 1:
+            runs[-1].append(size)
+        else:
+            runs.append([size])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -1,0 +1,136 @@
+"""What a file says about a run, whatever framework it is for: the record between readers and rules."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cohort.check.findings import Finding
+
+Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A value and where it was said."""
+
+    value: Any  # as YAML, Python or the shell gives it: a number may still be text
+    where: str  # such as "line 12"
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A value that is there and could not be read without running the file."""
+
+    key: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One run as its file describes it."""
+
+    framework: Framework
+    form: Literal["yaml", "python", "shell"]
+    reason: str  # why it was taken for this
+    settings: Mapping[str, Said]  # the framework's own keys; dotted where they are nested
+    unread: tuple[Unread, ...] = ()
+    processes: Said | None = None  # training processes, or GPUs that train; None: the file does not say
+    processes_per_node: int | None = None
+    training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
+    server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
+    server: Mapping[str, Said] = field(default_factory=dict)  # that command's settings
+    version: Said | None = None  # of the framework (for open-r1: of TRL), where the file says
+    findings: tuple[Finding, ...] = ()  # what the reader itself noticed
+
+
+class Settings:
+    """Typed access to a launch's settings. What has the wrong type becomes a finding, once, and the default holds."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._unread = {unread.key for unread in launch.unread}
+        self.findings: list[Finding] = []
+        self.used: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._launch.settings
+
+    def said(self, key: str) -> Any:
+        """The value as it stands there; None where it is not said."""
+        self.used.add(key)
+        entry = self._launch.settings.get(key)
+        return entry.value if entry else None
+
+    def readable(self, *keys: str) -> bool:
+        """Whether each of the keys is not there, or there with a value that could be read and fits it."""
+        return not {*keys} & (self._unread | {finding.field for finding in self.findings})
+
+    def whole(self, key: str, default: Any, *, minimum: int = 1, maximum: int = 100_000) -> Any:
+        """A whole number in these bounds, or the default (which may be None)."""
+        value = self.said(key)
+        if value is None or _is_none(value):
+            return default
+        number = _as_number(value)
+        if number is not None and number == int(number) and minimum <= number <= maximum:
+            return int(number)
+        self._wrong(key, value, f"a whole number from {minimum} to {maximum:,}")
+        return default
+
+    def number(self, key: str, default: Any) -> Any:
+        """A number, or the default (which may be None)."""
+        value = self.said(key)
+        if value is None or _is_none(value):
+            return default
+        number = _as_number(value)
+        if number is None:
+            self._wrong(key, value, "a number")
+            return default
+        return number
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.said(key)
+        if value is None or _is_none(value):
+            return default
+        known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        truth = value if isinstance(value, bool) else known.get(str(value).lower())
+        if truth is None:
+            self._wrong(key, value, "true or false")
+            return default
+        return truth
+
+    def text(self, key: str, default: Any = None) -> Any:
+        """Text, or the default (which may be None)."""
+        value = self.said(key)
+        if isinstance(value, bool):  # YAML 1.1 reads an unquoted `no` as false
+            return "yes" if value else "no"
+        return default if value is None or _is_none(value) else str(value)
+
+    def _wrong(self, key: str, value: Any, rule: str) -> None:
+        where = self._launch.settings[key].where
+        finding = Finding("CHK010", key, f"{key}: {value!r:.60} ({where}): must be {rule}")
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() in ("none", "null", "")
+
+
+def _as_number(value: Any) -> float | int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

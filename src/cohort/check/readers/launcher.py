@@ -1,0 +1,132 @@
+"""How many processes a launcher starts: accelerate, torchrun, ms-swift's environment, Open-R1's Slurm script."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.check.findings import Finding
+from cohort.check.launch import Said
+from cohort.check.readers.files import read_text
+from cohort.check.readers.options import Options, env_count, gpus_of, parse_options
+from cohort.check.readers.shell import Command, Word
+from cohort.check.readers.yaml_tree import read_yaml_tree
+from cohort.errors import UserError
+
+OPEN_R1_GPUS_PER_NODE = 8  # written into its slurm/train.slurm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What a command says about where the run runs."""
+
+    processes: Said | None
+    per_node: int | None = None  # processes of one machine
+    gpus: tuple[str, ...] | None = None
+    script: tuple[Word, ...] = ()  # the words from the script on, or all where no launcher is known
+    findings: tuple[Finding, ...] = ()
+
+
+def _launcher(
+    count: int | None,
+    nodes: int,
+    where: str,
+    *,
+    gpus: tuple[str, ...] | None,
+    script: tuple[Word, ...],
+    findings: tuple[Finding, ...] = (),
+) -> Launcher:
+    """A launcher of `count` processes on all nodes together."""
+    return Launcher(
+        processes=None if count is None else Said(count, where),
+        per_node=None if count is None else count // max(nodes, 1),
+        gpus=gpus,
+        script=script,
+        findings=findings,
+    )
+
+
+def read_launcher(command: Command, where: str, folder: Path, *, uses_vllm: bool = False) -> Launcher:
+    """Reads the part of a command before the training script.
+
+    `folder` is where a configuration file of accelerate is looked up; `uses_vllm` matters for Open-R1's Slurm script,
+    which keeps the last node for the sampling server.
+    """
+    names = [word.text.rsplit("/", 1)[-1] for word in command.words]
+    gpus = gpus_of(command.env)
+    if "sbatch" in names:
+        count, findings = _slurm(parse_options(command.words[names.index("sbatch") + 1 :], where), uses_vllm)
+        nodes = (count or 0) // OPEN_R1_GPUS_PER_NODE
+        return _launcher(count, nodes, where, gpus=gpus, script=command.words, findings=findings)
+    if "accelerate" in names and "launch" in names:
+        own, script = _before_script(command.words[names.index("launch") + 1 :])
+        options = parse_options(own, where)
+        count, findings = _accelerate(options, gpus, folder)
+        nodes = _whole(options.settings, "num_machines", 1) or 1
+        return _launcher(count, nodes, where, gpus=gpus, script=script, findings=findings)
+    if "torchrun" in names:
+        own, script = _before_script(command.words[names.index("torchrun") + 1 :])
+        options = parse_options(own, where)
+        per_node = _whole(options.settings, "nproc_per_node", len(gpus or ()) or None)
+        per_node = per_node if "nproc_per_node" in options.settings else 1
+        nodes = _whole(options.settings, "nnodes", 1) or 1
+        return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=script)
+    per_node = env_count(command.env, "NPROC_PER_NODE")
+    nodes = env_count(command.env, "NNODES") or 1
+    return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=command.words)
+
+
+def _before_script(words: Sequence[Word]) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
+    """A launcher's own options, and the script with its own."""
+    for i, word in enumerate(words):
+        name = word.text.rsplit("/", 1)[-1]
+        if name.endswith(".py") or word.text in ("-m", "--module") or name in ("trl", "swift"):
+            return tuple(words[:i]), tuple(words[i:])
+    return tuple(words), ()
+
+
+def _whole(options: Mapping[str, Said], key: str, default: int | None) -> int | None:
+    value = options[key].value if key in options else None
+    value = value[0] if isinstance(value, list) else value
+    return int(str(value)) if str(value).isdecimal() else default
+
+
+def _accelerate(options: Options, gpus: tuple[str, ...] | None, folder: Path) -> tuple[int | None, tuple[Finding, ...]]:
+    """The number of processes: of the command line, else of the configuration file, else every visible GPU."""
+    in_file: int | None = None
+    findings: list[Finding] = []
+    name = options.settings.get("config_file")
+    if name is not None:
+        try:
+            in_file = accelerate_processes(folder, str(name.value))
+        except UserError as error:
+            findings.append(Finding("CHK004", "--config_file", f"the accelerate file was not read: {error}"))
+    default = in_file if in_file is not None else len(gpus) if gpus and "multi_gpu" in options.settings else None
+    return _whole(options.settings, "num_processes", default), tuple(findings)
+
+
+def accelerate_processes(folder: Path, name: str) -> int | None:
+    """`num_processes` of an accelerate configuration.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    tries = [folder / name, Path(name)]
+    path = next((candidate for candidate in tries if candidate.is_file()), tries[0])
+    try:
+        tree = read_yaml_tree(read_text(path))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return _whole(tree.values, "num_processes", None) if tree else None
+
+
+def _slurm(options: Options, uses_vllm: bool) -> tuple[int | None, tuple[Finding, ...]]:
+    """Open-R1's script: 8 GPUs on every node, and the last node samples where vLLM is used."""
+    nodes = _whole(options.settings, "nodes", _whole(options.settings, "N", 1)) or 1
+    training = nodes - 1 if uses_vllm else nodes
+    if training == 0:
+        message = (
+            "sbatch --nodes=1 with use_vllm: the only node runs the sampling server, so 0 nodes and 0 processes are "
+            "left to train"
+        )
+        return 0, (Finding("CHK002", "--nodes", message, ("--nodes=2", "vllm_mode=colocate without the server")),)
+    return training * OPEN_R1_GPUS_PER_NODE, ()

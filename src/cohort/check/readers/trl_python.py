@@ -1,0 +1,163 @@
+"""Python files with `GRPOConfig(...)`, read as a syntax tree and never run."""
+
+import ast
+import operator
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cohort.check.findings import Finding
+from cohort.check.launch import Launch, Said, Unread
+from cohort.check.readers.launcher import read_launcher
+from cohort.check.readers.options import find_command
+from cohort.check.readers.shell import parse_shell
+from cohort.check.readers.trl_yaml import pinned_version
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def read(path: Path, text: str) -> Launch | None:
+    """The first `GRPOConfig(...)` of a file, or None where there is none.
+
+    Raises:
+        ValueError: not valid Python.
+    """
+    if "GRPOConfig" not in text:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # the file's affair
+            tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"line {error.lineno}: not valid Python: {error.msg}") from error
+    except (RecursionError, MemoryError, ValueError) as error:
+        raise ValueError(f"not readable as Python: {error}") from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    configs = [call for call in calls if _name(call.func) == "GRPOConfig"]
+    if not configs:
+        return None
+    constants = _constants(tree)
+    settings, unread = _arguments(configs[0], constants)
+    trainers = [call for call in calls if _name(call.func) == "GRPOTrainer"]
+    settings |= _trainer(trainers[0], constants) if trainers else {}
+    settings |= _dataset(calls, constants)
+    launcher = _launch_command(ast.get_docstring(tree) or "", path)
+    return Launch(
+        framework="trl",
+        form="python",
+        reason=f"Python with GRPOConfig(...) on line {configs[0].lineno}",
+        settings=settings,
+        unread=tuple(unread),
+        version=pinned_version(text),
+        processes=launcher,
+        findings=tuple(
+            Finding("CHK004", None, f"line {call.lineno}: another GRPOConfig(...); only the first one is checked")
+            for call in configs[1:]
+        ),
+    )
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _arguments(call: ast.Call, constants: Mapping[str, Any]) -> tuple[dict[str, Said], list[Unread]]:
+    settings: dict[str, Said] = {}
+    unread: list[Unread] = []
+    named = [(keyword.arg, keyword.value) for keyword in call.keywords]
+    named += [("output_dir", value) for value in call.args[:1]]  # the only one that is given by position
+    for key, node in named:
+        where = f"line {node.lineno}"
+        try:
+            value = _value(node, constants)
+        except (ValueError, TypeError, ZeroDivisionError, OverflowError, RecursionError):
+            unread.append(Unread(key or "(**arguments)", where, f"computed: {ast.unparse(node):.60}"))
+            continue
+        if key is None:
+            settings |= (
+                {str(name): Said(entry, where) for name, entry in value.items()} if isinstance(value, dict) else {}
+            )
+        else:
+            settings[key] = Said(value, where)
+    return settings, unread
+
+
+def _value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
+    """A literal, a constant of the module, or arithmetic of them.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(node, ast.Name) and node.id in constants:
+        return constants[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, constants), _value(node.right, constants)
+        if not all(isinstance(part, int | float) and abs(part) < 1e12 for part in (left, right)):
+            raise ValueError("not plain arithmetic")
+        return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
+        return {keyword.arg: _value(keyword.value, constants) for keyword in node.keywords if keyword.arg}
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {key.value: _value(value, constants) for key, value in pairs if isinstance(key, ast.Constant)}
+    return ast.literal_eval(node)
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Names that the module assigns once, at its top level, to something readable."""
+    assigned = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    constants: dict[str, Any] = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        target = node.target if isinstance(node, ast.AnnAssign) else target
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(target, ast.Name) and value is not None and assigned.count(target.id) == 1:
+            try:
+                constants[target.id] = _value(value, constants)
+            except (ValueError, TypeError, ZeroDivisionError, OverflowError, RecursionError):
+                continue
+    return constants
+
+
+def _trainer(call: ast.Call, constants: Mapping[str, Any]) -> dict[str, Said]:
+    """The model and the rewards of `GRPOTrainer(...)`, for conversion."""
+    found: dict[str, Said] = {}
+    for keyword in call.keywords:
+        where = f"line {keyword.value.lineno}"
+        if keyword.arg == "model":
+            try:
+                found["trainer.model"] = Said(_value(keyword.value, constants), where)
+            except (ValueError, TypeError):
+                continue
+        if keyword.arg == "reward_funcs":
+            nodes = keyword.value.elts if isinstance(keyword.value, ast.List | ast.Tuple) else [keyword.value]
+            found["trainer.reward_funcs"] = Said([_name(node) for node in nodes if _name(node)], where)
+    return found
+
+
+def _dataset(calls: list[ast.Call], constants: Mapping[str, Any]) -> dict[str, Said]:
+    """The first argument of `load_dataset(...)`, for conversion."""
+    for call in calls:
+        if _name(call.func) == "load_dataset" and call.args:
+            try:
+                return {"trainer.dataset": Said(_value(call.args[0], constants), f"line {call.lineno}")}
+            except (ValueError, TypeError):
+                return {}
+    return {}
+
+
+def _launch_command(docstring: str, path: Path) -> Said | None:
+    """The processes that the docstring's launch command starts, where it has exactly one."""
+    lines = docstring.replace("\\\n", " ").splitlines()
+    text = "\n".join(line.strip().strip("`$ ") for line in lines if "launch" in line or "torchrun" in line)
+    commands = find_command(parse_shell(text), ("accelerate", "launch"), ("torchrun",))
+    if len(commands) != 1:
+        return None
+    return read_launcher(commands[0], "the docstring's launch command", path.parent).processes

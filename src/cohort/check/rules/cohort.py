@@ -1,0 +1,77 @@
+"""A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
+
+from importlib import metadata
+from typing import Any
+
+from cohort.check.launch import Launch, Settings
+from cohort.check.rules.gpus import length_finding
+from cohort.check.rules.start import Judged, Knobs, Start, refused
+from cohort.config import config_from_dict
+from cohort.errors import UserError
+
+
+def judge_cohort(launch: Launch) -> Judged:
+    """Judges a configuration by reading it as `cohort train` does."""
+    settings = Settings(launch)
+    problem: str | None = None
+    prompts = generations = 0
+    findings = []
+    try:
+        config = config_from_dict(nested(launch))
+    except UserError as error:
+        problem = str(error)
+    else:
+        prompts, generations = config.train.prompts_per_step, config.rollout.num_generations
+        args = config.rollout.vllm_args if config.rollout.engine == "vllm" else {}
+        context = args.get("max_model_len")
+        findings = length_finding(
+            config.rollout.max_prompt_tokens,
+            config.rollout.max_completion_tokens,
+            context if isinstance(context, int) else None,
+            prompt_key="rollout.max_prompt_tokens",
+            completion_key="rollout.max_completion_tokens",
+            context_key="rollout.vllm_args.max_model_len",
+        )
+
+    def start(world_size: int, changed: Knobs) -> Start:
+        if problem is not None:
+            return refused(problem)
+        size = prompts * generations
+        return Start(
+            starts=True,
+            generation_batch_size=size,
+            steps_per_generation=1,
+            global_batch_size=size,
+            prompts=prompts,
+        )
+
+    vllm = settings.text("rollout.engine", "local") == "vllm"
+    return Judged(
+        version=_installed(),
+        version_reason="installed",
+        knobs={},
+        decides=frozenset(),
+        start=start,
+        sampling="by vLLM servers" if vllm else "by the training processes",
+        findings=tuple(findings),
+    )
+
+
+def _installed() -> str:
+    # `cohort.__version__` would pull in the whole package
+    try:
+        return metadata.version("cohort-rl")
+    except metadata.PackageNotFoundError:
+        return "from source"
+
+
+def nested(launch: Launch) -> dict[str, Any]:
+    """The settings of a launch as the nested mapping that they were."""
+    tree: dict[str, Any] = {}
+    for key, said in launch.settings.items():
+        *parents, last = key.split(".")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = said.value
+    return tree

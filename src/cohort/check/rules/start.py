@@ -1,0 +1,75 @@
+"""Verdicts: whether a run starts, and what its batches are."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from cohort.check.findings import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What the framework does with one number of training processes."""
+
+    starts: bool
+    message: str | None = None  # the framework's own, where it refuses
+    generation_batch_size: int | None = None  # completions that are sampled together
+    steps_per_generation: int | None = None  # micro-steps that one such batch is trained in
+    global_batch_size: int | None = None  # completions of one optimizer step
+    prompts: int | None = None  # different prompts of one generation batch
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict as `--json` prints it."""
+        return {
+            "starts": self.starts,
+            "message": self.message,
+            "generation_batch_size": self.generation_batch_size,
+            "steps_per_generation": self.steps_per_generation,
+        }
+
+
+def refused(message: str, **numbers: int | None) -> Start:
+    """The framework stops with this message."""
+    return Start(starts=False, message=message, **numbers)
+
+
+Knobs = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What the rules of a framework say about one launch."""
+
+    version: str
+    version_reason: str
+    knobs: Knobs
+    decides: frozenset[str]  # every key that the verdict depends on, said or not
+    start: Callable[[int, Knobs], Start]  # for so many processes and these numbers
+    sampling: str  # where completions are sampled, in words
+    findings: tuple[Finding, ...] = ()
+    blocked: str | None = None  # a contradiction, told as a finding, that stops it whatever the numbers
+
+
+def divisors(*factors: int, smallest: int = 2) -> list[int]:
+    """All divisors of a product from `smallest` on, sorted. Factors are taken apart singly: products may be large."""
+    exponents = sum((_factorised(factor) for factor in factors), Counter[int]())
+    found = [1]
+    for prime, exponent in exponents.items():
+        found = [number * prime**power for number in found for power in range(exponent + 1)]
+    return [number for number in sorted(found) if number >= smallest]
+
+
+@lru_cache(maxsize=1024)
+def _factorised(number: int) -> Counter[int]:
+    exponents: Counter[int] = Counter()
+    prime = 2
+    while prime * prime <= number:
+        while number % prime == 0:
+            exponents[prime] += 1
+            number //= prime
+        prime += 1
+    if number > 1:
+        exponents[number] += 1
+    return exponents

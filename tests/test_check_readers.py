@@ -1,0 +1,409 @@
+"""What the readers take from files: shell, Python, YAML; and files that are broken, hostile or something else."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.check import check_file
+from cohort.check.launch import Launch
+from cohort.check.readers import read_launch
+from cohort.check.readers.shell import parse_shell
+from cohort.check.readers.yaml_tree import read_yaml_tree
+from cohort.errors import UserError
+
+
+def read(tmp_path: Path, text: str, name: str) -> Launch:
+    (tmp_path / name).write_text(text)
+    return read_launch(tmp_path / name)
+
+
+def words(text: str) -> list[list[str]]:
+    return [[word.text for word in command.words] for command in parse_shell(text)]
+
+
+# --- shell
+
+
+def test_continued_lines_quotes_defaults_and_arithmetic():
+    text = (
+        '#!/bin/bash\nset -e  # a comment with \'a quote\nexport MODEL="a b"\nN=4\n'
+        "python x.py \\\n  --model \"$MODEL\" \\\n  --n $((N * 2)) --p=${PORT:-8000} --q ${N:-1} 'lit $N' \\\n  "
+        "--last\n"
+    )
+    assert words(text)[-1] == [
+        *("python", "x.py", "--model", "a b", "--n", "8", "--p=8000", "--q", "4", "lit $N", "--last")
+    ]
+    assert parse_shell(text)[-1].line == 5
+
+
+def test_what_cannot_be_resolved_is_named_and_the_rest_is_kept():
+    (command,) = parse_shell("run --a $HOME/x --b `date` --c $(nproc) --d ${X%%y} --e $1 --f 3")
+    assert [word.missing for word in command.words] == [
+        *((), (), ("$HOME",), (), ("`date`",), (), ("$(nproc)",), (), ("${X%%y}",), (), ("$1",), (), ())
+    ]
+    assert command.words[2].text == "/x"
+
+
+def test_environment_prefixes_exports_arrays_and_branches():
+    text = (
+        'PLAIN=1\nexport A=2\nargs=(--x 1\n  --y "two words")\nargs+=(--z)\n'
+        'if [ -z "$Q" ]; then\n  B=3\nelse\n  B=4\nfi\n'
+        'C=5 NPROC_PER_NODE=$A run "${args[@]}" "$B" "$@"\n'
+    )
+    command = parse_shell(text)[-1]
+    assert {name: word.text for name, word in command.env.items()} == {"A": "2", "C": "5", "NPROC_PER_NODE": "2"}
+    assert [word.text for word in command.words] == ["run", "--x", "1", "--y", "two words", "--z", ""]
+    assert command.words[-1].missing == ("$B (assigned in a branch)",)
+
+
+def test_commands_in_quotes_added_text_and_exports_that_change():
+    text = (
+        'DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nexport GPUS=0\nARGS="--x 1"\nARGS+=" --y 2"\nGPUS=0,1\n'
+        'run $ARGS --dir "$DIR/data"\n'
+    )
+    (command,) = parse_shell(text)
+    assert [word.text for word in command.words] == ["run", "--x", "1", "--y", "2", "--dir", "/data"]
+    assert command.words[-1].missing == ('$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',)
+    assert command.env["GPUS"].text == "0,1"
+
+
+def test_here_documents_redirections_and_several_commands_on_a_line():
+    text = "cat <<EOF > file.txt\nrun --inside 1\nEOF\na 1 > log 2>&1 && b 2 | tee x; c 3 &\n"
+    assert words(text) == [["cat"], ["a", "1"], ["b", "2"], ["tee", "x"], ["c", "3"]]
+
+
+PLAIN = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=12)
+
+
+@given(st.lists(PLAIN, min_size=1, max_size=6))
+def test_quoted_words_come_back_as_they_were(parts: list[str]):
+    quoted = " ".join(shlex.quote(part) for part in parts)
+    (command,) = parse_shell(f"run {quoted}\n")
+    assert [word.text for word in command.words] == ["run", *parts]
+    assert not any(word.missing for word in command.words)
+
+
+@given(st.dictionaries(st.from_regex(r"\A[A-Z]{1,4}\Z"), PLAIN, min_size=1, max_size=4), st.booleans())
+def test_variables_come_back_as_they_were_assigned(values: dict[str, str], braces: bool):
+    assigned = "".join(f"V{name}={shlex.quote(value)}\n" for name, value in values.items())
+    used = " ".join(f'"${{V{name}}}"' if braces else f'"$V{name}"' for name in values)
+    assert words(f"{assigned}run {used}\n")[-1] == ["run", *values.values()]
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=200))
+def test_any_text_is_read_without_an_error_and_to_its_end(text: str):
+    commands = parse_shell(text)
+    assert all(1 <= command.line <= text.count("\n") + 1 for command in commands)
+
+
+SHELL_BITS = st.sampled_from(
+    [
+        "$X",
+        "${X:-a b}",
+        "'",
+        '"',
+        "\\",
+        "\n",
+        "\\\n",
+        "$(",
+        ")",
+        "`",
+        "((",
+        "))",
+        "${",
+        "}",
+        "<<E",
+        "E",
+        "#",
+        "a=",
+        " ",
+        ";",
+        "(",
+        "if",
+        "fi",
+    ]
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(SHELL_BITS, max_size=30).map("".join))
+def test_any_mixture_of_shell_syntax_is_read_to_its_end(text: str):
+    parse_shell(text)
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/sh"), reason="needs /bin/sh")
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "a",
+                "'b c'",
+                '"d e"',
+                "$X",
+                '"$X"',
+                "${Y:-f g}",
+                "\\$h",
+                '"i\\"j"',
+                "${X}k",
+                "$((Z * 3))",
+                '"${Y:-l}"',
+                "m'n'\"o\"",
+                "''",
+                "'n\\\\o\\$p'",
+            ]
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_real_shell_sees_the_same_words(parts: list[str]):
+    """Pieces of shell written here, given to /bin/sh as well."""
+    text = "X='p q'\nZ=4\n" + "show " + " ".join(parts) + "\n"
+    script = 'show() { for word in "$@"; do printf \'%s\\0\' "$word"; done; }\n' + text
+    real = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, env={}).stdout
+    assert words(text)[-1] == ["show", *real.split("\0")[:-1]]
+
+
+# --- Python
+
+
+PYTHON = '''"""Train.
+
+accelerate launch --num_processes 3 \\
+    train.py
+"""
+# /// script
+# dependencies = ["trl==0.24.0"]
+# ///
+import os
+from trl import GRPOConfig, GRPOTrainer
+BATCH = 4
+os.system("touch {marker}")
+args = GRPOConfig(
+    "out", per_device_train_batch_size=BATCH * 2, num_generations=int(os.environ["G"]), beta=-0.5, **dict(epsilon=0.3)
+)
+trainer = GRPOTrainer(model="org/model", reward_funcs=[accuracy, m.brevity], args=args)
+'''
+
+
+def test_python_is_read_and_not_run(tmp_path: Path):
+    marker = tmp_path / "ran"
+    launch = read(tmp_path, PYTHON.replace("{marker}", str(marker)), "train.py")
+    values = {key: said.value for key, said in launch.settings.items()}
+    assert values == {
+        "output_dir": "out",
+        "per_device_train_batch_size": 8,
+        "beta": -0.5,
+        "epsilon": 0.3,
+        "trainer.model": "org/model",
+        "trainer.reward_funcs": ["accuracy", "brevity"],
+    }
+    assert [(unread.key, unread.reason) for unread in launch.unread] == [
+        ("num_generations", "computed: int(os.environ['G'])")
+    ]
+    assert launch.version and launch.version.value == "0.24.0"
+    assert launch.processes and launch.processes.value == 3
+    assert not marker.exists()
+
+
+def test_a_name_that_is_assigned_twice_is_not_trusted(tmp_path: Path):
+    text = "B = 4\nif x:\n    B = 8\nargs = GRPOConfig(per_device_train_batch_size=B)\n"
+    launch = read(tmp_path, text, "a.py")
+    assert [unread.key for unread in launch.unread] == ["per_device_train_batch_size"]
+    report = check_file(tmp_path / "a.py")
+    assert report.starts == {}
+    assert "whether it starts is not judged" in report.findings[0].message
+
+
+# --- launchers
+
+
+def test_a_shell_script_brings_its_recipe_and_its_accelerate_file(tmp_path: Path):
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 6\n")
+    (tmp_path / "recipe.yaml").write_text("reward_funcs: [r]\nnum_generations: 12\nper_device_train_batch_size: 2\n")
+    script = (
+        "ACC=zero3.yaml\nCUDA_VISIBLE_DEVICES=0,1,2,3,4,5 accelerate launch --config_file=$ACC \\\n"
+        "  src/grpo.py --config recipe.yaml --per_device_train_batch_size 4\n"
+        "CUDA_VISIBLE_DEVICES=5 vllm serve m --max-model-len 4096\n"
+    )
+    launch = read(tmp_path, script, "run.sh")
+    assert launch.processes and launch.processes.value == 6
+    assert launch.settings["per_device_train_batch_size"].value == "4"
+    assert launch.settings["num_generations"].where == "recipe.yaml line 2"
+    assert launch.server["max_model_len"].value == "4096"
+    codes = {finding.code: finding.message for finding in check_file(tmp_path / "run.sh").findings}
+    assert codes["CHK012"] == "GPU 5 is given to training and to the sampling server"
+
+
+def test_a_slurm_job_of_open_r1_finds_its_recipe(tmp_path: Path):
+    folder = tmp_path / "recipes/Small/grpo"
+    folder.mkdir(parents=True)
+    (folder / "config_demo.yaml").write_text("num_generations: 16\nuse_vllm: true\nper_device_train_batch_size: 16\n")
+    script = "sbatch --nodes=3 slurm/train.slurm --model Small --task grpo --config demo --accelerator zero2 --dp 4\n"
+    launch = read(tmp_path, script, "job.sh")
+    assert sorted(launch.settings) == ["num_generations", "per_device_train_batch_size", "use_vllm"]
+    assert launch.processes and launch.processes.value == 16  # the third node samples
+
+
+def test_a_config_file_of_ms_swift_is_read_with_its_command(tmp_path: Path):
+    (tmp_path / "grpo.yaml").write_text("rlhf_type: grpo\nmodel: m\nnum_generations: 4\n")
+    launch = read(tmp_path, "NPROC_PER_NODE=4 swift rlhf grpo.yaml --beta 0.1\n", "run.sh")
+    assert {key: said.value for key, said in launch.settings.items()} == {
+        "rlhf_type": "grpo",
+        "model": "m",
+        "num_generations": 4,
+        "beta": "0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    "unread", ["--num_generations $G", "--per_device_train_batch_size $B", "--eval_strategy $E --val_dataset v"]
+)
+def test_a_number_that_decides_and_is_missing_leaves_it_unjudged(unread: str, tmp_path: Path):
+    (tmp_path / "run.sh").write_text(f"NPROC_PER_NODE=1 swift rlhf --rlhf_type grpo --model m {unread}\n")
+    report = check_file(tmp_path / "run.sh")
+    assert report.starts == {} and [finding.code for finding in report.findings] == ["CHK004"]
+    assert "whether it starts is not judged" in report.findings[0].message
+
+
+def test_what_does_not_decide_may_be_missing(tmp_path: Path):
+    command = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model $M --dataset $D --val_dataset $V\n"
+    (tmp_path / "run.sh").write_text(command)
+    report = check_file(tmp_path / "run.sh")
+    assert [finding.code for finding in report.findings] == ["CHK004"] * 3
+    assert report.starts[8].starts
+
+
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        ("accelerate launch --num_processes 7", 7),
+        ("accelerate launch --num_processes=16 --num_machines 2 train.py --num_processes 3", 16),
+        ("torchrun --nproc_per_node 4 --nnodes=2 train.py", 8),
+        ("sbatch --nodes=3 slurm/train.slurm --model x --dp 4 --tp 2", 24),
+        ("NNODES=2 NPROC_PER_NODE=8 swift rlhf", 16),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --multi_gpu train.py", 2),
+    ],
+)
+def test_the_launch_command_says_how_many_processes(command: str, processes: int, tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
+    launch = read_launch(tmp_path / "r.yaml", launched_with=command)
+    assert launch.processes and launch.processes.value == processes
+
+
+def test_open_r1_keeps_a_node_for_the_server(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nuse_vllm: true\nbenchmarks: []\n")
+    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm")
+    assert two.processes and two.processes.value == 8
+    report = check_file(tmp_path / "r.yaml", launched_with="sbatch --nodes=1 slurm/train.slurm")
+    assert "0 nodes and 0 processes" in next(f.message for f in report.findings if f.code == "CHK002")
+
+
+def test_a_launch_command_that_says_nothing_is_refused(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
+    for command in ("python train.py", "a; b", ""):
+        if command:
+            with pytest.raises(UserError, match="--launch"):
+                check_file(tmp_path / "r.yaml", launched_with=command)
+
+
+# --- YAML and bad input
+
+
+def test_yaml_merges_anchors_and_tells_lines_and_duplicates():
+    tree = read_yaml_tree("base: &b {x: 1, y: 2}\nrun:\n  <<: *b\n  y: 3\n  y: 4\nlist: [*b, 2]\n")
+    assert tree is not None
+    assert {key: said.value for key, said in tree.values.items()} == {
+        "base.x": 1,
+        "base.y": 2,
+        "run.x": 1,
+        "run.y": 4,
+        "list": [{"x": 1, "y": 2}, 2],
+    }
+    assert tree.values["run.y"].where == "line 5"
+    assert tree.twice == (("run.y", 5),)
+
+
+BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))
+
+
+SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
+
+
+def test_a_variable_that_doubles_is_cut_off():
+    text = "a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "run --x $a --y 1\n"
+    command = parse_shell(text)[-1]
+    assert command.words[2].missing == ("a value of more than 10,000 characters",)
+    assert [word.text for word in command.words[3:]] == ["--y", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.yaml", b"a: [1, 2", "line 1"),
+        ("a.yaml", b"a: &x\n  b: *x\nnum_generations: 8\n", "contains itself"),
+        ("a.yaml", b"a: &x [1, *x]\nnum_generations: 8\n", "contains itself"),
+        ("a.yaml", BOMB.encode(), "more than 100,000 values"),
+        ("a.yaml", b"[" * 5000, "nested too deeply"),
+        ("a.yaml", b"- 1\n- 2\n", "none of the formats"),
+        ("a.yaml", b"", "none of the formats"),
+        ("a.yaml", b"learning_rate: 1\n", "none of the formats"),
+        ("a.yaml", b"a: !!python/object/apply:os.system [x]\n", "none of the formats"),
+        ("a.yaml", b"\xff\xfe\x00", "binary"),
+        ("a.yaml", b"caf\xe9: 1\n", "not UTF-8"),
+        ("a.yaml", b"a: 1\n" * 500_000, "larger than"),
+        ("acc.yaml", b"compute_environment: LOCAL_MACHINE\nnum_processes: 8\n", "a configuration of accelerate"),
+        ("a.py", b"GRPOConfig(", "not valid Python"),
+        ("a.py", b"print('no configuration')\n", "none of the formats"),
+        ("a.py", b"GRPOConfig(" + b"(" * 5000 + b")" * 5000 + b")", "Python"),
+        ("a.sh", b"echo hello\n", "none of the formats"),
+        ("a.sh", b"", "none of the formats"),
+        ("a.sh", SHELL_BOMB.encode(), "variables expand to more than"),
+        ("a.sh", b"a=" + b"${a:-" * 3000 + b"\n", "nested too deeply"),
+        ("sft.yaml", b"model_name_or_path: m\nper_device_train_batch_size: 4\n", "without any key of GRPO"),
+        ("a.json", json.dumps({"a": 1}).encode(), "none of the formats"),
+    ],
+)
+def test_bad_files_are_told_in_one_finding(name: str, content: bytes, says: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    report = check_file(tmp_path / name)
+    (finding,) = report.findings
+    assert finding.code == "CHK001" and report.failed and report.starts == {}
+    assert says in finding.message
+
+
+def test_missing_files_folders_and_pipes_are_told(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, says in (("none.yaml", "no such file"), (".", "folder"), ("pipe", "plain file"), ("x" * 999, "")):
+        (finding,) = check_file(tmp_path / name).findings
+        assert finding.code == "CHK001" and says in finding.message
+
+
+@pytest.mark.parametrize(
+    "value", ["eight", "-1", "0", "1.5", "true", "[1, 2]", "{a: 1}", "1e99", ".nan", "99999999999"]
+)
+def test_a_count_that_is_none_is_told_and_nothing_is_judged(value: str, tmp_path: Path):
+    (tmp_path / "r.yaml").write_text(f"reward_funcs: [r]\nper_device_train_batch_size: {value}\n")
+    report = check_file(tmp_path / "r.yaml")
+    assert [f.code for f in report.findings] == ["CHK010"]
+    assert report.starts == {}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=120), st.sampled_from(["a.yaml", "a.py", "a.sh"]))
+def test_no_file_makes_it_fail(tmp_path_factory: pytest.TempPathFactory, text: str, name: str):
+    path = tmp_path_factory.mktemp("any") / name
+    start = {"a.yaml": "num_generations: 8\n", "a.py": "GRPOConfig(a=1)\n", "a.sh": "swift rlhf --rlhf_type grpo "}[
+        name
+    ]
+    path.write_text(start + text, encoding="utf-8", errors="replace")
+    report = check_file(path)
+    json.dumps(report.as_json())

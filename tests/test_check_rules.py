@@ -1,0 +1,309 @@
+"""The rules of ms-swift, verl and Cohort, GPUs, lengths, and the nearest values that work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.check import FileReport, check_file
+from cohort.check.nearest import GPUS, nearest_starts
+from cohort.check.readers import read_launch
+from cohort.check.rules import fits_memory
+from cohort.check.rules.start import Start
+from cohort.check.rules.swift import MegatronBatch, SwiftBatch, megatron_start, swift_start
+from cohort.check.rules.trl import TrlBatch, trl_start
+from cohort.check.rules.verl import VerlBatch, verl_start
+
+
+def report(tmp_path: Path, text: str, name: str = "run.sh", **options: Any) -> FileReport:
+    (tmp_path / name).write_text(text)
+    return check_file(tmp_path / name, **options)
+
+
+def by_code(result: FileReport) -> dict[str, Any]:
+    return {finding.code: finding for finding in result.findings}
+
+
+# --- ms-swift
+
+
+def test_the_defaults_of_ms_swift_fail_on_one_and_four_gpus_and_start_on_eight(tmp_path: Path):
+    for processes, starts in ((1, False), (4, False), (8, True)):
+        text = f"NPROC_PER_NODE={processes} swift rlhf --rlhf_type grpo --model m --dataset d\n"
+        result = report(tmp_path, text, world_sizes=(1, 4, 8))
+        assert result.failed != starts
+        assert {size: start.starts for size, start in result.starts.items()} == {1: False, 4: False, 8: True}
+    assert (
+        result.starts[1].message
+        == "generation_batch_size (1) must be evenly divisible by num_generations (8). Valid values: []."
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "world_size", "message"),
+    [
+        (
+            {"generation_batch_size": 12},
+            8,
+            "generation_batch_size (12) must be divisible by the global batch size (8).",
+        ),
+        (
+            {"generation_batch_size": 16, "steps_per_generation": 4},
+            8,
+            "generation_batch_size (16) must equal per_device_train_batch_size * world_size * steps_per_generation = "
+            "32.",
+        ),
+        (
+            {"generations": 16, "accumulation": 2, "evaluates": True},
+            8,
+            "The global eval batch size (8 x 1) must be evenly divisible by num_generations_eval (16). "
+            "Valid values: [1, 2, 4, 8].",
+        ),
+        ({"generations": 1}, 8, "num_generations must be greater than 1 for GRPO"),
+        ({"tensor_parallel": 3}, 8, "vllm_tensor_parallel_size (3) must divide world size (8) evenly."),
+        ({"generation_batch_size": 32, "steps_per_generation": 4}, 8, None),
+        ({"generations": 1, "has_teacher": True}, 3, None),
+    ],
+)
+def test_ms_swift_on_transformers(numbers: dict[str, Any], world_size: int, message: str | None):
+    start = swift_start(SwiftBatch(**numbers), world_size)
+    assert (start.starts, start.message) == (message is None, message)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "world_size", "message"),
+    [
+        (
+            {"global_batch_size": 32},
+            8,
+            "num_rollout_prompt (4) = generation_batch_size (32) // num_generations (8) must be divisible by dp_size "
+            "(8).",
+        ),
+        (
+            {"global_batch_size": 64, "micro_batch_size": 4},
+            8,
+            "Per-device rollout prompt count (1) = (generation_batch_size (64) // num_generations (8)) // dp_size (8) "
+            "must be divisible by micro_batch_size (4).",
+        ),
+        ({"global_batch_size": 64, "model_parallel": 2}, 8, None),
+        ({"global_batch_size": 64, "generations": 1}, 8, None),
+    ],
+)
+def test_ms_swift_on_megatron(numbers: dict[str, Any], world_size: int, message: str | None):
+    start = megatron_start(MegatronBatch(**numbers), world_size)
+    assert (start.starts, start.message) == (message is None, message)
+
+
+SERVER = """
+CUDA_VISIBLE_DEVICES=0,1 swift rollout --model m --vllm_tensor_parallel_size 1 --vllm_max_model_len 2048 &
+CUDA_VISIBLE_DEVICES=1,2,3 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m --num_generations 2 \\
+    --use_vllm true --vllm_mode server --vllm_server_host 127.0.0.1 --sleep_level 1 --vllm_max_model_len 4096 \\
+    --max_length 1024 --max_completion_length 2048
+"""
+
+
+def test_a_server_script_of_ms_swift(tmp_path: Path):
+    result = report(tmp_path, SERVER)
+    told = [(finding.code, finding.field) for finding in result.findings]
+    assert told == [
+        ("CHK012", "CUDA_VISIBLE_DEVICES"),  # GPU 1 twice
+        ("CHK005", "sleep_level"),
+        ("CHK005", "vllm_max_model_len"),
+        ("CHK011", "CUDA_VISIBLE_DEVICES"),  # GPU 3 idle
+        ("CHK011", "vllm_data_parallel_size"),  # the server uses one of two
+        ("CHK013", "max_completion_length"),
+    ]
+    assert result.findings[-1].message == (
+        "max_length 1024 + max_completion_length 2048 = 3072 tokens exceed swift rollout's vllm_max_model_len 2048"
+    )
+    assert result.findings[-1].nearest == ("swift rollout's vllm_max_model_len=3072", "max_completion_length=1024")
+
+
+def test_contradictions_and_colocation_of_ms_swift(tmp_path: Path):
+    start = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m "
+    assert by_code(report(tmp_path, start + "--use_vllm true\n"))["CHK008"].message == (
+        "vllm_mode is required when use_vllm is true"
+    )
+    assert (
+        "not supported when use_vllm is false"
+        in by_code(report(tmp_path, start + "--vllm_mode server\n"))["CHK008"].message
+    )
+    found = by_code(report(tmp_path, start + "--use_vllm true --vllm_mode colocate --vllm_server_host 10.0.0.1\n"))
+    assert "90% of every GPU" in found["CHK018"].message and found["CHK005"].field == "vllm_server_host"
+    assert "CHK018" not in by_code(report(tmp_path, start + "--use_vllm true --vllm_mode colocate --sleep_level 1\n"))
+    assert "CHK015" in by_code(report(tmp_path, start + "--loss_type cispo\n"))
+
+
+RAY = """
+rlhf_type: grpo
+use_vllm: true
+vllm_mode: colocate
+sleep_level: 1
+colocate_groups: [[train, rollout]]
+train: {gpus: 8, global_batch_size: 64, micro_batch_size: 1, num_generations: 1}
+rollout: {gpus: 4}
+"""
+
+
+def test_groups_for_ray_that_are_none(tmp_path: Path):
+    for groups in ("[[{a: 1}, rollout]]", "[1, null]", "{a: b}", "train"):
+        text = RAY.replace("[[train, rollout]]", groups)
+        assert "CHK014" in by_code(report(tmp_path, text, "ray.yaml"))
+
+
+def test_groups_for_ray_and_a_group_of_one_on_megatron(tmp_path: Path):
+    found = by_code(report(tmp_path, RAY, "ray.yaml"))
+    assert "accepted on Megatron" in found["CHK014"].message
+    assert "but got {'train': 8, 'rollout': 4}" in found["CHK008"].message
+    right = RAY.replace("gpus: 4", "gpus: 8").replace("num_generations: 1", "num_generations: 8")
+    result = report(tmp_path, right, "ray.yaml")
+    assert result.findings == () and result.starts[8].starts and not result.starts[3].starts
+
+
+# --- verl
+
+
+MICRO = {"micro_batch_size_per_gpu": 4, "rollout_micro": (None, 4)}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_gpus", "message"),
+    [
+        (
+            {**MICRO, "generations": 5},
+            24,
+            "real_train_batch_size (5120) must be divisible by minimal possible batch size (24)",
+        ),
+        ({**MICRO, "train_batch_size": 128}, 8, "train_batch_size (128) must be >= actor.ppo_mini_batch_size (256)"),
+        (
+            {"micro_batch_size": 24, "rollout_micro": (None, 4)},
+            8,
+            "ppo_mini_batch_size (256) must be divisible by ppo_micro_batch_size (24)",
+        ),
+        ({**MICRO, "rollout_tensor_parallel": 3}, 8, "rollout world_size: 8 is not divisible by infer_world_size: 3"),
+        (
+            {"dynamic": True, "generations": 5, "rollout_tensor_parallel": 1},
+            3,
+            "Got mini_batch_size=1280 and self.engine.get_data_parallel_size()=3",
+        ),
+        ({**MICRO, "generations": 5}, 8, None),
+        ({"dynamic": True}, 8, None),
+    ],
+)
+def test_verl(numbers: dict[str, Any], num_gpus: int, message: str | None):
+    start = verl_start(VerlBatch(**numbers), num_gpus)
+    assert (start.starts, start.message) == (message is None, message)
+
+
+def test_a_script_and_a_yaml_of_verl_are_judged_alike(tmp_path: Path):
+    script = (
+        "N=${N:-8}\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=$((8 * 128)) "
+        "\\\n"
+        "  data.max_prompt_length=1024 data.max_response_length=3072 actor_rollout_ref.rollout.max_model_len=2048 \\\n"
+        "  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.rollout.mode=sync trainer.nnodes=2 \\\n"
+        "  trainer.n_gpus_per_node=$N +data.val_batch_size=64 data.train_files=$FILES $@\n"
+    )
+    shell = report(tmp_path, script)
+    assert [finding.code for finding in shell.findings] == ["CHK006", "CHK014", "CHK004", "CHK005", "CHK013"]
+    assert shell.launch and shell.launch.processes and shell.launch.processes.value == 16
+    assert "$FILES" in by_code(shell)["CHK004"].message
+    yaml = (
+        "algorithm: {adv_estimator: grpo}\ndata: {train_batch_size: 1024, max_prompt_length: 1024, "
+        "max_response_length: 3072,"
+        " val_batch_size: 64, train_files: '${oc.env:FILES}'}\nactor_rollout_ref:\n  actor: {use_dynamic_bsz: true}\n"
+        "  rollout: {mode: sync, max_model_len: 2048}\ntrainer: {nnodes: 2, n_gpus_per_node: 8}\n"
+    )
+    other = report(tmp_path, yaml, "run.yaml")
+    assert [finding.code for finding in other.findings] == [finding.code for finding in shell.findings]
+    assert other.starts == shell.starts
+
+
+# --- Cohort
+
+
+COHORT = "model: {path: m}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
+
+
+def test_cohort_starts_with_every_number_of_gpus_or_with_none(tmp_path: Path):
+    text = COHORT + "rollout: {num_generations: 7}\ntrain: {prompts_per_step: 3}\nhardware: {processes: 5}\n"
+    result = report(tmp_path, text, "c.yaml")
+    assert result.findings == ()
+    assert {(start.starts, start.generation_batch_size) for start in result.starts.values()} == {(True, 21)}
+    wrong = report(tmp_path, COHORT + "rollout: {num_generations: 1}\n", "c.yaml")
+    assert not any(start.starts for start in wrong.starts.values())
+    assert "a group of one has no peers" in by_code(wrong)["CHK002"].message
+    unknown = report(tmp_path, COHORT + "train: {learning_rat: 1}\n", "c.yaml")
+    assert "did you mean learning_rate?" in by_code(unknown)["CHK002"].message
+    long = "rollout: {engine: vllm, max_completion_tokens: 4096, vllm_args: {max_model_len: 2048}}\n"
+    assert by_code(report(tmp_path, COHORT + long, "c.yaml"))["CHK013"].field == "rollout.max_completion_tokens"
+
+
+# --- the nearest values
+
+
+COUNTS = st.integers(1, 24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(COUNTS, COUNTS, COUNTS, st.integers(2, 24), st.sampled_from([(0, 16), (0, 17), (0, 18), (0, 22), (1, 16)]))
+def test_what_is_proposed_starts_and_is_sorted_by_distance(
+    world_size: int, per_device: int, accumulation: int, generations: int, version: tuple[int, ...]
+):
+    def start(processes: int, knobs: Any) -> Start:
+        return trl_start(TrlBatch(**knobs), processes, version)
+
+    knobs = {"per_device": per_device, "accumulation": accumulation, "generations": generations}
+    if start(world_size, knobs).starts:
+        return
+    proposals = nearest_starts(start, world_size, knobs)
+    assert proposals
+    assert [p.distance for p in proposals] == sorted(p.distance for p in proposals)
+    for proposal in proposals:
+        changes = dict(proposal.changes)
+        assert start(changes.pop(GPUS, world_size), {**knobs, **changes}).starts
+
+
+@given(st.integers(2, 40), st.integers(1, 8), st.integers(1, 8))
+def test_no_nearer_value_of_a_number_works(generations: int, world_size: int, per_device: int):
+    def start(processes: int, knobs: Any) -> Start:
+        return trl_start(TrlBatch(**knobs), processes, (1, 16))
+
+    knobs = {"per_device": per_device, "generations": generations}
+    if start(world_size, knobs).starts:
+        return
+    sizes = [
+        dict(p.changes)["per_device"]
+        for p in nearest_starts(start, world_size, knobs)
+        if "per_device" in dict(p.changes)
+    ]
+    for value in range(1, max(sizes, default=0) + 1):
+        works = start(world_size, {**knobs, "per_device": value}).starts
+        between = min(sizes) < value < max(sizes)
+        assert not (works and between)
+
+
+def test_the_nearest_of_three_gpus_with_eight_generations():
+    def start(processes: int, knobs: Any) -> Start:
+        return trl_start(TrlBatch(per_device=knobs["B"], generations=knobs["G"]), processes, (1, 16))
+
+    proposals = nearest_starts(start, 3, {"B": 1, "G": 8})
+    assert [str(p) for p in proposals] == ["GPUs=8", "G=3", "B=8"]
+
+
+def test_two_numbers_change_where_no_single_one_helps():
+    def start(processes: int, knobs: Any) -> Start:
+        return Start(starts=processes == 4 and knobs["B"] == 2)
+
+    (proposal,) = nearest_starts(start, 2, {"B": 1})
+    assert str(proposal) == "GPUs=4 and B=2"
+    assert proposal.distance == 2.0
+
+
+def test_memory_has_a_hook_and_no_finding(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text(COHORT)
+    launch = read_launch(tmp_path / "c.yaml")
+    assert fits_memory(launch, 2, 80e9, lambda _, world_size: 100e9 / world_size) is True
+    assert fits_memory(launch, 1, 80e9, lambda _, world_size: 100e9 / world_size) is False
+    assert fits_memory(launch, 1, 80e9, lambda _, world_size: None) is None
