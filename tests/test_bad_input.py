@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from cohort.policy.load import _known_positions
 from cohort.run_folder import RunFolder
 from cohort.trainer import setup
 from tiny import copy_task_rows, make_tokenizer, save_model_folder, write_jsonl
+from waiting import free_port, until
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -525,12 +525,6 @@ def end_of(process: subprocess.Popen[str]) -> Ended:
     return Ended(code=process.returncode, out=out, err=err[max(0, err.rfind("error: ")) :])
 
 
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
-
-
 def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
     path = set_up(tmp_path)
     with started_rank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=free_port()) as process:
@@ -713,10 +707,7 @@ def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     command = [sys.executable, "-m", "cohort", "train", str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run" / "checkpoints" / "step-2").exists() and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.02)
+        until(lambda: (tmp_path / "run" / "checkpoints" / "step-2").exists() or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "interrupted; the same command goes on from the last checkpoint\n")

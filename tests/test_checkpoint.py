@@ -42,6 +42,7 @@ def state(steps_done: int) -> TrainerState:
     return TrainerState(
         steps_done=steps_done,
         data={"epoch": 1, "position": 2},
+        pending=[{"step": 3, "prompt_id": 4, "epoch": 0}],
         num_tokens=30,
         seconds=4.5,
         micro_batch_tokens=512,

@@ -311,7 +311,35 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"hardware": {"device": "cuda:0", "processes": "auto"}}, "hardware: device: cuda:0 names one GPU, and proc"),
         ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs say the same thing twice; remove one"),
         ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
+        # options of vLLM that Cohort sets
+        *(
+            (
+                {"rollout": {"engine": "vllm", "vllm_args": {"kv_cache_dtype": "fp8", key: 1}}},
+                f"rollout.vllm_args: {key} is set by Cohort; {way}",
+            )
+            for key, way in {
+                "max-num-seqs": "use rollout.max_num_seqs",
+                "tensor_parallel_size": "use rollout.tensor_parallel",
+                "gpu-memory-utilization": "use rollout.gpu_memory_utilization",
+                "dtype": "use rollout.dtype",
+                "model": "use model.path",
+                "host": "remove it (`cohort serve --host` says where",
+                "no_enable_scale_out": "remove it (tokens and logprobs are read",
+                "weight-transfer-config.backend": "remove it (the weights reach a server by it)",
+                "worker_extension_cls": "remove it (the weights reach a server by it)",
+            }.items()
+        ),
         # keys without effect
+        (
+            {"rollout": {"engine": "vllm", "urls": ["http://a:1"], "tensor_parallel": 2}},
+            "rollout: tensor_parallel has no effect with urls: the servers are someone else's, and `cohort serve` "
+            "takes it on its command line; remove one of the two",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "max_staleness": 1}, "algorithm": {"sampling_correction": "none"}},
+            "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "
+            "sampling_correction: token_truncate, or stale_completions: drop",
+        ),
         (
             {"data": {"path": "d", "apply_chat_template": False, "system_prompt": "Be brief."}},
             "data: system_prompt has no effect with apply_chat_template: false; remove one of the two",
@@ -422,6 +450,32 @@ def test_paths_that_do_not_exist_stay_and_a_home_is_found(tmp_path, monkeypatch)
     assert config.data.path == str(tmp_path / "d.jsonl")
     assert config.eval is not None
     assert config.eval.path == "x" * 300
+
+
+@pytest.mark.parametrize("given", ["~/env/bin/python", "env/bin/python", "{home}/env/bin/python"])
+def test_the_python_of_vllm_stays_a_link(tmp_path, monkeypatch, given):
+    """An environment's python is a link to another one's, without whose name it would not be in its environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**MINIMAL, "rollout": {"engine": "vllm"}}))
+    config = load_config(tmp_path / "run.yaml", [f"rollout.vllm_python={given.format(home=tmp_path)}"])
+    assert config.rollout.vllm_python == str(tmp_path / "env" / "bin" / "python")
+
+
+def test_a_python_of_vllm_that_is_not_there_is_left_to_the_search_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_from_dict({**MINIMAL, "rollout": {"engine": "vllm", "vllm_python": "python3.11"}})
+    assert config.rollout.vllm_python == "python3.11"
+
+
+def test_keys_of_the_file_can_be_read_past(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "rollout": {"engine": "vllm", "urls": ["http://a:1"]}}))
+    assert load_config(path).rollout.urls == ("http://a:1",)
+    assert load_config(path, ["rollout.tensor_parallel=2"], without=["rollout.urls"]).rollout.urls == ()
+    path.write_text(yaml.safe_dump(MINIMAL))
+    assert load_config(path, without=["rollout.urls", "eval.path"]) == load_config(path)
 
 
 # The round trip

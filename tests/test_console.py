@@ -99,7 +99,7 @@ def test_eval_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_a_short_demo_goes_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     full = demo.demo_config
 
-    def short(folder: Path, *, seed: int, processes: int):
+    def short(folder: Path, *, seed: int, processes: int, engine: str):
         config = full(folder, seed=seed)
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 2, "prompts_per_step": 4})})
 

@@ -28,6 +28,8 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "dr_grpo_kl_masked": DrGrpoConfig(beta=0.1, mask_truncated_completions=True),
     "dapo": DapoConfig(),
     "dapo_kl_masked": DapoConfig(beta=0.1, mask_truncated_completions=True),
+    "grpo_kl_corrected": GrpoConfig(beta=0.1, sampling_correction="token_mask", sampling_correction_cap=1.2),
+    "dapo_corrected": DapoConfig(sampling_correction="sequence_truncate", sampling_correction_cap=1.5),
 }
 G = 3
 
@@ -192,6 +194,31 @@ def test_on_policy_old_logprobs_are_the_current_ones():
     assert third.metrics == pytest.approx(second.metrics)
 
 
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correction):
+    """The sampler's logprobs are those of the first pass: the step is the one without a correction."""
+    groups = random_groups([[3, 14, 9], [1, 6, 2]], seed=0)
+    after = []
+    for wanted in ("none", correction):
+        policy = make_policy()
+        engine = make_engine(policy, learning_rate=0.01)
+        algorithm = build_algorithm(GrpoConfig(sampling_correction=wanted), max_completion_tokens=16)
+        sequences = assign_advantages(groups, algorithm)
+        (batch,) = pack_for(policy, sequences, 30)
+        engine.forward_backward(batch, algorithm.policy_loss)
+        policy.model.zero_grad()
+        sampled = {n: logprobs.double().numpy() for n, logprobs in engine.old_logprobs.items()}
+        own = [replace(s, sampling_logprobs=sampled[s.index]) for s in sequences]
+        (batch,) = pack_for(policy, own, 30)
+        for update in range(2):
+            result = engine.forward_backward(None if update else batch, algorithm.policy_loss)
+            engine.optim_step()
+        after.append(copy.deepcopy(policy.model.state_dict()))
+    assert result.metrics["sampling/importance_weight/mean"] == 1
+    assert result.metrics["sampling/importance_weight/clipped_ratio"] == 0
+    assert all(torch.equal(after[0][key], after[1][key]) for key in after[0])
+
+
 def test_an_empty_micro_batch_adds_nothing():
     algorithm = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
@@ -264,7 +291,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing():
 
 
 @pytest.mark.parametrize("layout", ["shared", "padded"])
-@pytest.mark.parametrize("name", ["grpo_kl", "dapo_kl_masked"])
+@pytest.mark.parametrize("name", ["grpo_kl", "dapo_kl_masked", "grpo_kl_corrected"])
 def test_gradients_in_forward_are_the_same(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch):
     """With a loss per tile of a few tokens, streams among the micro-batches, and a second update."""
     monkeypatch.setattr("cohort.policy.head.linear_loss", partial(linear_loss, tile_elements=7 * VOCAB_SIZE))

@@ -216,7 +216,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request, tmp_path_factory, models) -> dict[str, Any]:
     """What came of each job with a number of ranks: one start of the processes for all of them."""
     folder = tmp_path_factory.mktemp("ranks")

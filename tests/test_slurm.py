@@ -1,10 +1,7 @@
 """The batch script for Slurm: what it says, what is refused, and that it starts the ranks, with fakes of Slurm."""
 
 import json
-import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +12,9 @@ import pytest
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 from cohort.launch.slurm import SlurmOptions, slurm_script
+from cohort.run_folder import config_changes
+from fake_slurm import make_cluster, run_script
+from waiting import free_port
 
 
 def config_with(*overrides: str) -> Config:
@@ -82,6 +82,32 @@ training=(-m cohort.train "$config" hardware.timeout_s=90.5 'model.path=a b')
 """ in script("hardware.timeout_s=90.5", "model.path=a b", port=29511, max_restarts=2)
 
 
+def test_who_samples():
+    vllm = "rollout.engine=vllm"
+    with_nodes = script(vllm, "rollout.tensor_parallel=4", rollout_nodes=3, gpus_per_node=8)
+    assert "# Rollout nodes: 3, with 8 GPUs and 2 vLLM servers each: 6 servers." in with_nodes
+    assert "--nodes=11" in directives(with_nodes)
+    assert "    --nnodes 8:8\n" in with_nodes
+    assert "# Rollout nodes: 0. The servers of rollout.urls sample" in script(vllm, "rollout.urls=[http://a:1]")
+    assert "# Rollout nodes: 0. vLLM servers on the first node sample" in script(vllm, "hardware.device=cpu")
+
+
+def test_ranks_are_not_told_how_to_start_servers():
+    """Those keys have no effect with rollout.urls, and a key without effect is refused."""
+    of_servers = (
+        "rollout.tensor_parallel=2",
+        "rollout.vllm_python=/v",
+        "rollout.vllm_args={a: 1}",
+        "rollout.servers=4",
+    )
+    text = script("rollout.engine=vllm", *of_servers, "rollout.gpu_memory_utilization=0.8", rollout_nodes=1)
+    line = next(line for line in text.splitlines() if line.startswith("training="))
+    words = shlex.split(line.removeprefix("training=(").removesuffix(")"))[3:]
+    assert words[-1] == "rollout.urls=[$urls]"
+    config = config_with(*words[:-1], "rollout.urls=[http://node-1:8000,http://node-1.a.b:8001]")
+    assert config.rollout.urls == ("http://node-1:8000", "http://node-1.a.b:8001")
+
+
 def test_fewer_nodes_may_go_on():
     text = script(min_nodes=6)
     assert "    --nnodes 6:8\n" in text
@@ -135,9 +161,13 @@ def test_without_checkpoints_the_job_is_not_started_again():
     assert "--no-requeue" in directives(script("run.checkpoint_every=0", max_restarts=0))
 
 
-@pytest.mark.parametrize("options", [{}, {"min_nodes": 1}, {"partition": "p", "account": "a"}])
+@pytest.mark.parametrize("options", [{}, {"min_nodes": 1}, {"partition": "p", "account": "a"}, {"rollout_nodes": 2}])
 def test_bash_reads_it(options):
-    text = script("data.system_prompt=$(touch x) `y` 'z' \"w\"", config_path="/a b/$c's.yaml", **options)
+    overrides = (
+        "data.system_prompt=$(touch x) `y` 'z' \"w\"",
+        *(("rollout.engine=vllm",) if "rollout_nodes" in options else ()),
+    )
+    text = script(*overrides, config_path="/a b/$c's.yaml", **options)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)
 
 
@@ -156,10 +186,11 @@ def test_bash_reads_it(options):
         ({"port": 70000}, "--port: 70000: must be from 1 to 65535; use 65535, or 29500, which is usual"),
         ({"job_name": "my run"}, "--job-name: 'my run': must be of letters, digits and _ . , - only; use my-run"),
         ({"account": "a\n#SBATCH --nodes=99"}, "--account: 'a\\n#SBATCH --nodes=99': must be of letters"),
+        ({"rollout_nodes": -1}, "--rollout-nodes: -1: must be at least 0; use 0 or more"),
         (
             {"rollout_nodes": 2},
-            "--rollout-nodes: 2: nodes that only serve rollouts need a rollout engine that runs as a server, and this "
-            "version has only rollout.engine: local, which samples on the training nodes; use 0",
+            "--rollout-nodes: 2 with rollout.engine: local, which samples on the training nodes; use 0, or "
+            "rollout.engine=vllm",
         ),
     ],
 )
@@ -203,29 +234,67 @@ def test_fewer_nodes_need_restarts():
     )
 
 
+VLLM = "rollout.engine=vllm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "expected"),
+    [
+        (
+            (VLLM,),
+            {},
+            "--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs of the training nodes, so that none "
+            "is left for servers; use --rollout-nodes 1, or rollout.urls, or on one node `cohort train` without",
+        ),
+        (
+            (VLLM, "rollout.urls=[http://a:1]"),
+            {"rollout_nodes": 1},
+            "rollout.urls: ['http://a:1'] with --rollout-nodes: 1, whose servers sample for the run; remove one of the",
+        ),
+        (
+            (VLLM, "hardware.rollout_gpus=2"),
+            {"rollout_nodes": 1},
+            "hardware.rollout_gpus: 2 with --rollout-nodes: 1, whose servers sample for the run; remove one of the two",
+        ),
+        (
+            (VLLM, "rollout.tensor_parallel=3"),
+            {"rollout_nodes": 1},
+            "rollout.tensor_parallel: 3 does not divide the 8 GPUs of a rollout node, and a server is on one node; use "
+            "2 or 4",
+        ),
+        (
+            (VLLM, "rollout.tensor_parallel=16"),
+            {"rollout_nodes": 2},
+            "rollout.tensor_parallel: 16 does not divide the 8 GPUs of a rollout node, and a server is on one node; "
+            "use 8",
+        ),
+        (
+            (VLLM, "rollout.servers=3", "rollout.tensor_parallel=4"),
+            {"rollout_nodes": 2},
+            "rollout.servers: 3, and --rollout-nodes: 2 have GPUs for 4; use auto",
+        ),
+        (
+            (VLLM, "rollout.tensor_parallel=2", "hardware.device=cpu"),
+            {"rollout_nodes": 1},
+            "rollout.tensor_parallel: 2 counts GPUs, and there are none; use 1",
+        ),
+    ],
+)
+def test_servers_that_do_not_fit(overrides, options, expected):
+    assert message(*overrides, **options).startswith(expected)
+
+
+def test_a_run_goes_on_with_servers_elsewhere():
+    """A job that is started again may get other nodes."""
+    before, after = (config_with(VLLM, f"rollout.urls={urls}") for urls in ("[http://a:1, http://b:1]", "[http://c:1]"))
+    assert config_changes(before, after) == {}
+    assert config_changes(before, config_with(VLLM)) == {}
+    assert config_changes(before, config_with(VLLM, "rollout.urls=[http://a:1]", "rollout.top_k=5")) == {
+        "rollout.top_k": (0, 5)
+    }
+
+
 # What it starts
-
-FAKE_SCONTROL = """#!/bin/bash
-[ "$*" = "show hostnames node[1-2]" ] || exit 1
-printf 'localhost\\nnode2\\n'
-"""
-
-# One process per node, at the same time; HIDDEN_FROM_OTHERS is a path that only the first node can see.
-FAKE_SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
-pids=()
-for (( node = 0; node < SLURM_JOB_NUM_NODES; node++ )); do
-    command=("$@")
-    if (( node > 0 )) && [ -n "${HIDDEN_FROM_OTHERS:-}" ]; then
-        command=("${command[@]//"$HIDDEN_FROM_OTHERS"//nowhere}")
-    fi
-    SLURM_NODEID=$node SLURM_PROCID=$node PET_LOCAL_ADDR=localhost "${command[@]}" &
-    pids+=($!)
-done
-status=0
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
-exit $status
-"""
 
 # Stands in for cohort.train: the ranks meet; once, the last one then fails, which the others notice.
 PROBE = """
@@ -248,51 +317,11 @@ record = {**environment, "sum": ranks.item(), "arguments": sys.argv[1:], "cwd": 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Two nodes that are this machine; in `tmp_path`, which is the working directory."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name, text in {"scontrol": FAKE_SCONTROL, "srun": FAKE_SRUN}.items():
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
     (tmp_path / "probe.py").write_text(PROBE)
-    (tmp_path / "found").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in {
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHONPATH": str(tmp_path),
-        "PROBE_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_CPUS_ON_NODE": "6",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return tmp_path
-
-
-def run_script(text: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a script and, if it takes too long, end all that it started."""
-    process = subprocess.Popen(
-        ["bash", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun hands it on to its ranks
-        try:
-            output, _ = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        pytest.fail(f"not done after {timeout_s} s; it said:\n{output}")
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+    return make_cluster(tmp_path, monkeypatch)
 
 
 def test_it_starts_the_ranks_on_all_nodes_and_restarts_them(cluster):
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        port = listening.getsockname()[1]
     text = script(
         "run.dir=runs/a b",
         "hardware.device=cpu",
@@ -300,7 +329,7 @@ def test_it_starts_the_ranks_on_all_nodes_and_restarts_them(cluster):
         "hardware.timeout_s=60",
         config_path="run.yaml",
         nodes=2,
-        port=port,
+        port=free_port(),
     )
     assert text.count("-m cohort.train") == 1
     result = run_script(text.replace("-m cohort.train", "-m probe"), timeout_s=120)

@@ -25,6 +25,7 @@ from cohort.display import Display
 from cohort.policy import Policy
 from cohort.trainer.evaluate_model import evaluate_model
 from tiny import copy_task_rows, save_model_folder, write_jsonl
+from waiting import num_lines
 
 REWARDS = '''
 """Rewards in TRL's signature."""
@@ -242,11 +243,11 @@ def test_killed_at_random_moments_and_resumed_by_the_same_command(tmp_path: Path
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     metrics, chance, kills = tmp_path / "run" / "metrics.jsonl", random.Random(0), 0
     while True:
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "config.yaml")], env=_one_thread())
-        start, lines = _lines(metrics), chance.randint(1, 12)
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "config.yaml")], env=same_threads())
+        start, lines = num_lines(metrics), chance.randint(1, 12)
         deadline = time.monotonic() + 120
         while child.poll() is None and time.monotonic() < deadline:
-            if kills < 3 and 0 < _lines(metrics) != start and abs(_lines(metrics) - start) >= lines:
+            if kills < 3 and 0 < num_lines(metrics) != start and abs(num_lines(metrics) - start) >= lines:
                 time.sleep(chance.random() * 0.05)
                 child.send_signal(signal.SIGKILL)
                 kills += child.wait() == -signal.SIGKILL
@@ -263,13 +264,9 @@ def test_killed_at_random_moments_and_resumed_by_the_same_command(tmp_path: Path
     assert steps == sorted(p.name for p in (expected.run_dir / "completions").iterdir())
 
 
-def _one_thread() -> dict[str, str]:
+def same_threads() -> dict[str, str]:
     # bit for bit needs the same number of threads: that of this process
     return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path: Path):

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -39,6 +39,7 @@ class TrainerState:
 
     steps_done: int
     data: Mapping[str, Any]  # the prompt stream's state
+    pending: Sequence[Mapping[str, int]]  # prompts that were taken from it and not trained on yet, see `Prefetcher`
     num_tokens: int  # prompt and completion tokens trained on so far
     seconds: float  # wall time so far
     micro_batch_tokens: int  # the budget as it was found, or halved when memory ran out

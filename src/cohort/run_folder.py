@@ -28,6 +28,10 @@ _MAY_CHANGE = (
     "eval.before_training",
     "train.micro_batch_tokens",
     "rollout.max_num_seqs",
+    # a job that is started again has its servers on other machines
+    *(f"rollout.{key}" for key in ("urls", "urls.", "vllm_python", "servers", "tensor_parallel")),
+    *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
+    *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
 )
 LOGS = "logs"  # what the processes of the run printed; there before the run is
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")

@@ -1,9 +1,13 @@
 """Policy losses and the KL term, per token and not reduced. T scored tokens."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from cohort.batch import LossInputs, LossOutput
+
+PolicyLoss = Callable[[LossInputs], LossOutput]
 
 
 def clipped_surrogate(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:

@@ -8,6 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from cohort.algorithms import advantages, losses, weights
+from cohort.algorithms.correction import Correction, with_correction
+from cohort.algorithms.losses import PolicyLoss
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig
 from cohort.records import FloatArray, IntArray
@@ -18,14 +20,22 @@ class Algorithm:
     """Three pure functions, and what they need from the rest of the system."""
 
     advantage: Callable[[Tensor], Tensor]  # rewards [P, G] -> advantages [P, G]
-    policy_loss: Callable[[LossInputs], LossOutput]
+    policy_loss: PolicyLoss
     loss_weight: Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
     mask_truncated: bool
     needs_reference: bool
 
 
-def build_algorithm(config: AlgorithmConfig, *, max_completion_tokens: int) -> Algorithm:
-    """The algorithm that `config` names, with its numbers filled in."""
+def build_algorithm(
+    config: AlgorithmConfig, *, max_completion_tokens: int, auto_correction: Correction = "none"
+) -> Algorithm:
+    """The algorithm that `config` names, with its numbers filled in.
+
+    Args:
+        config: the `algorithm` section.
+        max_completion_tokens: longest completion.
+        auto_correction: what `sampling_correction: auto` means; none where the sampler computes as the trainer does.
+    """
     advantage: Callable[[Tensor], Tensor]
     weight: Callable[[IntArray, np.ndarray], FloatArray]
     clip = partial(losses.clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
@@ -39,16 +49,18 @@ def build_algorithm(config: AlgorithmConfig, *, max_completion_tokens: int) -> A
         case DapoConfig():
             advantage = partial(advantages.group_mean_std, std_epsilon=config.std_epsilon)
             weight = weights.token_mean
+    correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
+    loss = with_correction(clip, correction, cap=config.sampling_correction_cap)
     return Algorithm(
         advantage=advantage,
-        policy_loss=_with_kl(clip, beta=config.beta) if config.beta > 0 else clip,
+        policy_loss=_with_kl(loss, beta=config.beta) if config.beta > 0 else loss,
         loss_weight=weight,
         mask_truncated=config.mask_truncated_completions,
         needs_reference=config.beta > 0,
     )
 
 
-def _with_kl(policy_loss: Callable[[LossInputs], LossOutput], *, beta: float) -> Callable[[LossInputs], LossOutput]:
+def _with_kl(policy_loss: PolicyLoss, *, beta: float) -> PolicyLoss:
     """`policy_loss` plus beta times the k3 estimate of the KL divergence from the reference."""
 
     def loss_with_kl(x: LossInputs) -> LossOutput:

@@ -1,4 +1,4 @@
-"""`cohort train`, `cohort eval`, `cohort demo`."""
+"""`cohort train`, `cohort eval`, `cohort serve`, `cohort launch`, `cohort demo`."""
 
 import sys
 import traceback
@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cohort.cli.check import check, convert
+from cohort.cli.options import Debug
 from cohort.errors import TrainingError, UserError
 
 
@@ -38,8 +40,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @app.command()
@@ -119,6 +119,39 @@ def evaluate(
     run_eval(config, out=out, as_json=json_)
 
 
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run, with rollout.engine: vllm.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen at; 0.0.0.0 is every network of this machine. Whoever reaches the server can "
+            "replace its weights, since there is no password: other than 127.0.0.1 on a trusted network only."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option()] = 8000,
+    print_only: Annotated[
+        bool, typer.Option("--print-only", help="Print the command for a shell; start nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve completions to a run on another machine, which names this one in rollout.urls, until Ctrl-C."""
+    from cohort.config import load_config
+
+    # The addresses are for the run, which reads the same file; this server is at one of them.
+    settings = load_config(config, overrides or (), without=["rollout.urls"])
+    from cohort.launch.serve import as_shell, serve_command
+    from cohort.launch.serve import serve as run_server
+
+    if print_only:
+        typer.echo(as_shell(*serve_command(settings, host=host, port=port)))
+    else:
+        run_server(settings, host=host, port=port)
+
+
 launch = typer.Typer(help="Run on a cluster.", no_args_is_help=True)
 app.add_typer(launch, name="launch")
 
@@ -131,7 +164,7 @@ def slurm(
     ] = None,
     nodes: Annotated[int, typer.Option(help="Training nodes.")] = 1,
     min_nodes: Annotated[int | None, typer.Option(help="Go on with as few as these. Default: all.")] = None,
-    rollout_nodes: Annotated[int, typer.Option(help="Nodes that only sample.")] = 0,
+    rollout_nodes: Annotated[int, typer.Option(help="More nodes, with vLLM servers that sample.")] = 0,
     gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8, or 0 with hardware.device: cpu.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of the job.")] = "24:00:00",
     partition: Annotated[str | None, typer.Option()] = None,
@@ -174,6 +207,7 @@ def slurm(
 def demo(
     seed: Annotated[int, typer.Option(help="Of the data order and of sampling.")] = 0,
     processes: Annotated[int, typer.Option(help="Training processes.")] = 1,
+    engine: Annotated[str, typer.Option(help="local, or vllm from $COHORT_VLLM_PYTHON.")] = "local",
     out: Annotated[
         Path | None, typer.Option(help="Run folder. Default: runs/demo, or the next free runs/demo-N.")
     ] = None,
@@ -191,7 +225,11 @@ def demo(
     if rebuild_base:
         rebuild(out)
     else:
-        run_demo(seed=seed, out=out, processes=processes)
+        run_demo(seed=seed, out=out, processes=processes, engine=engine)
+
+
+app.command()(check)
+app.command()(convert)
 
 
 def main() -> None:

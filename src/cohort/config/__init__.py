@@ -1,7 +1,13 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
-from cohort.config.rollout import LocalRolloutConfig, RolloutConfig, SamplingConfig, VllmRolloutConfig
+from cohort.config.rollout import (
+    KEYS_OF_OWN_SERVERS,
+    LocalRolloutConfig,
+    RolloutConfig,
+    SamplingConfig,
+    VllmRolloutConfig,
+)
 from cohort.config.schema import (
     AlgorithmConfig,
     Config,
@@ -18,6 +24,7 @@ from cohort.config.schema import (
 )
 
 __all__ = [
+    "KEYS_OF_OWN_SERVERS",
     "WRITTEN_BY_COHORT",
     "AlgorithmConfig",
     "Config",

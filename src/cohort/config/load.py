@@ -10,17 +10,23 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from cohort.config.rollout import VllmRolloutConfig
 from cohort.config.schema import UNIONS, Config, RewardConfig, sections_in
 from cohort.errors import UserError
 
 WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides, validate, and make paths absolute.
 
     Input paths are looked up in the file's folder first, then in the working directory; `run.dir` is relative to the
     working directory.
+
+    Args:
+        path: of the file.
+        overrides: applied one after the other.
+        without: keys of the file, as `section.key`, that are read past.
 
     Raises:
         UserError: the file is missing or not YAML, a key is unknown, a value does not fit.
@@ -38,6 +44,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a configuration is a mapping of sections (model, data, ...), not {raw!r:.60}")
+    for key in without:
+        section, _, name = key.partition(".")
+        if isinstance(raw.get(section), dict):
+            raw[section].pop(name, None)
     return config_from_dict(raw, overrides, base_dir=path.parent)
 
 
@@ -226,9 +236,10 @@ _SECTIONS = {name: sections_in(field.annotation) for name, field in Config.model
 
 def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
     """The same configuration with every path that exists made absolute, so that it means the same from anywhere."""
+    folders = (base_dir, Path.cwd())
 
     def found(path: str) -> str:
-        for folder in (base_dir, Path.cwd()):
+        for folder in folders:
             candidate = folder / os.path.expanduser(path)
             if os.path.exists(candidate):  # Path.exists raises for names that are too long
                 return str(candidate.resolve())
@@ -246,6 +257,11 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
         "rewards": tuple(reward(entry) for entry in config.rewards),
         "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
     }
+    if isinstance(config.rollout, VllmRolloutConfig) and config.rollout.vllm_python is not None:
+        python = os.path.expanduser(config.rollout.vllm_python)
+        # not resolved: the python of an environment is a link to another one, and knows itself by the link's name
+        files = (str((folder / python).absolute()) for folder in folders if os.path.isfile(folder / python))
+        updates["rollout"] = config.rollout.model_copy(update={"vllm_python": next(files, python)})
     if config.eval is not None:
         updates["eval"] = config.eval.model_copy(update={"path": found(config.eval.path)})
     return config.model_copy(update=updates)

@@ -6,6 +6,34 @@ from pydantic import Field, field_validator, model_validator
 
 from cohort.config.section import Section
 
+# Of servers that a run starts itself. Next to `urls` they have no effect, and `cohort serve` takes them.
+KEYS_OF_OWN_SERVERS = ("servers", "vllm_python", "vllm_args", "tensor_parallel", "gpu_memory_utilization")
+# What Cohort itself says to a server, and where a user says it. Without it weights do not arrive, or requests do not.
+_NOT_VLLM_ARGS = {
+    "model": "use model.path",
+    "trust_remote_code": "use model.trust_remote_code",
+    "dtype": "use rollout.dtype",
+    "max_model_len": "use rollout.max_prompt_tokens and rollout.max_completion_tokens",
+    "max_num_seqs": "use rollout.max_num_seqs",
+    "gpu_memory_utilization": "use rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "use rollout.tensor_parallel",
+    "pipeline_parallel_size": "use rollout.tensor_parallel",
+    "data_parallel_size": "use rollout.servers",
+    "seed": "use train.seed",
+    "enable_sleep_mode": "use hardware.rollout_gpus: shared",
+    "host": "remove it (`cohort serve --host` says where a server for other machines listens)",
+    "port": "remove it (`cohort serve --port` says where a server for other machines listens)",
+    **dict.fromkeys(
+        ("served_model_name", "api_key", "root_path", "uds", "ssl_keyfile", "ssl_certfile"),
+        "remove it (requests of the run go to a server as Cohort starts it)",
+    ),
+    **dict.fromkeys(("worker_extension_cls", "weight_transfer_config"), "remove it (the weights reach a server by it)"),
+    **dict.fromkeys(
+        ("enable_scale_out", "logprobs_mode", "generation_config", "override_generation_config"),
+        "remove it (tokens and logprobs are read as Cohort sets it)",
+    ),
+}
+
 
 class SamplingConfig(Section):
     """What every rollout engine is told."""
@@ -62,7 +90,8 @@ class VllmRolloutConfig(SamplingConfig):
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="More options of the server, such as {quantization: fp8, max_num_batched_tokens: 16384}.",
+        description="More options of the server, such as {quantization: fp8, max_num_batched_tokens: 16384}; none that "
+        "Cohort sets itself.",
     )
     servers: int | Literal["auto"] = Field(
         "auto", description="Servers that the run starts. auto: one for each `tensor_parallel` rollout GPUs; 1 on CPU."
@@ -84,8 +113,8 @@ class VllmRolloutConfig(SamplingConfig):
     max_server_failures: int = Field(
         3,
         ge=0,
-        description="A server that fails is started again, with back-off, and its prompts are sampled again; after so "
-        "many failures with no completion between the run ends.",
+        description="A server that fails is started again, with back-off, and its prompts are sampled again; at so "
+        "many failures with no completion between it is given up. The run ends when no server is left.",
     )
     parity_every: int = Field(
         50,
@@ -120,6 +149,16 @@ class VllmRolloutConfig(SamplingConfig):
             raise ValueError("names a server twice")
         return tuple(url.rstrip("/") for url in value)
 
+    @field_validator("vllm_args")
+    @classmethod
+    def _nothing_that_cohort_sets(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            # vLLM takes no_x for x: false, and x.y for a part of x
+            name = key.replace("-", "_").removeprefix("no_").partition(".")[0]
+            if name in _NOT_VLLM_ARGS:
+                raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
+        return value
+
     @field_validator("servers", mode="before")
     @classmethod
     def _a_number_or_auto(cls, value: Any) -> Any:
@@ -143,8 +182,8 @@ class VllmRolloutConfig(SamplingConfig):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
-        ours = ("servers", "vllm_python", "vllm_args", "tensor_parallel", "gpu_memory_utilization")
-        without_effect = [(key, "urls: the servers are someone else's") for key in ours if self.urls]
+        theirs, told = "urls: the servers are someone else's", ", and `cohort serve` takes it on its command line"
+        without_effect = [(key, theirs + told * (key != "servers")) for key in KEYS_OF_OWN_SERVERS if self.urls]
         without_effect += [("parity_tolerance", "parity_every: 0")] * (self.parity_every == 0)
         without_effect += [("stale_completions", "max_staleness: 0")] * (self.max_staleness == 0)
         for key, reason in without_effect:

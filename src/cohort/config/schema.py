@@ -103,6 +103,9 @@ class RewardConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline in seconds for scoring the completions of one step.")
 
 
+_CORRECTION_CAP = 2.0
+
+
 class PolicyGradientConfig(Section):
     """What the clipped policy-gradient algorithms have in common."""
 
@@ -126,11 +129,11 @@ class PolicyGradientConfig(Section):
         "loss: capped at sampling_correction_cap (truncate), or 0 above it (mask). auto: token_truncate with "
         "rollout.engine: vllm, none with local, whose sampler computes the same.",
     )
-    sampling_correction_cap: float = Field(2.0, ge=1, description="Largest importance weight.")
+    sampling_correction_cap: float = Field(_CORRECTION_CAP, ge=1, description="Largest importance weight.")
 
     @model_validator(mode="after")
     def _cap_has_an_effect(self) -> Self:
-        if self.sampling_correction == "none" and self.sampling_correction_cap != 2.0:
+        if self.sampling_correction == "none" and self.sampling_correction_cap != _CORRECTION_CAP:
             raise ValueError(
                 "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
             )
@@ -258,8 +261,9 @@ class HardwareConfig(Section):
     )
     rollout_gpus: int | Literal["shared", "auto"] = Field(
         "auto",
-        description="With `rollout.engine: vllm`: GPUs of this machine that only sample; the others train. shared: "
-        "every GPU does both in turn, vLLM sleeping while the policy trains. auto: picks a split, and says why.",
+        description="With `rollout.engine: vllm`: GPUs of this machine that only sample; with processes: auto the "
+        "others train. shared: every GPU does both in turn, vLLM sleeping while the policy trains. auto: picks a "
+        "split, and says why.",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     timeout_s: float = Field(
@@ -344,24 +348,43 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rollout_gpus_sample(self) -> Self:
-        if self.hardware.rollout_gpus != "auto":
-            if self.rollout.engine == "local":
-                raise ValueError(
-                    "hardware.rollout_gpus has no effect with rollout.engine: local, which samples on the training "
-                    "GPUs; remove it, or use rollout.engine: vllm"
-                )
-            if self.rollout.urls:
-                raise ValueError(
-                    "hardware.rollout_gpus has no effect with rollout.urls: the servers are someone else's; remove one "
-                    "of the two"
-                )
+        rollout, gpus = self.rollout, self.hardware.rollout_gpus
+        if gpus == "auto":
+            return self
+        if rollout.engine == "local":
+            raise ValueError(
+                "hardware.rollout_gpus has no effect with rollout.engine: local, which samples on the training "
+                "GPUs; remove it, or use rollout.engine: vllm"
+            )
+        if rollout.urls:
+            raise ValueError(
+                "hardware.rollout_gpus has no effect with rollout.urls: the servers have theirs; remove one"
+            )
+        if gpus == "shared" and rollout.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness: {rollout.max_staleness} has no effect with hardware.rollout_gpus: shared, "
+                f"where vLLM sleeps while the policy trains; use max_staleness: 0, or GPUs that only sample"
+            )
         return self
 
     @model_validator(mode="after")
-    def _correction_suits_the_loss(self) -> Self:
-        if self.algorithm.sampling_correction.startswith("sequence") and self.train.gradients_in_forward:
+    def _correction_suits_the_run(self) -> Self:
+        algorithm, rollout = self.algorithm, self.rollout
+        has_none = algorithm.sampling_correction == "auto" and rollout.engine == "local"
+        if has_none and algorithm.sampling_correction_cap != _CORRECTION_CAP:
             raise ValueError(
-                f"algorithm.sampling_correction: {self.algorithm.sampling_correction} needs the logprobs of whole "
+                "algorithm.sampling_correction_cap has no effect with rollout.engine: local, where "
+                "sampling_correction: auto is none; remove it, or set sampling_correction"
+            )
+        corrects_stale = rollout.engine == "vllm" and rollout.max_staleness and rollout.stale_completions == "correct"
+        if corrects_stale and algorithm.sampling_correction == "none":
+            raise ValueError(
+                "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "
+                "sampling_correction: token_truncate, or stale_completions: drop"
+            )
+        if algorithm.sampling_correction.startswith("sequence") and self.train.gradients_in_forward:
+            raise ValueError(
+                f"algorithm.sampling_correction: {algorithm.sampling_correction} needs the logprobs of whole "
                 f"completions before the loss of any token, and train.gradients_in_forward: true computes it tile by "
                 f"tile; use token_truncate or token_mask, or gradients_in_forward: false"
             )

@@ -6,7 +6,7 @@ N = prompts in the set.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,11 @@ class PromptStream:
         taken = [self._visit(index) for index in range(self._num_taken, self._num_taken + n)]
         self._num_taken += n
         return taken
+
+    def again(self, visits: Sequence[tuple[int, int]]) -> list[Prompt]:
+        """Prompts that were taken before, by `Prompt.id` and `Prompt.epoch`; the stream stays where it is."""
+        by_id = {prompt.id: prompt for prompt in self._prompts} if visits else {}
+        return [dataclasses.replace(by_id[prompt_id], epoch=epoch) for prompt_id, epoch in visits]
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, in plain JSON values: what `restore` needs.

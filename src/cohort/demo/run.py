@@ -17,17 +17,18 @@ NUM_TRAIN, NUM_HELDOUT = 2048, 256
 SAMPLES_SHOWN = 3
 
 
-def run_demo(*, seed: int, out: Path | None, processes: int = 1) -> RunResult:
+def run_demo(*, seed: int, out: Path | None, processes: int = 1, engine: str = "local") -> RunResult:
     """Train the base model on word problems and show how it went.
 
     Args:
         seed: of the training problems, their order and the sampling. The held-out problems are always the same.
         out: run folder; by default runs/demo, or runs/demo-2 and so on where that is taken.
         processes: training processes. The run is the same for any number.
+        engine: that samples.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs"))
-    config = demo_config(folder, seed=seed, processes=processes)
+    config = demo_config(folder, seed=seed, processes=processes, engine=engine)
     write_data(folder, config, seed=seed)
     console.print(
         "A model of 0.46 million weights learns word problems by GRPO: it is never shown a "
@@ -39,7 +40,7 @@ def run_demo(*, seed: int, out: Path | None, processes: int = 1) -> RunResult:
     return result
 
 
-def demo_config(folder: Path, *, seed: int, processes: int = 1) -> Config:
+def demo_config(folder: Path, *, seed: int, processes: int = 1, engine: str = "local") -> Config:
     """The demo's configuration, which `cohort train` runs just as well."""
     return config_from_dict(
         {
@@ -47,6 +48,7 @@ def demo_config(folder: Path, *, seed: int, processes: int = 1) -> Config:
             "data": {"path": str(folder / "data" / "train.jsonl"), "prompt": "question"},
             "rewards": [{"use": "exact", "name": "right", "args": {"pattern": base_model.ANSWER_PATTERN}}],
             "rollout": {
+                "engine": engine,
                 "num_generations": 16,
                 "max_prompt_tokens": 128,
                 "max_completion_tokens": base_model.MAX_COMPLETION_TOKENS,

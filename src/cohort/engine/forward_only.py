@@ -34,7 +34,7 @@ class ForwardOnly:
             ranks: all call the same methods at the same time.
             temperature: divides the logits.
         """
-        self._policy = policy
+        self.policy = policy
         self._accumulation = accumulation
         self._ranks = ranks
         self._temperature = temperature
@@ -53,13 +53,13 @@ class ForwardOnly:
         logprobs: dict[int, Tensor] = {}
 
         def compute(some: Sequences) -> None:
-            micro_batch = on_device(collate(some, share_prompts=self._policy.shares_prompts), self._policy)
+            micro_batch = on_device(collate(some, share_prompts=self.policy.shares_prompts), self.policy)
             with torch.no_grad():
-                values, _ = self._policy.logprobs(micro_batch, temperature=self._temperature, entropy=False)
+                values, _ = self.policy.logprobs(micro_batch, temperature=self._temperature, entropy=False)
             logprobs.update(per_sequence(values, some))
 
         def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
-            return deque(pack_alone(some, self._policy, int(self._factor * micro_batch_tokens)).pieces)
+            return deque(pack_alone(some, self.policy, int(self._factor * micro_batch_tokens)).pieces)
 
         num_out_of_memory = 0
         todo = packed(sequences)
@@ -68,7 +68,7 @@ class ForwardOnly:
             ran_out = attempt(self._accumulation, frozenset(), partial(compute, now), partial(compute, ()))
             if ran_out is not None:
                 num_out_of_memory += 1
-                budget = halved(int(self._factor * micro_batch_tokens), now, self._policy)
+                budget = halved(int(self._factor * micro_batch_tokens), now, self.policy)
                 self._factor = budget / micro_batch_tokens
                 todo = packed([s for piece in (now, *todo) for s in piece])
         return logprobs, num_out_of_memory

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -23,6 +22,8 @@ from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.launch.report import Failure, read_failures
 from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.placement import num_gpus, place, visible_devices
+from cohort.plan.split import GpuSplit
 from cohort.run_folder import LOGS, check_folder, make_folder
 
 _SHUTDOWN_S = 10  # a process that is told to end and does not is killed after this
@@ -37,12 +38,15 @@ class _Attempt:
     made_progress: bool  # whether it finished at least one step
 
 
-def run_processes(config: Config, *, num_processes: int, resume: bool, note: Callable[[str], None]) -> None:
+def run_processes(
+    config: Config, *, num_processes: int, split: GpuSplit | None, resume: bool, note: Callable[[str], None]
+) -> None:
     """Train with `num_processes` processes and wait for the end.
 
     Args:
         config: of the run.
         num_processes: at the start; a rank that keeps failing is left out.
+        split: of this machine's GPUs between training and sampling; None where the run starts no servers.
         resume: insist that there is a run to go on with.
         note: called with what a person should know, such as a restart.
 
@@ -54,7 +58,7 @@ def run_processes(config: Config, *, num_processes: int, resume: bool, note: Cal
     slots = list(range(num_processes))  # of GPUs, where there are any
     failed_before: int | None = None
     for attempt in range(config.hardware.max_restarts + 1):
-        result = _start(config, slots, resume=resume, attempt=attempt)
+        result = _start(config, slots, split, resume=resume, attempt=attempt)
         if result.outcome is not None:
             result.outcome.raise_error()
             return
@@ -82,9 +86,7 @@ def count_processes(config: Config) -> int:
     wanted, device = config.hardware.processes, config.hardware.device
     if wanted == 1 or device == "cpu":
         return 1 if wanted == "auto" else wanted
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus == 0:
-        raise UserError("hardware.device: 'cuda': this machine has 0 CUDA devices; use auto or cpu")
+    gpus = num_gpus(config)
     if wanted == "auto":
         return max(1, gpus)
     if 0 < gpus < wanted:
@@ -95,7 +97,7 @@ def count_processes(config: Config) -> int:
     return wanted
 
 
-def _start(config: Config, slots: list[int], *, resume: bool, attempt: int) -> _Attempt:
+def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: bool, attempt: int) -> _Attempt:
     """Start the processes once and wait until they have all ended, or one has failed and the others were stopped."""
     folder = Path(config.run.dir)
     logs = folder / LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}-{attempt}-{uuid.uuid4().hex[:4]}"
@@ -122,12 +124,12 @@ def _start(config: Config, slots: list[int], *, resume: bool, attempt: int) -> _
         ),
     )
     environment = {OUTCOME_FILE: str(logs / "outcome.json"), "OMP_NUM_THREADS": _threads(len(slots))}
-    # a rank takes the GPU of its number; one process may be told which by hardware.device
-    if torch.cuda.is_available() and config.hardware.device != "cpu" and config.hardware.processes != 1:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_devices()[slot] for slot in slots)
+    if split is not None:
+        environment |= place(config, split, slots).environment()
+    environment |= _gpus_of_ranks(config, slots)
     arguments = ["-m", "cohort.train", str(config_file), *(["--resume"] if resume else [])]
     failures: tuple[Failure, ...] = ()
-    with _environment(environment), _quiet_launcher():
+    with environment_of(environment), _quiet_launcher():
         try:
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -173,13 +175,19 @@ def _threads(num_processes: int) -> str:
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // num_processes))
 
 
-def _visible_devices() -> list[str]:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+def _gpus_of_ranks(config: Config, slots: list[int]) -> dict[str, str]:
+    """The GPUs that the ranks see: each takes that of its number, and the servers' are not among them.
+
+    The first GPUs train (`cohort.plan.split`). One process may be told which by hardware.device.
+    """
+    if num_gpus(config) == 0 or ":" in config.hardware.device:
+        return {}
+    devices = visible_devices(config)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot] for slot in slots)}
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment_of(values: dict[str, str]) -> Iterator[None]:
     """These variables for the processes that are started inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -1,4 +1,4 @@
-"""A Slurm batch script for a run on several machines: one torchrun per node, which starts the ranks of that node."""
+"""A Slurm batch script for a run on several machines: one torchrun per training node, and vLLM servers on others."""
 
 import math
 import re
@@ -8,14 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.config import Config
+from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
+from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]*")
 # Once enough nodes are there, how long a restart waits for the others that may still come.
 _LAST_CALL_S = 60
+# Servers end before training only where they cannot be started.
+_END_OF_BOTH = """ &
+status=0
+wait -n || status=$?
+kill $(jobs -p) 2> /dev/null || true
+wait
+exit "$status"\
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +39,7 @@ class SlurmOptions:
     job_name: str = "cohort"
     max_restarts: int = 3  # of all ranks, after one of them failed
     min_nodes: int | None = None  # None: all nodes; fewer: a restart goes on without the nodes that were lost
-    rollout_nodes: int = 0
+    rollout_nodes: int = 0  # that only sample, besides `nodes`
     port: int = 29500
 
 
@@ -50,6 +59,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     """
     _check_options(options)
     gpus = _gpus_per_node(config, options)
+    rollout = plan_rollout_nodes(config, num_nodes=options.rollout_nodes, gpus_per_node=gpus)
     _check_restarts(config, options)
     ranks_per_node = gpus or (1 if config.hardware.processes == "auto" else config.hardware.processes)
     arguments = list(overrides)
@@ -57,21 +67,29 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
         arguments.append("hardware.processes=auto")
     parts = (
         "#!/bin/bash",
-        _header(options, gpus, ranks_per_node),
+        _header(config, options, rollout, gpus, ranks_per_node),
         _directives(options, gpus, can_resume=config.run.checkpoint_every > 0),
         _preparation(config, config_path, ranks_per_node),
-        _launch(config, arguments, options, ranks_per_node),
+        _launch(config, arguments, options, rollout, ranks_per_node),
     )
     return "\n".join(parts)
 
 
-def _header(options: SlurmOptions, gpus: int, ranks_per_node: int) -> str:
+def _header(config: Config, options: SlurmOptions, rollout: RolloutNodes | None, gpus: int, ranks_per_node: int) -> str:
     each = f"{gpus} GPUs" if gpus else "no GPUs"
+    if rollout is not None:
+        samples = rollout.header(gpus)
+    elif not isinstance(config.rollout, VllmRolloutConfig):
+        samples = "Rollout nodes: 0. rollout.engine is local: the training nodes sample the completions themselves."
+    elif config.rollout.urls:
+        samples = "Rollout nodes: 0. The servers of rollout.urls sample the completions."
+    else:
+        samples = "Rollout nodes: 0. vLLM servers on the first node sample the completions."
     return f"""\
 # Written by `cohort launch slurm`, to be submitted with `sbatch`.
 #
 # Training nodes: {options.nodes}, with {each} and {ranks_per_node} ranks each: {options.nodes * ranks_per_node} ranks.
-# Rollout nodes: 0. rollout.engine is local: the training nodes sample the completions themselves.
+# {samples}
 #"""
 
 
@@ -79,7 +97,7 @@ def _directives(options: SlurmOptions, gpus: int, *, can_resume: bool) -> str:
     elastic = _min_nodes(options) < options.nodes
     lines = [
         f"--job-name={options.job_name}",
-        f"--nodes={options.nodes}",
+        f"--nodes={options.nodes + options.rollout_nodes}",
         "--ntasks-per-node=1",
         f"--gpus-per-node={gpus}" if gpus else None,
         "--exclusive",
@@ -137,7 +155,13 @@ rm -f -- "$probe"  # a new run wants an empty folder
 """
 
 
-def _launch(config: Config, arguments: Sequence[str], options: SlurmOptions, ranks_per_node: int) -> str:
+def _launch(
+    config: Config,
+    arguments: Sequence[str],
+    options: SlurmOptions,
+    rollout: RolloutNodes | None,
+    ranks_per_node: int,
+) -> str:
     min_nodes, timeout_s = _min_nodes(options), math.ceil(config.hardware.timeout_s)
     deadlines = f"join_timeout={timeout_s},read_timeout={timeout_s}"
     if min_nodes < options.nodes:
@@ -147,12 +171,19 @@ def _launch(config: Config, arguments: Sequence[str], options: SlurmOptions, ran
     else:
         step = "--kill-on-bad-exit=1"
         loss = "# A node that gives up ends the job: --min-nodes would let the others go on without it."
-    training = " ".join(["-m cohort.train", '"$config"', *map(shlex.quote, arguments)])
+    words = ["-m cohort.train", '"$config"', *map(shlex.quote, arguments)]
+    servers, end = "", ""
+    if rollout is not None:
+        words += [*map(shlex.quote, training_overrides(config)), '"rollout.urls=[$urls]"']
+        servers = start_servers(rollout, num_training_nodes=options.nodes, overrides=arguments)
+        step += f' --nodes={options.nodes} --ntasks={options.nodes} --nodelist="$training_nodes"'
+        end = _END_OF_BOTH
+    training = " ".join(words)
     return f"""\
 # The ranks meet at the first node of the allocation.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first_node="${{nodes%%$'\\n'*}}"
-
+{servers}
 launcher=(
     torchrun
     --nnodes {min_nodes}:{options.nodes}
@@ -168,7 +199,7 @@ training=({training})
 
 {loss}
 # The one task of a node is the launcher of all its ranks, which use all of the node's cores.
-srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"
+srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"{end}
 """
 
 
@@ -189,11 +220,6 @@ def _check_options(options: SlurmOptions) -> None:
         raise UserError(
             f"--min-nodes: {options.min_nodes}: must be from 1 to --nodes: {options.nodes}; use "
             f"{1 if _min_nodes(options) < 1 else options.nodes}"
-        )
-    if options.rollout_nodes != 0:
-        raise UserError(
-            f"--rollout-nodes: {options.rollout_nodes}: nodes that only serve rollouts need a rollout engine that runs "
-            f"as a server, and this version has only rollout.engine: local, which samples on the training nodes; use 0"
         )
     if not 1 <= options.port <= 65535:
         raise UserError(

@@ -11,8 +11,9 @@ from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
 from cohort.distributed import started_by_torchrun
 from cohort.errors import TrainingError, UserError
-from cohort.launch.local import count_processes, run_processes
+from cohort.launch.local import count_processes, environment_of, run_processes
 from cohort.outcome import RunResult
+from cohort.placement import place, split_machine
 
 
 def train(
@@ -37,11 +38,14 @@ def train(
     elif not isinstance(config, Config):
         config = config_from_dict(config)
     in_processes = started_by_torchrun()
-    num_processes = 1 if in_processes else count_processes(config)
+    split = None if in_processes else split_machine(config)
+    num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
     if not in_processes and num_processes == 1 and config.hardware.max_restarts == 0:
         from cohort import trainer
 
-        return trainer.train(config, resume=resume, display=display)
+        placement = place(config, split, [0]).environment() if split else {}
+        with environment_of(placement):
+            return trainer.train(config, resume=resume, display=display)
     if display is not None:
         raise UserError(
             "display: works with a run in this process only: hardware.processes: 1 and hardware.max_restarts: 0"
@@ -53,7 +57,7 @@ def train(
     else:
         console = Console(stderr=True, highlight=False, markup=False)
         note = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
-        run_processes(config, num_processes=num_processes, resume=resume, note=note)
+        run_processes(config, num_processes=num_processes, split=split, resume=resume, note=note)
     return _result(Path(config.run.dir))
 
 

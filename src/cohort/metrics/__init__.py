@@ -2,7 +2,7 @@
 
 from cohort.metrics.clock import PhaseClock
 from cohort.metrics.memory import PeakMemory, largest_peaks
-from cohort.metrics.rollouts import rollout_metrics
+from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
 from cohort.metrics.speed import device_peak_flops, flops_of, speed_metrics
 from cohort.metrics.writers import MetricsWriter, check_loggers
 
@@ -13,6 +13,7 @@ __all__ = [
     "check_loggers",
     "device_peak_flops",
     "flops_of",
+    "has_equal_rewards",
     "largest_peaks",
     "rollout_metrics",
     "speed_metrics",

@@ -15,11 +15,10 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """
     rewards_PG = np.stack([group.rewards for group in groups])
     judged_PG = ~np.isnan(rewards_PG)
-    stds = np.array([np.std(r[j], ddof=1) if j.sum() > 1 else 0.0 for r, j in zip(rewards_PG, judged_PG, strict=True)])
     metrics = {
         "reward": _mean(rewards_PG[judged_PG]),
-        "reward_std": float(stds.mean()),
-        "frac_reward_zero_std": float((stds < 1e-8).mean()),
+        "reward_std": float(np.mean([_reward_std(group) for group in groups])),
+        "frac_reward_zero_std": float(np.mean([has_equal_rewards(group) for group in groups])),
         "frac_unjudged": float(1 - judged_PG.mean()),
     }
     for name in groups[0].reward_parts:
@@ -28,6 +27,17 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = _mean(part)
         metrics[f"rewards/{name}/std"] = float(part.std(ddof=1)) if len(part) > 1 else 0.0
     return metrics | _length_metrics(groups)
+
+
+def has_equal_rewards(group: ScoredGroup) -> bool:
+    """Whether all judged rewards of a group are the same, to rounding: every advantage is 0."""
+    return _reward_std(group) < 1e-8
+
+
+def _reward_std(group: ScoredGroup) -> float:
+    """The unbiased standard deviation of the judged rewards; 0 where fewer than two were judged."""
+    judged = group.rewards[~np.isnan(group.rewards)]
+    return float(np.std(judged, ddof=1)) if len(judged) > 1 else 0.0
 
 
 def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

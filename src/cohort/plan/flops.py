@@ -159,9 +159,35 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
         dtype: of the matrix products, such as "bfloat16".
         tf32: whether products in float32 may be made in TF32.
     """
-    words = f" {device_name} ".replace("-", " ")
     for name, half, tensor_float, single in _PEAKS:
-        if f" {name} " in words:
+        if _is_called(device_name, name):
             peaks = {"bfloat16": half, "float16": half, "float32": tensor_float if tf32 else single}
             return peaks[dtype] * 1e12 if dtype in peaks else None
     return None
+
+
+# Terabytes per second between a GPU and its memory, from the same data sheets, looked up in the same way.
+_BANDWIDTHS: tuple[tuple[str, float], ...] = (
+    ("B200", 8.0),
+    ("H200", 4.8),
+    ("H100 PCIe", 2.0),
+    ("H100 NVL", 3.9),
+    ("H100", 3.35),
+    ("A100 SXM4 80GB", 2.039),
+    ("A100 80GB PCIe", 1.935),
+    ("A100", 1.555),
+    ("L40S", 0.864),
+    ("L4", 0.3),
+    ("A10", 0.6),
+    ("RTX 4090", 1.008),
+    ("RTX 3090", 0.936),
+)
+
+
+def memory_bandwidth(device_name: str) -> float | None:
+    """Bytes per second that a GPU reads from its memory at its best; None for one that is not known here."""
+    return next((tera * 1e12 for name, tera in _BANDWIDTHS if _is_called(device_name, name)), None)
+
+
+def _is_called(device_name: str, name: str) -> bool:
+    return f" {name} " in f" {device_name} ".replace("-", " ")

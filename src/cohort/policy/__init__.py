@@ -1,6 +1,7 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
+from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.load import (
     check_lengths,
     check_vocabulary,
@@ -22,6 +23,7 @@ __all__ = [
     "ModelTraits",
     "OpenPrompt",
     "Policy",
+    "TensorSpec",
     "check_lengths",
     "check_offload",
     "check_vocabulary",
@@ -32,4 +34,6 @@ __all__ = [
     "load_tokenizer",
     "quiet_transformers",
     "resolve_device",
+    "stream_weights",
+    "weight_specs",
 ]

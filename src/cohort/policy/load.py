@@ -11,6 +11,7 @@ import torch
 from cohort.config import ModelConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
+from cohort.plan import defaults
 from cohort.policy.activations import prepare_activations
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
@@ -114,10 +115,7 @@ def load_policy(
         UserError: the model cannot be loaded, or some of its weights are missing from the files.
         Stopped: on the other ranks then.
     """
-    compute: str = config.compute_dtype
-    if compute == "auto":
-        compute = "bfloat16" if device.type == "cuda" and config.dtype == "float32" else config.dtype
-    compute_dtype = getattr(torch, compute)
+    compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
     if ranks.world_size == 1:
         model = _load_whole(config, device)
         _prepare(model, config, trainable=trainable)

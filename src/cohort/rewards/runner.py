@@ -52,19 +52,23 @@ class RewardRunner:
         self._on_thread_start = on_thread_start
         self._async_caller = AsyncCaller(on_thread_start)
 
-    def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
+    def score(self, groups: Sequence[RolloutGroup], *, must_judge: bool = True) -> list[ScoredGroup]:
         """The groups with their rewards, in the same order.
+
+        Args:
+            groups: of one or several prompts.
+            must_judge: whether it is a mistake when no function judges any completion.
 
         Raises:
             UserError: a function raised, hung, or returned anything but one number or None per completion; or no
-                function judged any completion.
+                function judged any completion where one must.
         """
         places = [(group.prompt, completion) for group in groups for completion in group.completions]
         if not places:
             return [ScoredGroup(prompt=g.prompt, completions=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
         returned = self._call_all(places)
         parts = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
-        rewards_N = self._weighted_sum(parts)
+        rewards_N = self._weighted_sum(parts, must_judge=must_judge)
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.completions))
@@ -114,11 +118,11 @@ class RewardRunner:
                 arguments[name] = [of_rollout(prompt, completion) for prompt, completion in places]
         return arguments | dict(reward.args)
 
-    def _weighted_sum(self, parts: Mapping[str, FloatArray]) -> FloatArray:
+    def _weighted_sum(self, parts: Mapping[str, FloatArray], *, must_judge: bool) -> FloatArray:
         parts_RN = np.stack([parts[f.name] for f in self.functions])
         weights_R1 = np.array([[f.weight] for f in self.functions])
         judged_RN = ~np.isnan(parts_RN)
-        if not judged_RN.any():
+        if must_judge and not judged_RN.any():
             raise UserError(
                 f"no reward judged any of the {parts_RN.shape[1]} completions of this step: "
                 f"{', '.join(repr(f.name) for f in self.functions)} returned None for each of them, so there is "

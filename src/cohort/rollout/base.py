@@ -23,7 +23,7 @@ class SamplingParams:
 class StreamKey:
     """With (prompt, index) this names a completion's random stream; nothing else does, neither batch nor rank."""
 
-    purpose: Literal["train", "eval"]
+    purpose: Literal["train", "eval", "parity"]
     seed: int
     step: int
 

@@ -33,7 +33,9 @@ class LocalEngine:
         requests = [SampleRequest(prompt=prompt, indices=range(sampling.num_generations)) for prompt in prompts]
         groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
         for future, prompt, sampled in zip(groups, prompts, self._sample(requests, sampling, key), strict=True):
-            future.set_result(RolloutGroup(prompt=prompt, completions=self._completions(sampled)))
+            versions = [self._policy_version] * len(sampled)
+            completions = completions_of(sampled, policy_versions=versions, tokenizer=self._tokenizer)
+            future.set_result(RolloutGroup(prompt=prompt, completions=completions))
         return groups
 
     def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
@@ -42,15 +44,19 @@ class LocalEngine:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _completions(self, group: Sequence[Sampled]) -> tuple[Completion, ...]:
-        texts = self._tokenizer.batch_decode([s.token_ids.tolist() for s in group], skip_special_tokens=True)
-        return tuple(
-            Completion(
-                token_ids=s.token_ids,
-                sampling_logprobs=s.sampling_logprobs,
-                finish_reason=s.finish_reason,
-                policy_version=self._policy_version,
-                text=text,
-            )
-            for s, text in zip(group, texts, strict=True)
+
+def completions_of(
+    group: Sequence[Sampled], *, policy_versions: Sequence[int], tokenizer: Any
+) -> tuple[Completion, ...]:
+    """Completions with the texts of their tokens, whichever engine has sampled them."""
+    texts = tokenizer.batch_decode([s.token_ids.tolist() for s in group], skip_special_tokens=True)
+    return tuple(
+        Completion(
+            token_ids=s.token_ids,
+            sampling_logprobs=s.sampling_logprobs,
+            finish_reason=s.finish_reason,
+            policy_version=version,
+            text=text,
         )
+        for s, version, text in zip(group, policy_versions, texts, strict=True)
+    )

@@ -11,12 +11,12 @@ from torch import Tensor
 from cohort.records import Prompt
 from cohort.rollout.base import StreamKey
 
-_PURPOSES = {"train": 0, "eval": 1}
+PURPOSES = {"train": 0, "eval": 1, "parity": 2}
 
 
 def uniform_stream(key: StreamKey, prompt: Prompt, index: int, count: int) -> NDArray[np.float64]:
     """The first `count` uniform numbers in [0, 1) of one completion's stream (Philox, counter-based)."""
-    name = (_PURPOSES[key.purpose], key.seed, key.step, prompt.epoch, prompt.id, index)
+    name = (PURPOSES[key.purpose], key.seed, key.step, prompt.epoch, prompt.id, index)
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(name))).random(count)
 
 

@@ -4,11 +4,16 @@ Rank 0 runs the training loop. The other ranks wait for a command, do it togethe
 With one process there is nobody to tell, and a command is a call.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from cohort.algorithms import Algorithm
 from cohort.batch import TrainBatch
@@ -18,14 +23,14 @@ from cohort.engine import OptimResult, TrainEngine, TrainResult, find_budget, mu
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
-from cohort.policy import Policy
-from cohort.records import TrainSequence
+from cohort.policy import Policy, stream_weights
+from cohort.records import FloatArray, TrainSequence
 from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
 
 _PHASES = {"sample": "rollout", "forward_backward": "train", "optim_step": "optim"}  # verb -> phase of a step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Crew:
     """The same parts on every rank. Public methods are rank 0's; what they call runs on every rank."""
 
@@ -37,6 +42,8 @@ class Crew:
     tokenizer: Any  # rank 0's; None elsewhere
     memory: PeakMemory
     moving: PhaseClock = field(default_factory=PhaseClock)  # time of handing data from rank to rank
+    _send: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None  # rank 0's, while weights are gathered
+    _told_at: float = field(default_factory=time.monotonic)  # when the others were last told something
 
     def sample(
         self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
@@ -54,6 +61,33 @@ class Crew:
             share_prompts=self.policy.shares_prompts,
             padded=self.policy.layout == "padded",
         )
+
+    def keep_waiting(self) -> None:
+        """To be called from time to time while rank 0 waits for something else: the others' deadlines begin anew."""
+        if self.ranks.world_size > 1 and time.monotonic() - self._told_at > self.ranks.timeout_s / 4:
+            self._all("keep_waiting")
+
+    def free_cache(self) -> None:
+        """Give back the GPU memory that PyTorch keeps for later, on all ranks."""
+        self._all("free_cache")
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> dict[int, FloatArray]:
+        """The policy's logprobs of the completions, [C] by the index of each sequence, computed by all ranks."""
+        shares = [batch.sequences for batch in self.pack(sequences)]
+        return {index: values for part in self._all("logprobs", shares) for index, values in part.items()}
+
+    def send_weights(self, dtype: torch.dtype, send: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+        """Gather the weights one by one, and hand them to rank 0's `send`.
+
+        Args:
+            dtype: to convert them to.
+            send: gets names, as in a saved model folder, and whole tensors.
+        """
+        self._send = send
+        try:
+            self._all("send_weights", dtype=dtype)
+        finally:
+            self._send = None
 
     def forward_backward(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
         """The gradient of a step.
@@ -122,6 +156,7 @@ class Crew:
         """
         if self.ranks.world_size > 1:
             self.ranks.command((verb, shares is not None, arguments))
+        self._told_at = time.monotonic()
         results = self._do(verb, shares, shares is not None, arguments)
         assert results is not None, "rank 0 gathers"
         for result in results:
@@ -159,6 +194,24 @@ class Crew:
             "completions; lower rollout.max_num_seqs or rollout.max_completion_tokens"
         ):
             return self.sampler.sample(requests, sampling, key)
+
+    def _keep_waiting_on_rank(self) -> None:
+        pass
+
+    def _free_cache_on_rank(self) -> None:
+        torch.cuda.empty_cache()
+
+    def _logprobs_on_rank(self, sequences: Sequence[TrainSequence]) -> dict[int, FloatArray]:
+        logprobs = self.engine.logprobs(sequences)
+        return {index: values.double().cpu().numpy() for index, values in logprobs.items()}
+
+    def _send_weights_on_rank(self, *, dtype: torch.dtype) -> None:
+        weights = stream_weights(self.policy, dtype)
+        try:
+            if self._send is not None:
+                self._send(weights)
+        finally:  # the other ranks take part in all of it, whatever has become of the receivers
+            deque(weights, maxlen=0)
 
     def _forward_backward_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
         return self.engine.forward_backward(batch, self.algorithm.policy_loss)

@@ -8,7 +8,7 @@ from cohort.evaluation import EvalResult, evaluate
 from cohort.policy import check_vocabulary, end_token_ids, load_policy, load_tokenizer, resolve_device
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, Sampler
-from cohort.trainer.setup import (
+from cohort.trainer.inputs import (
     check_eval_lengths,
     columns_besides,
     read_eval_rows,

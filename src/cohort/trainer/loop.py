@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -14,11 +15,12 @@ from cohort.distributed import ALONE, Ranks
 from cohort.engine import TrainResult
 from cohort.errors import OutOfStepError, TrainingError, UserError
 from cohort.evaluation import evaluate
-from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, rollout_metrics, speed_metrics
+from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
-from cohort.rollout import StreamKey, generate
 from cohort.run_folder import RunFolder
+from cohort.trainer.gather import Gathered
+from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import (
     BuildOrder,
     Run,
@@ -29,8 +31,8 @@ from cohort.trainer.setup import (
     first_budget,
     knows_budget,
     rank_device,
-    read_inputs,
 )
+from cohort.trainer.vllm import find_servers
 
 
 def train(config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = ALONE) -> RunResult:
@@ -51,6 +53,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
     try:
         device = rank_device(config, ranks)
         inputs = read_inputs(config)
+        servers = find_servers(config, inputs)
         folder = RunFolder(config, resume=resume)
         try:
             finished = folder.finished_steps()
@@ -73,12 +76,13 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             others_wait = False
             crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
             others_wait = True
-            run = build_run(config, inputs, crew, state)
             check_disk_space(config, crew.policy, folder.path)
             for note in crew.policy.notes():
                 display.note(note)
             folder.rewind(state.steps_done if state else 0)
-            return _Training(config, run, folder, display).run()
+            run = build_run(config, inputs, crew, state, servers=servers, folder=folder.path, note=display.note)
+            with closing(run.rollout):
+                return _Training(config, run, folder, display).run()
         finally:
             folder.close()
     except (UserError, TrainingError) as error:
@@ -133,6 +137,7 @@ class _Training:
     def _loop(self) -> None:
         self.display.started(self.plan, steps_done=self.first_step)
         self._find_budget()
+        self._check_parity(self.first_step, first=True)
         if self.first_step == 0:
             self._evaluate_where_due(0)
         for step in range(self.first_step, self.plan.num_steps):
@@ -140,14 +145,9 @@ class _Training:
 
     def _step(self, step: int) -> None:
         parts, crew, phase = self.parts, self.parts.crew, self.clock.phase
-        prompts = parts.data.take(self.plan.prompts_per_step)
-        with phase("rollout"):
-            key = StreamKey(purpose="train", seed=self.config.train.seed, step=step)
-            groups = generate(parts.rollout, prompts, parts.sampling, key)
-        with phase("reward"):
-            scored = parts.inputs.rewards.score(groups)
+        gathered = parts.gatherer.gather(step, phase)
         with phase("pack"):
-            sequences = assign_advantages(scored, crew.algorithm)
+            sequences = assign_advantages(gathered.groups, crew.algorithm)
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
         self._warn_of_long_sequences(batches[0])
         updates = []
@@ -160,17 +160,20 @@ class _Training:
             self._tell_of_memory(losses)
         with phase("publish"):
             parts.rollout.load_weights(policy_version=crew.engine.updates_done)
+            parity = self._check_parity(step + 1)
         if self.plan.writes_completions_at(step + 1):
-            self.folder.write_completions("step", step + 1, scored, sequences)
+            self.folder.write_completions("step", step + 1, gathered.groups, sequences)
+            if gathered.replaced:
+                self.folder.write_completions("replaced", step + 1, gathered.replaced)
         report = StepReport(
             steps_done=step + 1,
             metrics={
-                **rollout_metrics(scored),
-                **self._reward_counts(),
+                **gathered.metrics,
+                **parity,
                 **_means([{**losses.metrics, **asdict(optim)} for losses, optim in updates]),
-                **self._costs(batches[0], [losses for losses, _ in updates], sequences),
+                **self._costs(batches[0], [losses for losses, _ in updates], sequences, gathered),
             },
-            groups=scored,
+            groups=gathered.groups,
         )
         self._log(step + 1, report.metrics)
         self._warn_of_different_logprobs(report.metrics)
@@ -178,10 +181,6 @@ class _Training:
         self._evaluate_where_due(step + 1)
         if self.plan.saves_at(step + 1):
             self._save(step + 1)
-
-    def _reward_counts(self) -> dict[str, float]:
-        """What the rewards counted in this step, such as answers that took too long to judge."""
-        return {f"rewards/{name}": float(count) for name, count in self.parts.inputs.rewards.counts().items()}
 
     def _find_budget(self) -> None:
         """Where the configuration leaves the budget to us, and no earlier part of the run has found it."""
@@ -192,6 +191,19 @@ class _Training:
         found = self.parts.crew.find_budget(self.parts.inputs.longest_sequence_tokens, most)
         why = "a whole step's share of one process" if found == most else "the most that fits"
         self.display.note(f"train.micro_batch_tokens: auto: {found} tokens, {why}")
+
+    def _check_parity(self, steps_done: int, *, first: bool = False) -> dict[str, float]:
+        """Law 5, where it is due: the servers' logprobs are the trainer's; the metrics."""
+        gate = self.parts.parity
+        if gate is None or not gate.due(steps_done, first=first):
+            return {}
+        metrics = gate.check(steps_done)
+        if first:
+            self.display.note(
+                f"parity: the servers' logprobs are the trainer's, to {metrics['sampling/parity/mean']:.1e} nats in "
+                f"the mean and {metrics['sampling/parity/max']:.1e} at most"
+            )
+        return metrics
 
     def _tell_of_memory(self, losses: TrainResult) -> None:
         if losses.num_out_of_memory:
@@ -212,9 +224,11 @@ class _Training:
 
     def _warn_of_different_logprobs(self, metrics: Mapping[str, float]) -> None:
         """Law 5: the sampler and the trainer compute the same distribution."""
-        sampling = self.parts.sampling
-        if self.warned_of_different_logprobs or sampling.top_p < 1 or sampling.top_k > 0:
+        rollout = self.config.rollout
+        if self.warned_of_different_logprobs or rollout.top_p < 1 or rollout.top_k > 0:
             return  # with top-p or top-k the sampler's distribution is another one, and the difference says nothing
+        if metrics["rollout/staleness_max"] > 0:
+            return  # older weights have another distribution
         largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
         if largest > self.parts.crew.policy.logprob_tolerance:
             self.warned_of_different_logprobs = True
@@ -224,11 +238,15 @@ class _Training:
             )
 
     def _costs(
-        self, batch: TrainBatch, losses: Sequence[TrainResult], sequences: Sequence[TrainSequence]
+        self,
+        batch: TrainBatch,
+        losses: Sequence[TrainResult],
+        sequences: Sequence[TrainSequence],
+        gathered: Gathered,
     ) -> dict[str, float]:
         """What the step took: tokens, time, memory."""
         crew, times = self.parts.crew, self.clock.take()
-        sampled = sum(s.num_completion_tokens for s in sequences)
+        sampled = gathered.num_completion_tokens
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
         num_positions = sum(p.num_positions for p in losses)
         return times | {
@@ -289,6 +307,7 @@ class _Training:
             TrainerState(
                 steps_done=steps_done,
                 data=self.parts.data.state(),
+                pending=self.parts.gatherer.prefetcher.state(),
                 num_tokens=self.num_tokens,
                 seconds=self._seconds(),
                 micro_batch_tokens=self.parts.crew.engine.micro_batch_tokens,

@@ -57,7 +57,7 @@ def run_rank(config: Config, *, resume: bool) -> None:
 
 def _run(config: Config, *, resume: bool) -> None:
     _check_processes(config)
-    rewards_s = sum(reward.timeout_s for reward in config.rewards)
+    rewards_s = (1 + config.rollout.resample) * sum(reward.timeout_s for reward in config.rewards)
     on_gpu = resolve_device(config.hardware.device).type == "cuda"
     ranks = join_ranks(
         backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -1,8 +1,9 @@
-"""Building a run from its configuration, cheapest first: text, data, tokenizer, and only then weights."""
+"""Building a run: the parts that every rank has, those of rank 0 alone, and what is checked on the way."""
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,67 +13,27 @@ import torch
 
 from cohort.algorithms import build_algorithm
 from cohort.checkpoint import TrainerState, load_engine_state
-from cohort.config import Config, EvalConfig
-from cohort.data import PromptRenderer, PromptSet, PromptStream, build_prompts, read_rows
+from cohort.config import Config
+from cohort.data import PromptStream
 from cohort.distributed import Ranks, Stopped
 from cohort.engine import TrainEngine, learning_rate_factor
 from cohort.errors import UserError
-from cohort.evaluation import Evaluation, pick_success_reward
-from cohort.metrics import PeakMemory, check_loggers
-from cohort.plan import RunPlan, plan_run
+from cohort.metrics import PeakMemory
+from cohort.plan import RunPlan
 from cohort.policy import (
     Collectives,
     Policy,
-    check_lengths,
     check_offload,
     check_vocabulary,
     end_token_ids,
     load_policy,
-    load_tokenizer,
     resolve_device,
 )
-from cohort.rewards import RewardRunner, build_rewards, check_columns
-from cohort.rollout import LocalEngine, RolloutEngine, Sampler, SamplingParams
+from cohort.rollout import LocalEngine, RolloutEngine, Sampler
 from cohort.trainer.crew import Crew
-
-Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What can be read and checked without loading any weights."""
-
-    tokenizer: Any
-    prompts: PromptSet
-    rewards: RewardRunner
-    evaluation: Evaluation | None
-    plan: RunPlan
-
-    @property
-    def longest_sequence_tokens(self) -> int:
-        """Input tokens of the longest training prompt with the longest completion."""
-        return max(len(p.token_ids) for p in self.prompts.prompts) + self.plan.max_completion_tokens - 1
-
-    @property
-    def longest_path_tokens(self) -> int:
-        """The same over training and evaluation: the most that the model ever sees at a time."""
-        if self.evaluation is None:
-            return self.longest_sequence_tokens
-        longest = (
-            max(len(p.token_ids) for p in self.evaluation.prompts) + self.evaluation.sampling.max_completion_tokens
-        )
-        return max(self.longest_sequence_tokens, longest - 1)
-
-    def notes(self, max_prompt_tokens: int) -> list[str]:
-        """What a person should know of the data before the run starts."""
-        counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
-        if self.evaluation is not None:
-            counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
-        return [
-            f"{dropped} {kind} prompts over rollout.max_prompt_tokens: {max_prompt_tokens} dropped, {left} left"
-            for kind, dropped, left in counts
-            if dropped
-        ]
+from cohort.trainer.gather import Gatherer, build_gatherer
+from cohort.trainer.inputs import Inputs
+from cohort.trainer.vllm import ParityGate, Servers, make_parity_gate, start_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,44 +44,9 @@ class Run:
     crew: Crew
     data: PromptStream
     rollout: RolloutEngine
-    sampling: SamplingParams
+    gatherer: Gatherer
+    parity: ParityGate | None  # None where the sampler is the trainer itself
     state: TrainerState | None  # of the checkpoint that the run goes on from
-
-
-def read_inputs(config: Config) -> Inputs:
-    """Read data, tokenizer and rewards, and check that they fit together.
-
-    Raises:
-        UserError: something is missing or does not fit; no weights have been loaded.
-    """
-    check_loggers(config.run.log)
-    rows = read_rows(
-        config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
-    )
-    columns = columns_besides(rows, config.data.prompt)
-    rewards = RewardRunner(build_rewards(config.rewards, base_dir=Path.cwd(), columns=columns), columns=columns)
-    eval_rows = read_eval_rows(config.eval) if config.eval else []
-    if config.eval:
-        _check_eval_columns(columns_besides(eval_rows, config.eval.prompt or config.data.prompt), rewards)
-    tokenizer = load_tokenizer(config.model)
-    prompts = build_prompts(
-        rows,
-        _renderer(config, tokenizer, config.data.prompt),
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        overlong=config.data.overlong_prompts,
-        field="data.path",
-    )
-    evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
-    check_lengths(config.model, prompts.prompts, max_completion_tokens=config.rollout.max_completion_tokens)
-    if evaluation is not None:
-        check_eval_lengths(config, evaluation)
-    return Inputs(
-        tokenizer=tokenizer,
-        prompts=prompts,
-        rewards=rewards,
-        evaluation=evaluation,
-        plan=plan_run(config, num_prompts=len(prompts.prompts)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +87,11 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     )
     policy = load(config.model.model_copy(update={"path": path}))
     ranks.first(lambda: _check_head(config, policy))
-    algorithm = build_algorithm(config.algorithm, max_completion_tokens=rollout.max_completion_tokens)
+    algorithm = build_algorithm(
+        config.algorithm,
+        max_completion_tokens=rollout.max_completion_tokens,
+        auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
+    )
     reference = load(config.model, trainable=False) if algorithm.needs_reference else None
     factor = partial(
         learning_rate_factor,
@@ -224,31 +154,56 @@ def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
     )
 
 
-def build_run(config: Config, inputs: Inputs, crew: Crew, state: TrainerState | None) -> Run:
+def build_run(
+    config: Config,
+    inputs: Inputs,
+    crew: Crew,
+    state: TrainerState | None,
+    *,
+    servers: Servers | None,
+    folder: Path,
+    note: Callable[[str], None],
+) -> Run:
     """What rank 0 alone has: the data's order, the rollout engine, and where the run stands.
+
+    Args:
+        config: of the run.
+        inputs: of the run.
+        crew: that trains.
+        state: of the checkpoint that the run goes on from.
+        servers: that sample; None where the training processes do.
+        folder: of the run.
+        note: told what becomes of servers.
 
     Raises:
         UserError: the data do not go with the model, or with the checkpoint.
+        TrainingError: no server can be started.
     """
-    rollout = config.rollout
     check_vocabulary(crew.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())])
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:
         data.restore(state.data)
-    engine = LocalEngine(crew.sample, inputs.tokenizer)
-    engine.load_weights(policy_version=crew.engine.updates_done)
+    with ExitStack() as if_it_fails:
+        engine: RolloutEngine
+        parity = None
+        if servers is None:
+            engine = LocalEngine(crew.sample, inputs.tokenizer)
+            engine.load_weights(policy_version=crew.engine.updates_done)
+        else:
+            engine = start_engine(config, servers, crew, tokenizer=inputs.tokenizer, folder=folder, note=note)
+            if_it_fails.callback(engine.close)
+            parity = make_parity_gate(config, servers, inputs, crew, engine)
+        gatherer = build_gatherer(config, inputs.plan, engine, data, inputs.rewards)
+        if state is not None:
+            gatherer.prefetcher.restore(state.pending)
+        if_it_fails.pop_all()
     return Run(
         inputs=inputs,
         crew=crew,
         data=data,
         rollout=engine,
-        sampling=SamplingParams(
-            num_generations=rollout.num_generations,
-            max_completion_tokens=rollout.max_completion_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-        ),
+        gatherer=gatherer,
+        parity=parity,
         state=state,
     )
 
@@ -321,73 +276,4 @@ def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
             + (f"{kept} checkpoints and the final model" if kept else "the final model")
             + "; free some space, or give another folder"
             + (f", or lower run.keep_checkpoints (now {config.run.keep_checkpoints})" if kept else "")
-        )
-
-
-def _renderer(config: Config, tokenizer: Any, column: str) -> PromptRenderer:
-    return PromptRenderer(
-        tokenizer,
-        prompt_column=column,
-        system_prompt=config.data.system_prompt,
-        apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
-
-
-def read_evaluation(
-    config: Config, settings: EvalConfig, rows: Rows, tokenizer: Any, rewards: RewardRunner
-) -> Evaluation:
-    """The held-out prompts and how they are sampled and judged.
-
-    Raises:
-        UserError: a prompt or a setting does not work.
-    """
-    prompts = build_prompts(
-        rows[: settings.max_prompts],
-        _renderer(config, tokenizer, settings.prompt or config.data.prompt),
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        overlong=config.data.overlong_prompts,
-        field="eval.path",
-    )
-    return Evaluation(
-        prompts=prompts.prompts,
-        num_dropped_overlong=prompts.num_dropped_overlong,
-        sampling=SamplingParams(
-            num_generations=settings.num_samples,
-            max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-        ),
-        seed=config.train.seed,
-        success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
-        success_threshold=settings.success_threshold,
-        prompts_at_a_time=max(1, config.rollout.max_num_seqs // settings.num_samples),
-    )
-
-
-def check_eval_lengths(config: Config, evaluation: Evaluation) -> None:
-    """As `check_lengths`, for the held-out prompts.
-
-    Raises:
-        UserError: the model would have to extrapolate.
-    """
-    limit = evaluation.sampling.max_completion_tokens
-    check_lengths(config.model, evaluation.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
-
-
-def read_eval_rows(settings: EvalConfig) -> Rows:
-    """The rows of the held-out data."""
-    return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
-
-
-def columns_besides(rows: Rows, prompt_column: str) -> list[str]:
-    """The names of the columns that reach the rewards."""
-    return sorted({column for row in rows for column in row} - {prompt_column})
-
-
-def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:
-    for i, function in enumerate(rewards.functions):
-        check_columns(
-            function.function, name=function.name, args=function.args, columns=columns, field=f"eval.path, rewards[{i}]"
         )

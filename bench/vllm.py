@@ -1,0 +1,268 @@
+"""Rollouts by vLLM: tokens per second, the time of handing over weights, and how long training waits for completions.
+
+    python bench/vllm.py [--device cpu|cuda] [--repeats 5] [--parts sampling publish staleness]
+
+Needs a Python that has vLLM (`make vllm-env`, or COHORT_VLLM_PYTHON). On CPU server and trainer have one thread each.
+
+- sampling: the same random prompts on the server, on the local engine and with transformers' `generate`, 16 prompts x 8
+  completions; in turn, in one process.
+- publish: weights of random models from trainer to server, pause and commit included.
+- staleness: the demo's task with `rollout.max_staleness` 0, 1 and 4. Completions are held back so that sampling takes
+  as long as training.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+import cohort
+from cohort.config import Config, config_from_dict
+from cohort.demo import run as demo
+from cohort.demo.base_model import BASE_PATH
+from cohort.distributed import ALONE
+from cohort.policy import end_token_ids, load_tokenizer
+from cohort.records import Prompt
+from cohort.rollout import LocalEngine, RolloutEngine, Sampler, SamplingParams, StreamKey, generate
+from cohort.rollout.vllm import VllmEngine
+from cohort.trainer.inputs import read_inputs
+from cohort.trainer.setup import BuildOrder, build_crew, rank_device
+from cohort.trainer.vllm import find_servers, start_engine
+from harness import ModelShape, machine, markdown, write_model
+
+SHAPES = {
+    "3M": ModelShape(hidden=256, layers=4, intermediate=768, vocab=489),
+    "45M": ModelShape(hidden=512, layers=8, intermediate=1536, vocab=32_768),
+    "230M": ModelShape(hidden=1024, layers=12, intermediate=3072, vocab=65_536),
+}
+PROMPTS, GENERATIONS, PROMPT_TOKENS = 16, 8, 128
+STEPS, UPDATES = 12, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parts = {"sampling": sampling, "publish": publishing, "staleness": staleness}
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    args = parser.parse_args()
+    print(machine(), flush=True)
+    for part in args.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            parts[part](Path(folder), args.device, args.repeats)
+
+
+def sampling(folder: Path, device: str, repeats: int) -> None:
+    """Tokens per second of three engines."""
+    rows = []
+    for limit in (64, 256):
+        with started(folder / f"{limit}", SHAPES["3M"], device, max_tokens=limit) as (engine, crew, prompts):
+            ends = end_token_ids(crew.policy, crew.tokenizer)
+            sampler = Sampler(crew.policy, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
+            local = LocalEngine(sampler.sample, crew.tokenizer)
+            chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=limit, temperature=1.0)
+            ways: dict[str, Callable[[int], int]] = {
+                "vLLM server": partial(by_engine, engine, prompts, chosen),
+                "local engine": partial(by_engine, local, prompts, chosen),
+                "transformers": partial(by_transformers, crew.policy.model, prompts, limit, ends),
+            }
+            speeds: dict[str, list[float]] = {name: [] for name in ways}
+            for repeat in range(repeats + 1):
+                for name, sample in ways.items():
+                    start = time.perf_counter()
+                    speeds[name].append(sample(repeat) / (time.perf_counter() - start))
+            rows.append([str(limit), *(f"{statistics.median(s[1:]):,.0f}" for s in speeds.values())])  # 0 warms up
+    print("\n### Tokens per second\n\n" + markdown(["longest completion", *ways], rows), flush=True)
+
+
+def publishing(folder: Path, device: str, repeats: int) -> None:
+    """Seconds of a publish."""
+    rows = []
+    for name, shape in SHAPES.items():
+        with started(folder / name, shape, device, max_tokens=16) as (engine, crew, prompts):
+            few = SamplingParams(num_generations=1, max_completion_tokens=4, temperature=1.0)
+            generate(engine, prompts[:1], few, key(0))  # waits until the server has the first weights
+            times = []
+            for version in range(1, repeats + 2):
+                start = time.perf_counter()
+                engine.load_weights(policy_version=version)
+                times.append(time.perf_counter() - start)
+            weights = sum(p.numel() for p in crew.policy.model.parameters())
+            megabytes = weights * crew.policy.dtype.itemsize / 1e6
+            middle = statistics.median(times[1:])
+            rows.append([f"{weights / 1e6:.0f}M", f"{megabytes:,.0f}", f"{middle:.2f}", f"{megabytes / middle:,.0f}"])
+    print("\n### Handing over weights\n\n" + markdown(["weights", "MB", "seconds", "MB/s"], rows), flush=True)
+
+
+def staleness(folder: Path, device: str, repeats: int) -> None:
+    """How long a step waits for completions, with sampling that takes as long as training."""
+    alone = medians(run(folder / "alone", device, max_staleness=0, hold_back_s=0.0))
+    training_s = alone["step"] - alone["wait"]
+    hold_back_s = max(0.0, training_s - alone["wait"])
+    longer = max(training_s, alone["wait"] + hold_back_s)
+    print(
+        f"\ntraining {training_s:.2f} s, sampling {alone['wait']:.2f} s, held back for {hold_back_s:.2f} s", flush=True
+    )
+    rows = []
+    for k in (0, 1, 4):
+        lines = run(folder / f"k{k}", device, max_staleness=k, hold_back_s=hold_back_s)
+        step = medians(lines)
+        age = statistics.mean(line["rollout/staleness_mean"] for line in lines[k + 1 :])
+        rows.append(
+            [
+                str(k),
+                f"{step['step']:.2f}",
+                f"{step['wait'] / step['step']:.0%}",
+                f"{step['step'] / longer:.2f}",
+                f"{age:.1f}",
+            ]
+        )
+    header = ["max_staleness", "step, s", "of it waiting", "step / longer phase", "mean staleness"]
+    print("\n### Sampling ahead\n\n" + markdown(header, rows), flush=True)
+
+
+def medians(lines: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of a step and of its wait, without the steps in which the run gets going."""
+    later = lines[5:]
+    names = {"step": "step_time", "wait": "time/rollout_s"}
+    return {name: statistics.median(line[metric] for line in later) for name, metric in names.items()}
+
+
+def run(folder: Path, device: str, *, max_staleness: int, hold_back_s: float) -> list[dict[str, float]]:
+    """The metrics of the steps of a run on the demo's problems."""
+    raw = demo.demo_config(folder / "run", seed=0).model_dump(mode="json")
+    demo.write_data(folder / "run", config_from_dict(raw), seed=0)
+    raw["rollout"] |= {
+        "engine": "vllm",
+        "num_generations": GENERATIONS,
+        "parity_every": 0,
+        "max_staleness": max_staleness,
+    }
+    raw["train"] |= {"steps": STEPS, "updates_per_rollout": UPDATES}
+    raw |= {"eval": None}
+    raw["hardware"]["device"] = device
+    raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "completions_every": 0}
+    with held_back(hold_back_s):
+        result = cohort.train(raw)
+    lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@contextmanager
+def held_back(seconds: float) -> Iterator[None]:
+    """Every group is handed over so much later."""
+    submit = VllmEngine.submit
+
+    def slow(self: Any, *args: Any) -> list[Future[Any]]:
+        return [later(group, seconds) for group in submit(self, *args)]
+
+    VllmEngine.submit = slow if seconds else submit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VllmEngine.submit = submit  # type: ignore[method-assign]
+
+
+def later(group: Future[Any], seconds: float) -> Future[Any]:
+    """The same group, or its error, after a while."""
+    outer: Future[Any] = Future()
+
+    def hand_over() -> None:
+        error = group.exception()
+        if error:
+            outer.set_exception(error)
+        else:
+            outer.set_result(group.result())
+
+    group.add_done_callback(lambda _: threading.Timer(seconds, hand_over).start())
+    return outer
+
+
+@contextmanager
+def started(
+    folder: Path, shape: ModelShape, device: str, *, max_tokens: int
+) -> Iterator[tuple[VllmEngine, Any, list[Prompt]]]:
+    """A server of a random model, the trainer's parts, and random prompts."""
+    config = random_run(folder, shape, device, max_tokens)
+    inputs = read_inputs(config)
+    servers = find_servers(config, inputs)
+    assert servers is not None
+    longest = inputs.longest_path_tokens
+    order = BuildOrder(
+        folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
+    )
+    crew = build_crew(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
+    engine = start_engine(config, servers, crew, tokenizer=inputs.tokenizer, folder=folder, note=lambda text: None)
+    rng = np.random.default_rng(0)
+    prompts = [
+        Prompt(id=i, epoch=0, content="", token_ids=rng.integers(5, shape.vocab, PROMPT_TOKENS), columns={})
+        for i in range(PROMPTS)
+    ]
+    try:
+        yield engine, crew, prompts
+    finally:
+        engine.close()
+
+
+def random_run(folder: Path, shape: ModelShape, device: str, max_tokens: int) -> Config:
+    """The configuration of a run that is never run; its one prompt is as long as those that are measured."""
+    write_model(shape, folder / "model")
+    load_tokenizer(config_from_dict(minimal(str(BASE_PATH), folder)).model).save_pretrained(folder / "model")
+    (folder / "data.jsonl").write_text(json.dumps({"prompt": "1 " * PROMPT_TOKENS, "answer": "1"}) + "\n")
+    raw = minimal(str(folder / "model"), folder)
+    raw["rollout"] = {
+        "engine": "vllm",
+        "num_generations": GENERATIONS,
+        "max_prompt_tokens": 4 * PROMPT_TOKENS,
+        "max_completion_tokens": max_tokens,
+    }
+    raw["hardware"] = {"device": device}
+    return config_from_dict(raw)
+
+
+def minimal(model: str, folder: Path) -> dict[str, Any]:
+    """A configuration with what it must have."""
+    data = {"path": str(folder / "data.jsonl"), "apply_chat_template": False}
+    return {"model": {"path": model}, "data": data, "rewards": [{"use": "exact"}]}
+
+
+def by_engine(engine: RolloutEngine, prompts: list[Prompt], chosen: SamplingParams, step: int) -> int:
+    return sum(len(c.token_ids) for g in generate(engine, prompts, chosen, key(step)) for c in g.completions)
+
+
+def by_transformers(model: Any, prompts: list[Prompt], limit: int, ends: frozenset[int], step: int) -> int:
+    torch.manual_seed(step)
+    ids = torch.from_numpy(np.stack([prompt.token_ids for prompt in prompts])).to(model.device)
+    sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "num_return_sequences": GENERATIONS}
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=limit,
+        eos_token_id=sorted(ends),
+        pad_token_id=0,
+        **sampled,
+    )
+    rows = output[:, PROMPT_TOKENS:].tolist()
+    return sum(next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in rows)
+
+
+def key(step: int) -> StreamKey:
+    return StreamKey(purpose="train", seed=0, step=step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`cohort check` and `cohort convert`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cohort.cli.options import Debug
+from cohort.errors import UserError
+
+TrlVersion = Annotated[
+    str | None, typer.Option(help="TRL whose rules hold, such as 0.18.0. Default: the file's own, else 1.16.")
+]
+LaunchedWith = Annotated[
+    str | None,
+    typer.Option(
+        "--launch",
+        metavar="COMMAND",
+        help="How the files are launched, where they do not say: 'accelerate launch --num_processes 7', "
+        "'sbatch --nodes=2 slurm/train.slurm'.",
+    ),
+]
+
+
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Cohort, TRL, Open-R1, ms-swift or verl; docs/check.md.")],
+    world_sizes: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="Numbers of GPUs to judge. Default: 1 to 16, 24, 32, 64.")
+    ] = None,
+    trl_version: TrlVersion = None,
+    launch: LaunchedWith = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Judge configurations before launch: do they start, with how many GPUs, and what works instead."""
+    from cohort.check import WORLD_SIZES, check_file
+
+    sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
+    version = _version(trl_version)
+    reports = [check_file(file, world_sizes=sizes, trl_version=version, launched_with=launch) for file in files]
+    if json_:
+        typer.echo(json.dumps([report.as_json() for report in reports], indent=2))
+    else:
+        from rich.console import Console
+
+        from cohort.check.report import print_reports
+
+        print_reports(reports, Console())
+    if any(report.failed for report in reports):
+        raise typer.Exit(1)
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="A configuration of TRL, Open-R1, ms-swift or verl.")],
+    trl_version: TrlVersion = None,
+    launch: LaunchedWith = None,
+    debug: Debug = False,
+) -> None:
+    """Print a Cohort configuration that does the same, with what has no equivalent in comments."""
+    from cohort.check import convert_file
+
+    typer.echo(convert_file(file, version=_version(trl_version), launched_with=launch), nl=False)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= 100_000 for part in parts):
+        raise UserError(f"--world-sizes {text!r}: must be whole numbers of at least 1, such as 1,2,3")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _version(text: str | None) -> str | None:
+    if text is not None and not (text[:1].isdecimal() and len(text.split(".")) >= 2 and text.split(".")[1].isdecimal()):
+        raise UserError(f"--trl-version {text!r}: must be a version, such as 0.18.0 or 1.16")
+    return text

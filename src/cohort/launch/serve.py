@@ -1,0 +1,74 @@
+"""`cohort serve`: one vLLM server in the foreground, for runs on other machines (`rollout.urls`)."""
+
+import shlex
+import signal
+import sys
+from dataclasses import replace
+
+from cohort.config import Config, VllmRolloutConfig
+from cohort.errors import TrainingError, UserError
+from cohort.placement import num_gpus, visible_devices
+from cohort.rollout.vllm import guard
+from cohort.rollout.vllm.options import server_options
+from cohort.rollout.vllm.server import check_vllm, server_command, start_guarded
+
+_STOP_TIMEOUT_S = guard.GRACE_S + 5.0
+
+
+def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command line of a server with what Cohort needs of it, and what it adds to the environment.
+
+    It gets the first `rollout.tensor_parallel` GPUs that this process may use; without GPUs it is on CPU.
+
+    Raises:
+        UserError: the run does not sample with vLLM, or this machine has too few GPUs.
+    """
+    rollout = config.rollout
+    if not isinstance(rollout, VllmRolloutConfig):
+        raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")
+    if not 1 <= port <= 65535:
+        raise UserError(f"--port: {port}: must be from 1 to 65535; use 8000, which is usual")
+    found, wanted = num_gpus(config), rollout.tensor_parallel
+    if wanted > max(1, found):
+        raise UserError(
+            f"rollout.tensor_parallel: {wanted} is more than the GPUs that are here, {found}; use at most "
+            f"{max(1, found)}"
+        )
+    gpus = ",".join(visible_devices(config)[:wanted]) if found else ""
+    options = server_options(config, gpus=gpus)
+    return server_command(replace(options, host=host), port)
+
+
+def as_shell(command: list[str], environment: dict[str, str]) -> str:
+    """The same as text for a shell, one option in a line."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    words.append(shlex.join(command[:3]))  # python -m module
+    for word in map(shlex.quote, command[3:]):
+        if words[-1].startswith("--") and " " not in words[-1] and not word.startswith("--"):
+            words[-1] += f" {word}"  # an option and its value
+        else:
+            words.append(word)
+    return " \\\n    ".join(["env", *words])
+
+
+def serve(config: Config, *, host: str, port: int) -> None:
+    """Run a server until this process is told to end; its processes end with it, however it ends.
+
+    Raises:
+        UserError: there is no vLLM that Cohort knows, or something of `serve_command`.
+        TrainingError: the server ended by itself.
+    """
+    command, added = serve_command(config, host=host, port=port)
+    check_vllm(command[0])
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    process = start_guarded(command, added, log=None)
+    try:
+        code = process.wait()
+    finally:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        process.wait(_STOP_TIMEOUT_S)
+        process.stdout.close()
+        signal.signal(signal.SIGTERM, before)
+    # it is not meant to end, and vLLM says 0 after its engine has died
+    raise TrainingError(f"the server ended by itself, with exit code {code}; why is said above")

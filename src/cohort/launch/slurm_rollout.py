@@ -1,0 +1,145 @@
+"""The part of the batch script for Slurm that starts vLLM servers on nodes of their own."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cohort.config import KEYS_OF_OWN_SERVERS, Config, VllmRolloutConfig
+from cohort.errors import UserError
+
+_FIRST_PORT = 8000
+_PAUSE_S = 10  # between the end of a server and its next start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutNodes:
+    """The last nodes of an allocation, which only sample."""
+
+    num_nodes: int
+    servers_per_node: int
+    gpus_per_server: int
+
+    @property
+    def num_servers(self) -> int:
+        """On all of them."""
+        return self.num_nodes * self.servers_per_node
+
+    def header(self, gpus_per_node: int) -> str:
+        """A line of the script's comments."""
+        each = f"{gpus_per_node} GPUs" if gpus_per_node else "no GPUs"
+        return (
+            f"Rollout nodes: {self.num_nodes}, with {each} and {self.servers_per_node} vLLM servers each: "
+            f"{self.num_servers} servers."
+        )
+
+
+def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int) -> RolloutNodes | None:
+    """The servers of `--rollout-nodes`; None where there are no such nodes.
+
+    Args:
+        config: of the run.
+        num_nodes: that only sample.
+        gpus_per_node: of every node.
+
+    Raises:
+        UserError: the configuration says something else, or lacks servers.
+    """
+    rollout = config.rollout
+    if num_nodes < 0:
+        raise UserError(f"--rollout-nodes: {num_nodes}: must be at least 0; use 0 or more")
+    if not isinstance(rollout, VllmRolloutConfig):
+        if num_nodes > 0:
+            raise UserError(
+                f"--rollout-nodes: {num_nodes} with rollout.engine: local, which samples on the training nodes; use 0, "
+                f"or rollout.engine=vllm"
+            )
+        return None
+    if num_nodes == 0:
+        if gpus_per_node and not rollout.urls:
+            raise UserError(
+                "--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs of the training nodes, so that "
+                "none is left for servers; use --rollout-nodes 1, or rollout.urls, or on one node `cohort train` "
+                "without this command, which splits its GPUs"
+            )
+        return None
+    for field, value, default in (
+        ("rollout.urls", list(rollout.urls), []),
+        ("hardware.rollout_gpus", config.hardware.rollout_gpus, "auto"),
+    ):
+        if value != default:
+            raise UserError(
+                f"{field}: {value} with --rollout-nodes: {num_nodes}, whose servers sample for the run; remove one of "
+                f"the two"
+            )
+    return _servers_of(rollout, num_nodes, gpus_per_node)
+
+
+def _servers_of(rollout: VllmRolloutConfig, num_nodes: int, gpus_per_node: int) -> RolloutNodes:
+    size = rollout.tensor_parallel
+    if gpus_per_node and gpus_per_node % size:
+        fitting = [n for n in range(1, gpus_per_node + 1) if gpus_per_node % n == 0]
+        near = sorted({max([n for n in fitting if n < size]), min([n for n in fitting if n > size] or [gpus_per_node])})
+        raise UserError(
+            f"rollout.tensor_parallel: {size} does not divide the {gpus_per_node} GPUs of a rollout node, and a server "
+            f"is on one node; use {' or '.join(map(str, near))}"
+        )
+    if not gpus_per_node and size != 1:
+        raise UserError(f"rollout.tensor_parallel: {size} counts GPUs, and there are none; use 1")
+    nodes = RolloutNodes(
+        num_nodes=num_nodes,
+        servers_per_node=gpus_per_node // size if gpus_per_node else 1,
+        gpus_per_server=size if gpus_per_node else 0,
+    )
+    if rollout.servers not in ("auto", nodes.num_servers):
+        raise UserError(
+            f"rollout.servers: {rollout.servers}, and --rollout-nodes: {num_nodes} have GPUs for {nodes.num_servers}; "
+            f"use auto"
+        )
+    return nodes
+
+
+def training_overrides(config: Config) -> list[str]:
+    """Put what is said of the servers back to its default, since it has no effect on ranks that are given addresses."""
+    fields = VllmRolloutConfig.model_fields
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in KEYS_OF_OWN_SERVERS}
+    changed = {key: default for key, default in defaults.items() if getattr(config.rollout, key) != default}
+    return [f"rollout.{key}={'null' if default is None else default}" for key, default in changed.items()]
+
+
+def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Sequence[str]) -> str:
+    """Lines of the script that start the servers, and name them in `urls`.
+
+    Args:
+        nodes: on which.
+        num_training_nodes: the nodes before them.
+        overrides: `key.sub=value` of the configuration.
+    """
+    arguments = " ".join(['"$config"', *map(shlex.quote, overrides)])
+    return f"""\
+training_nodes=$(head -n {num_training_nodes} <<< "$nodes" | paste -sd,)
+rollout_nodes=$(tail -n {nodes.num_nodes} <<< "$nodes" | paste -sd,)
+
+# vLLM servers on the last nodes, which end with the job. A server that ends is started again, and gets the current
+# weights from the trainer, which gives up after rollout.max_server_failures.
+# There is no password: whoever reaches the ports from {_FIRST_PORT} on of these nodes can replace the servers' weights.
+urls=""
+for node in ${{rollout_nodes//,/ }}; do
+    for (( i = 0; i < {nodes.servers_per_node}; i++ )); do
+        urls+="${{urls:+,}}http://$node:$(( {_FIRST_PORT} + i ))"
+    done
+done
+srun --nodes={nodes.num_nodes} --ntasks={nodes.num_nodes} --nodelist="$rollout_nodes" \\
+    --kill-on-bad-exit=1 --cpu-bind=none bash -c '
+    for (( i = 0; i < {nodes.servers_per_node}; i++ )); do
+        first_gpu=$(( i * {nodes.gpus_per_server} ))
+        export CUDA_VISIBLE_DEVICES=$(seq -s, "$first_gpu" $(( first_gpu + {nodes.gpus_per_server} - 1 )))
+        while true; do
+            status=0
+            cohort serve "$@" --host 0.0.0.0 --port $(( {_FIRST_PORT} + i )) || status=$?
+            (( status == 2 )) && exit 2  # a mistake: the next start would fail as well
+            sleep {_PAUSE_S}
+        done &
+    done
+    wait -n
+' serve-rollouts {arguments} &
+"""

@@ -1,0 +1,35 @@
+"""What `auto` means for dtypes and for vLLM's share of a GPU: the same for estimates, training and servers."""
+
+from typing import Literal
+
+from cohort.config import Config, ModelConfig, VllmRolloutConfig
+
+_SHARE_OF_OWN_GPU = 0.9
+_SHARE_OF_SHARED_GPU = 0.45
+
+
+def compute_dtype(model: ModelConfig, *, on_gpu: bool) -> Literal["float32", "bfloat16", "float64"]:
+    """That of training's matrix products."""
+    if model.compute_dtype != "auto":
+        return model.compute_dtype
+    return "bfloat16" if on_gpu and model.dtype == "float32" else model.dtype
+
+
+def serving_dtype(config: Config, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """That of the servers' weights: as training computes, where nothing else is wanted; vLLM has no float64.
+
+    Args:
+        config: of a run with `rollout.engine: vllm`.
+        on_gpu: whether it is trained, or served, on GPUs.
+    """
+    assert isinstance(config.rollout, VllmRolloutConfig)
+    if config.rollout.dtype != "auto":
+        return config.rollout.dtype
+    return "bfloat16" if compute_dtype(config.model, on_gpu=on_gpu) == "bfloat16" else "float32"
+
+
+def memory_share(rollout: VllmRolloutConfig, *, shared: bool) -> float:
+    """Of a server's GPU that vLLM takes; `shared` where training takes turns with it there."""
+    if rollout.gpu_memory_utilization != "auto":
+        return rollout.gpu_memory_utilization
+    return _SHARE_OF_SHARED_GPU if shared else _SHARE_OF_OWN_GPU

@@ -1,0 +1,271 @@
+"""Which GPUs of a machine train and which sample for them, with `rollout.engine: vllm`, and why.
+
+Numbers in the configuration are kept, and `auto` is what they leave over. Where both sides are `auto`, every split is
+compared by `cohort.plan.estimate`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cohort.config import Config, VllmRolloutConfig
+from cohort.errors import UserError
+from cohort.plan.estimate import USUAL_GPU, Sizes, predict, why_it_does_not_fit
+
+# Which split is the fastest depends little on the model's size and the kind of GPU, and on both phases alike.
+_STAND_IN = Sizes(gpu_name=USUAL_GPU, gpu_memory_bytes=1 << 60, num_parameters=10**9, active_parameters=10**9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSplit:
+    """Who gets which GPUs. Numbers are places among the GPUs that this process may use."""
+
+    num_processes: int  # that train
+    training_gpus: tuple[int, ...]  # one for each training process; none on CPU
+    server_gpus: tuple[tuple[int, ...], ...]  # of each server; none on CPU
+    shared: bool  # server i samples on the GPU of training process i, in turn with it
+    reason: str  # for a person: what was chosen, and why
+
+
+def split_gpus(config: Config, *, num_gpus: int, sizes: Sizes | None) -> GpuSplit:
+    """Split a machine between training and the servers that the run starts.
+
+    Args:
+        config: of a run with `rollout.engine: vllm` and without `rollout.urls`.
+        num_gpus: of this machine; 0: everything is on CPU.
+        sizes: None where they are not known, as of a model before it is downloaded: memory is not looked at then.
+
+    Raises:
+        UserError: the numbers contradict each other or the machine, or no split fits its memory.
+    """
+    rollout = config.rollout
+    assert isinstance(rollout, VllmRolloutConfig) and not rollout.urls
+    if num_gpus == 0:
+        return _on_cpu(config, rollout)
+    processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
+    if processes != "auto" and processes > num_gpus:
+        raise UserError(
+            f"hardware.processes: {processes} is more than this machine's {num_gpus} GPUs, and each process needs its "
+            f"own; use at most {num_gpus}, or device: cpu"
+        )
+    if wanted == "shared":
+        return _shared(config, rollout, num_gpus, "hardware.rollout_gpus: shared")
+    if wanted == "auto" and processes in (num_gpus, "auto") and num_gpus == 1:
+        return _shared(config, rollout, 1, "there is one GPU for both")
+    if wanted == "auto" and processes == num_gpus:
+        return _shared(config, rollout, num_gpus, f"hardware.processes: {processes} leaves no GPU to sample only")
+    if wanted == "auto" and processes == "auto":
+        return _best(config, rollout, num_gpus, sizes)
+    num_sampling = _num_sampling(config, rollout, num_gpus)
+    num_training = num_gpus - num_sampling if processes == "auto" else int(processes)
+    kept = " and ".join(
+        f"hardware.{key}: {value}"
+        for key, value in (("processes", processes), ("rollout_gpus", wanted))
+        if value != "auto"
+    )
+    return _separate(rollout, num_gpus, num_training, num_sampling, kept)
+
+
+def _on_cpu(config: Config, rollout: VllmRolloutConfig) -> GpuSplit:
+    if config.hardware.rollout_gpus != "auto":
+        raise UserError(
+            f"hardware.rollout_gpus: {config.hardware.rollout_gpus} has no effect without GPUs: training and servers "
+            f"share the CPU; remove it"
+        )
+    if rollout.tensor_parallel != 1:
+        raise UserError(f"rollout.tensor_parallel: {rollout.tensor_parallel} counts GPUs, and there are none; use 1")
+    num_servers = 1 if rollout.servers == "auto" else rollout.servers
+    num_processes = 1 if config.hardware.processes == "auto" else config.hardware.processes
+    return GpuSplit(
+        num_processes=num_processes,
+        training_gpus=(),
+        server_gpus=((),) * num_servers,
+        shared=False,
+        reason=f"{_count(num_processes, 'process')} and {_count(num_servers, 'vLLM server')} share the CPU",
+    )
+
+
+def _shared(config: Config, rollout: VllmRolloutConfig, num_gpus: int, why: str) -> GpuSplit:
+    """Every GPU trains, and one server on each samples.
+
+    Raises:
+        UserError: something asks for another number of processes or servers.
+    """
+    for field, value, rule in (
+        ("hardware.processes", config.hardware.processes, "every GPU has one training process"),
+        ("rollout.servers", rollout.servers, "every GPU has one server"),
+    ):
+        if value not in ("auto", num_gpus):
+            raise UserError(
+                f"{field}: {value} with GPUs that are shared: {rule}, and there are {num_gpus}; use auto or "
+                f"{num_gpus}, or a number for hardware.rollout_gpus, or choose GPUs with CUDA_VISIBLE_DEVICES"
+            )
+    if rollout.tensor_parallel != 1:
+        apart = (num_gpus - 1) // rollout.tensor_parallel * rollout.tensor_parallel
+        raise UserError(
+            f"rollout.tensor_parallel: {rollout.tensor_parallel} with GPUs that are shared ({why}): each has a server "
+            f"of its own; use tensor_parallel: 1"
+            + (f", or hardware.processes: auto with rollout_gpus: {apart}" if apart else "")
+        )
+    ids = tuple(range(num_gpus))
+    return GpuSplit(
+        num_processes=num_gpus,
+        training_gpus=ids,
+        server_gpus=tuple((i,) for i in ids),
+        shared=True,
+        reason=f"{_gpus(ids)} {'trains and samples' if num_gpus == 1 else 'train and sample'} in turn, vLLM sleeping "
+        f"during training: {why}",
+    )
+
+
+def _num_sampling(config: Config, rollout: VllmRolloutConfig, num_gpus: int) -> int:
+    """GPUs that only sample, where the configuration gives this number or that of the others.
+
+    Raises:
+        UserError: there are not as many, or they cannot be shared out to servers.
+    """
+    processes, wanted, per_server = config.hardware.processes, config.hardware.rollout_gpus, rollout.tensor_parallel
+    left = num_gpus - (1 if processes == "auto" else processes)
+    if wanted == "auto":
+        num = left // per_server * per_server if rollout.servers == "auto" else rollout.servers * per_server
+        if not per_server <= num <= left:
+            servers = f"{rollout.servers} servers" if rollout.servers != "auto" else "one server"
+            raise UserError(
+                f"rollout.tensor_parallel: {per_server}: {servers} of {_count(per_server, 'GPU')} would need "
+                f"{max(num, per_server)}, and hardware.processes: {processes} leaves {left} of {num_gpus}; use "
+                + _ways_out(num_gpus, max(num, per_server), left, per_server)
+            )
+        return num
+    assert isinstance(wanted, int)
+    if wanted > left:
+        if processes == "auto" or wanted >= num_gpus:
+            rule = f"of {_count(num_gpus, 'GPU')} leaves none to train"
+            ways = f"at most {left}, or shared" if left else "shared"
+        else:
+            rule = f"and hardware.processes: {processes} are {wanted + processes} GPUs, and this machine has {num_gpus}"
+            ways = f"processes: {num_gpus - wanted} or auto" + (f", or rollout_gpus: {left}" if left else "")
+        raise UserError(f"hardware.rollout_gpus: {wanted} {rule}; use {ways}")
+    if wanted % per_server:
+        near = [n for n in (wanted // per_server * per_server, math.ceil(wanted / per_server) * per_server) if n]
+        raise UserError(
+            f"hardware.rollout_gpus: {wanted} cannot be shared out to servers of rollout.tensor_parallel: {per_server} "
+            f"GPUs each; use {_either([n for n in near if n <= left] or [1])}"
+            + ("" if any(n <= left for n in near) else " with tensor_parallel: 1")
+        )
+    if rollout.servers not in ("auto", wanted // per_server):
+        raise UserError(
+            f"rollout.servers: {rollout.servers} of {_count(per_server, 'GPU')} each (rollout.tensor_parallel) are not "
+            f"hardware.rollout_gpus: {wanted}; use servers: auto, which is {wanted // per_server}"
+        )
+    return wanted
+
+
+def _ways_out(num_gpus: int, needed: int, left: int, per_server: int) -> str:
+    ways = [f"hardware.processes: {num_gpus - needed}"] if needed < num_gpus else []
+    if left >= per_server:
+        ways.append(f"rollout.servers: {left // per_server}")
+    elif left:
+        ways.append(f"rollout.tensor_parallel: {left}")
+    return _either(ways or ["fewer GPUs for each server"])
+
+
+def _separate(rollout: VllmRolloutConfig, num_gpus: int, num_training: int, num_sampling: int, why: str) -> GpuSplit:
+    """The first GPUs train, the next ones sample."""
+    training = tuple(range(num_training))
+    sampling = tuple(range(num_training, num_training + num_sampling))
+    idle = tuple(range(num_training + num_sampling, num_gpus))
+    size = rollout.tensor_parallel
+    servers = tuple(sampling[i : i + size] for i in range(0, num_sampling, size))
+    each = f", {size} GPUs each" if size > 1 else ""
+    return GpuSplit(
+        num_processes=num_training,
+        training_gpus=training,
+        server_gpus=servers,
+        shared=False,
+        reason=f"{_gpus(training)} {'trains' if num_training == 1 else 'train'}, {_gpus(sampling)} "
+        f"{'samples' if num_sampling == 1 else 'sample'} ({_count(len(servers), 'vLLM server')}{each})"
+        + (f", {_gpus(idle)} {'is' if len(idle) == 1 else 'are'} not used" if idle else "")
+        + f": {why}",
+    )
+
+
+# What `auto` compares
+
+
+def _best(config: Config, rollout: VllmRolloutConfig, num_gpus: int, sizes: Sizes | None) -> GpuSplit:
+    """The separate split with the shortest step among those that fit; shared GPUs where none does.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    size = rollout.tensor_parallel
+    numbers = range(size, num_gpus, size) if rollout.servers == "auto" else [rollout.servers * size]
+    candidates = [n for n in numbers if n < num_gpus]
+    if not candidates:
+        servers = f"rollout.servers: {rollout.servers} with " if rollout.servers != "auto" else ""
+        raise UserError(
+            f"{servers}rollout.tensor_parallel: {size} on {_count(num_gpus, 'GPU')} leaves none to train; use at most "
+            f"{_count(num_gpus - 1, 'GPU')} for the servers, such as tensor_parallel: 1 with servers: auto"
+        )
+    facts = sizes or _STAND_IN
+    problems = {n: why_it_does_not_fit(config, rollout, facts, num_gpus - n) for n in candidates}
+    fitting = [n for n in candidates if problems[n] is None]
+    if not fitting:
+        return _shared_if_it_fits(config, rollout, facts, num_gpus, str(problems[candidates[0]]))
+    times = {n: predict(config, facts, num_training=num_gpus - n, num_sampling=n) for n in fitting}
+    best = min(fitting, key=lambda n: (times[n].step_s, n))
+    why = f"{times[best].told()} predicted"
+    near = [
+        f"{num_gpus - n} + {n} would take {times[n].step_s:.3g} s" for n in (best - size, best + size) if n in times
+    ]
+    why += f"; {' and '.join(near)}" if near else ""
+    if sizes is None:
+        why += " (for a model of 1 billion weights on H100s, since its size is not known yet; memory was not looked at)"
+    return _separate(rollout, num_gpus, num_gpus - best, best, why)
+
+
+def _shared_if_it_fits(
+    config: Config, rollout: VllmRolloutConfig, sizes: Sizes, num_gpus: int, problem: str
+) -> GpuSplit:
+    """Shared GPUs, where no separate ones fit.
+
+    Raises:
+        UserError: shared ones do not fit either.
+    """
+    may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
+    if may_share and why_it_does_not_fit(config, rollout, sizes, num_gpus, shared=True) is None:
+        return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
+    ways = _what_fits(config, rollout, sizes, num_gpus)
+    raise UserError(
+        f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {sizes.gpu_memory_bytes / 1e9:.3g} GB: "
+        f"{problem}; use {_either([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
+    )
+
+
+def _what_fits(config: Config, rollout: VllmRolloutConfig, sizes: Sizes, num_gpus: int) -> list[str]:
+    """Changes that let one server and training on the other GPUs fit: one key, two, or more GPUs."""
+    in_bfloat16 = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    parallel = sorted({rollout.tensor_parallel, 1, 2, 4, 8})
+    for changed, words in ((config, []), (in_bfloat16, ["model.dtype: bfloat16"])):
+        for size in parallel:
+            other = rollout.model_copy(update={"tensor_parallel": size})
+            if size < num_gpus and why_it_does_not_fit(changed, other, sizes, num_gpus - size) is None:
+                size_words = [] if size == rollout.tensor_parallel else [f"rollout.tensor_parallel: {size}"]
+                return [" with ".join([*words, *size_words])]
+    return ["more GPUs"]
+
+
+# Words
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def _gpus(ids: tuple[int, ...]) -> str:
+    """Of numbers without a gap."""
+    return f"GPU {ids[0]}" if len(ids) == 1 else f"GPUs {ids[0]}-{ids[-1]}"
+
+
+def _either(ways: Sequence[object]) -> str:
+    return " or ".join(dict.fromkeys(map(str, ways)))

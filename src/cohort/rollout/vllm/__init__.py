@@ -1,0 +1,31 @@
+"""The `vllm` rollout engine: servers that sample, and the trainer's side of them."""
+
+from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.vllm.client import GenerateClient
+from cohort.rollout.vllm.engine import Channel, VllmEngine
+from cohort.rollout.vllm.fleet import Fleet
+from cohort.rollout.vllm.options import server_options
+from cohort.rollout.vllm.publish import publish
+from cohort.rollout.vllm.server import POLICY_NAME, ServerOptions, ServerProcess, check_version, check_vllm
+from cohort.rollout.vllm.servers import FleetLimits, RemoteServer, ServerHandle
+from cohort.rollout.vllm.transfer import WeightChannel
+
+__all__ = [
+    "POLICY_NAME",
+    "Channel",
+    "Fleet",
+    "FleetLimits",
+    "GenerateClient",
+    "RemoteServer",
+    "ServerError",
+    "ServerHandle",
+    "ServerOptions",
+    "ServerProcess",
+    "VllmApi",
+    "VllmEngine",
+    "WeightChannel",
+    "check_version",
+    "check_vllm",
+    "publish",
+    "server_options",
+]

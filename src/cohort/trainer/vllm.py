@@ -1,0 +1,237 @@
+"""The `vllm` rollout engine of a run: its servers, how the weights reach them, and that they do."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cohort.config import Config, VllmRolloutConfig
+from cohort.errors import UserError
+from cohort.placement import Placement, server_placement
+from cohort.plan.defaults import serving_dtype
+from cohort.policy import end_token_ids, resolve_device, weight_specs
+from cohort.rollout import SamplingParams
+from cohort.rollout.vllm import (
+    POLICY_NAME,
+    Fleet,
+    FleetLimits,
+    GenerateClient,
+    RemoteServer,
+    ServerError,
+    ServerHandle,
+    ServerOptions,
+    ServerProcess,
+    VllmApi,
+    VllmEngine,
+    WeightChannel,
+    check_version,
+    check_vllm,
+    publish,
+    server_options,
+)
+from cohort.run_folder import LOGS
+from cohort.trainer.crew import Crew
+from cohort.trainer.inputs import Inputs
+from cohort.trainer.parity import Probe, check_parity, make_probe
+
+Engine = VllmEngine[WeightChannel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """What a run samples with: servers that it starts, or someone else's."""
+
+    options: tuple[ServerOptions, ...]  # of each server that the run starts
+    urls: tuple[str, ...]  # of each that someone else has
+    placement: Placement | None  # of the former
+    dtype: torch.dtype  # of their weights
+
+    def handles(self, logs: Path) -> list[ServerHandle]:
+        """One for each server, not started yet."""
+        ours = [ServerProcess(o, log_file=logs / f"vllm-{i}.log") for i, o in enumerate(self.options)]
+        return [*ours, *map(RemoteServer, self.urls)]
+
+
+def find_servers(config: Config, inputs: Inputs) -> Servers | None:
+    """Which servers the run samples with; None where it does not.
+
+    Raises:
+        UserError: there is no vLLM that Cohort knows, or no GPU for it.
+    """
+    rollout = config.rollout
+    if not isinstance(rollout, VllmRolloutConfig):
+        return None
+    placement = None if rollout.urls else server_placement(config)
+    options = []
+    if placement is not None:
+        # no longer than what there is: a cache has room for so much more then
+        longest = inputs.longest_path_tokens + 1
+        options = [
+            replace(server_options(config, gpus=gpus, shared=placement.shared), max_model_len=longest)
+            for gpus in placement.gpus
+        ]
+        check_vllm(options[0].python)
+        if placement.shared and rollout.max_staleness:
+            raise UserError(
+                f"rollout.max_staleness: {rollout.max_staleness} needs GPUs that only sample, and here vLLM sleeps "
+                f"while the policy trains ({placement.reason}); use max_staleness: 0"
+            )
+    # a server elsewhere computes as `cohort serve` says there, by the same rule, on the same kind of device
+    trains_on_gpu = resolve_device(config.hardware.device).type == "cuda"
+    dtype = options[0].dtype if options else serving_dtype(config, on_gpu=trains_on_gpu)
+    return Servers(options=tuple(options), urls=rollout.urls, placement=placement, dtype=getattr(torch, dtype))
+
+
+def start_engine(
+    config: Config, servers: Servers, crew: Crew, *, tokenizer: object, folder: Path, note: Callable[[str], None]
+) -> Engine:
+    """Start the servers. They get the trainer's weights when they are up.
+
+    Args:
+        config: of the run.
+        servers: that it samples with.
+        crew: whose weights.
+        tokenizer: of the model.
+        folder: of the run; the servers' logs go into it.
+        note: told how the start goes, and later what becomes of servers.
+
+    Raises:
+        TrainingError: no server can be started.
+    """
+    rollout = config.rollout
+    assert isinstance(rollout, VllmRolloutConfig)
+    logs = folder / LOGS
+    for text in _announcements(servers, logs):
+        note(text)
+    ends = end_token_ids(crew.policy, tokenizer)
+    client = partial(
+        GenerateClient,
+        model=POLICY_NAME,
+        end_token_ids=ends,
+        vocab_size=crew.policy.model.config.get_text_config().vocab_size,
+        timeout_s=rollout.request_timeout_s,
+    )
+    limits = FleetLimits(
+        max_num_seqs=rollout.max_num_seqs,
+        start_timeout_s=rollout.start_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        max_server_failures=rollout.max_server_failures,
+    )
+    shared = servers.placement is not None and servers.placement.shared
+    engine = VllmEngine(
+        Fleet(servers.handles(logs), client, limits),
+        tokenizer=tokenizer,
+        connect=partial(_connect, config, crew, sleeps=shared),
+        publish=partial(_publish, crew, servers.dtype),
+        note=note,
+        while_waiting=crew.keep_waiting,
+        sleeps=shared,
+        make_room=crew.free_cache,
+    )
+    try:
+        engine.load_weights(policy_version=crew.engine.updates_done)
+        engine.wait([], count=0)  # where GPUs are shared, training finds their memory free from here on
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _announcements(servers: Servers, logs: Path) -> Iterator[str]:
+    if servers.placement is not None:
+        yield servers.placement.reason
+        count = len(servers.options)
+        yield f"starting {count} vLLM server{'s' if count > 1 else ''}; what they say is in {logs}/vllm-*.log"
+    else:
+        yield f"sampling with the vLLM servers at {', '.join(servers.urls)}"
+
+
+def _connect(config: Config, crew: Crew, url: str, *, sleeps: bool) -> WeightChannel:
+    """The way of the weights to a server that is up.
+
+    Raises:
+        UserError: it is of another version of vLLM than Cohort knows.
+        ServerError: it does not answer, or its workers do not come.
+    """
+    device = crew.policy.device
+    # NCCL does not take two processes on one GPU, and memory is shared inside of one GPU only
+    if sleeps and crew.ranks.world_size > 1:
+        device = torch.device("cpu")
+    timeout_s = config.hardware.timeout_s / 4  # the other ranks, whose deadline is four times that, wait meanwhile
+    with closing(VllmApi(url, timeout_s=timeout_s)) as api:
+        check_version(api.version(), f"rollout.urls: {url}")  # of the run's own servers it is known
+        num_workers = api.world_size()
+        channel = WeightChannel(api, device=device, num_workers=num_workers, timeout_s=timeout_s, sleeps=sleeps)
+    try:
+        channel.open()
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _publish(
+    crew: Crew, dtype: torch.dtype, channels: Sequence[WeightChannel], version: int
+) -> Mapping[WeightChannel, ServerError]:
+    """Hand the weights as they are to servers. All ranks take part."""
+    failed: dict[WeightChannel, ServerError] = {}
+    specs = weight_specs(crew.policy, dtype)
+
+    def send(weights: Iterator[tuple[str, Tensor]]) -> None:
+        failed.update(publish(channels, weights, specs, version))
+
+    crew.send_weights(dtype, send)
+    return failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityGate:
+    """Compares the servers' numbers with the trainer's, after the first publish and every so many steps."""
+
+    engine: Engine
+    crew: Crew
+    probe: Probe
+    every: int
+    tolerance: float  # nats, in the mean
+
+    def due(self, steps_done: int, *, first: bool) -> bool:
+        """Whether to compare after so many steps."""
+        return first or steps_done % self.every == 0
+
+    def check(self, steps_done: int) -> dict[str, float]:
+        """Sample on every server, and compare.
+
+        Raises:
+            TrainingError: a server's logprobs are others than the trainer's.
+        """
+        key = self.probe.key(steps_done)
+        sampled = self.engine.sample_on_each_server(self.probe.prompts, self.probe.sampling, key)
+        return check_parity(self.crew, sampled, tolerance=self.tolerance, steps_done=steps_done)
+
+
+def make_parity_gate(config: Config, servers: Servers, inputs: Inputs, crew: Crew, engine: Engine) -> ParityGate | None:
+    """The gate of a run; None where it has none."""
+    rollout = config.rollout
+    assert isinstance(rollout, VllmRolloutConfig)
+    if rollout.parity_every == 0:
+        return None
+    tolerance = rollout.parity_tolerance
+    if tolerance == "auto":
+        rounds = torch.bfloat16 in (servers.dtype, crew.policy.dtype, crew.policy.compute_dtype)
+        tolerance = 0.05 if rounds else 1e-3
+    sampling = SamplingParams(
+        num_generations=rollout.num_generations,
+        max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+    )
+    return ParityGate(
+        engine=engine,
+        crew=crew,
+        probe=make_probe(inputs.prompts.prompts, sampling, seed=config.train.seed),
+        every=rollout.parity_every,
+        tolerance=tolerance,
+    )

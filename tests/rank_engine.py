@@ -1,0 +1,308 @@
+"""What ranks do together in the tests of the engine, each job in all of them; and the steps that they do it with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from cohort.algorithms import assign_advantages, build_algorithm, with_gradient
+from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
+from cohort.config import ModelConfig, TrainConfig
+from cohort.distributed import Ranks
+from cohort.engine import TrainEngine, find_budget
+from cohort.packing import pack
+from cohort.policy import Collectives, Policy, activations, linear_logprobs, load_policy, load_tokenizer
+from cohort.policy.activations import enable_offload
+from test_laws import ALGORITHMS, old_logprobs_of, random_groups
+
+CPU = torch.device("cpu")
+# Uneven lengths and a step of one prompt: with three ranks and small budgets some of them have nothing to do.
+# Groups with long prompts are streams under the smaller budgets: one of them for two ranks, and two.
+SHORT, LONG = (1, 9), (290, 310)
+STEPS = {
+    "uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT),
+    "one prompt": ([[5, 11, 2]], SHORT),
+    "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG),
+    "one long prompt": ([[1, 12, 2, 8, 5, 3, 1]], LONG),
+}
+BUDGETS = (1, 20, 320, 10_000)
+MANY = [[3, 14, 9], [10, 6, 2], [8, 12, 7], [5, 5, 5], [13, 1, 4]]
+
+
+def make_engine(
+    model: str, ranks: Ranks, *, reference: str, precision: dict[str, Any] | None = None, **train: Any
+) -> TrainEngine:
+    collectives = Collectives()
+
+    def load(path: str, *, trainable: bool) -> Policy:
+        config = ModelConfig(path=path, **(precision or {"dtype": "float64"}))
+        tokenizer = load_tokenizer(config) if ranks.is_first else None
+        return load_policy(
+            config, device=CPU, tokenizer=tokenizer, trainable=trainable, ranks=ranks, collectives=collectives
+        )
+
+    config = TrainConfig(**train)
+    return TrainEngine(
+        load(model, trainable=True),
+        config,
+        micro_batch_tokens=10_000,
+        learning_rate=lambda _: config.learning_rate,
+        temperature=0.9,
+        reference=load(reference, trainable=False),
+        ranks=ranks,
+    )
+
+
+def whole_gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient, whole on every rank; cleared afterwards."""
+    gradients = {}
+    for name, parameter in engine.policy.model.named_parameters():
+        gradient = parameter.grad
+        gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+    engine.policy.model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def step_sequences(name: str, lengths_PG: list[list[int]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int = 0):
+    algorithm = build_algorithm(ALGORITHMS[name], max_completion_tokens=32)
+    return algorithm, assign_advantages(random_groups(lengths_PG, seed, prompt_tokens), algorithm)
+
+
+def batches_of(engine: TrainEngine, sequences, ranks: Ranks, budget: int):
+    layout = engine.policy.layout
+    return pack(
+        sequences,
+        micro_batch_tokens=budget,
+        world_size=ranks.world_size,
+        share_prompts=layout == "shared",
+        padded=layout == "padded",
+    )
+
+
+def gradient(engine: TrainEngine, algorithm, sequences, ranks: Ranks, budget: int):
+    batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]
+    old = {s.index: old_logprobs_of(s) for s in sequences}
+    result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
+    return result, whole_gradients(engine)
+
+
+def run_gradients(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Law 1: every algorithm, step and budget, in a shuffled order."""
+    results = {}
+    engine = make_engine(model, ranks, reference=reference)
+    for name in ALGORITHMS:
+        for step, lengths in STEPS.items():
+            algorithm, sequences = step_sequences(name, *lengths)
+            shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
+            for budget in BUDGETS:
+                result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
+                results[f"{name}/{step}/{budget}"] = (result.metrics["loss"], gradients, result.num_micro_batches)
+    return results
+
+
+def run_accumulation(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Gradients of two rollouts added up, clipped and applied, twice; and an update of which nothing has a gradient."""
+    engine = make_engine(model, ranks, reference=reference, learning_rate=0.01, max_grad_norm=0.05, weight_decay=0.1)
+    norms = []
+    for update in range(2):
+        for rollout in range(2):
+            algorithm, sequences = step_sequences("dapo_kl_masked", *STEPS["uneven"], seed=2 * update + rollout)
+            batch = batches_of(engine, with_gradient(sequences, algorithm), ranks, 20)[ranks.rank]
+            engine.forward_backward(batch, algorithm.policy_loss)
+        norms.append(engine.optim_step().grad_norm)
+    engine.forward_backward(batches_of(engine, [], ranks, 20)[ranks.rank], algorithm.policy_loss)
+    assert engine.optim_step().grad_norm == 0  # AdamW's momentum moves the weights still
+    return {"norms": norms, "weights": whole_weights(engine)}
+
+
+def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def run_out_of_memory(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Memory runs out on one rank, at every place of forward and backward: the gradient is that of enough memory."""
+    engine = make_engine(model, ranks, reference=reference)
+    algorithm, sequences = step_sequences("grpo_kl", MANY)
+    results: dict[str, Any] = {"expected": gradient(engine, algorithm, sequences, ranks, 10_000)[1]}
+    unlucky = ranks.world_size - 1
+    for place in places(engine):
+        engine.micro_batch_tokens = 10_000
+        with out_of_memory_over(30, place, engine) if ranks.rank == unlucky else nothing():
+            result, gradients = gradient(engine, algorithm, sequences, ranks, 10_000)
+        results[place] = (result.num_out_of_memory, engine.micro_batch_tokens, gradients)
+    return results
+
+
+def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """The same in a part of a stream, on one rank, while the others have streams of their own."""
+    engine = make_engine(model, ranks, reference=reference)
+    algorithm, sequences = step_sequences("grpo_kl", [[30, 14, 25, 1, 31, 8, 12, 9, 2, 16, 19, 7]] * 3, LONG)
+    results: dict[str, Any] = {"expected": gradient(engine, algorithm, sequences, ranks, 100_000)[1]}
+    unlucky = ranks.world_size - 1
+    for place in ("forward mlp 0", "forward self_attn 1", "backward self_attn 1", "backward mlp 0"):
+        engine.micro_batch_tokens = 400
+        assert any(batch.streams for batch in batches_of(engine, sequences, ranks, 340))
+        with out_of_memory_over(30, place, engine, most=200) if ranks.rank == unlucky else nothing():
+            result, gradients = gradient(engine, algorithm, sequences, ranks, 340)
+        results[place] = (result.num_out_of_memory, engine.micro_batch_tokens, gradients)
+    return results
+
+
+def places(engine: TrainEngine) -> list[str]:
+    """Where memory may run out: before, in and after every layer, forward and backward, and in the reference."""
+    layers = range(len(engine.policy.model.model.layers))
+    names = [f"{way} {part} {n}" for n in layers for part in ("mlp", "self_attn") for way in ("forward", "backward")]
+    return [*names, "forward embedding", "forward reference", "backward head"]
+
+
+@contextmanager
+def out_of_memory_over(tokens: int, place: str, engine: TrainEngine, *, most: int = 10_000) -> Iterator[None]:
+    """An allocator that has no room for rows of more than `tokens` tokens, to `most`, at one place."""
+    way, part, *number = place.split()
+    body = engine.policy.model.model if part != "reference" else engine._reference_forward.policy.model.model
+    module = {"embedding": lambda: body.embed_tokens, "reference": lambda: body, "head": lambda: body.norm}.get(
+        part, lambda: getattr(body.layers[int(number[0])], part)
+    )()
+
+    def check(length: int) -> None:
+        if tokens < length <= most:
+            raise torch.OutOfMemoryError(f"injected: {length} tokens")
+
+    def forward(module: Any, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+        check(first.shape[1])
+
+    def backward(module: Any, grad_input: Any, grad_output: Any) -> None:
+        check(grad_output[0].shape[1])
+
+    hook = module.register_forward_hook(forward) if way == "forward" else module.register_full_backward_hook(backward)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: str) -> dict[str, Any]:
+    """Two updates, a checkpoint, two more; or the last two from the checkpoint."""
+    folder = Path(root) / "step-2"
+    source = str(folder) if resume == "resume" else model
+    engine = make_engine(source, ranks, reference=reference, precision={"dtype": "float32"}, learning_rate=0.01)
+    if resume == "resume":
+        state = engine.state_dict()
+        load_engine_state(folder, state, ranks)
+        engine.load_state_dict(state)
+    for update in range(engine.updates_done, 4):
+        algorithm, sequences = step_sequences("grpo_kl", *STEPS["uneven"], seed=update)
+        engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)
+        engine.optim_step()
+        if update == 1 and resume != "resume":
+            save_checkpoint(
+                Path(root),
+                policy=engine.policy,
+                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
+                engine_state=engine.state_dict(),
+                state=TrainerState(
+                    steps_done=2,
+                    data={},
+                    pending=[],
+                    num_tokens=0,
+                    seconds=0,
+                    micro_batch_tokens=1,
+                    micro_batch_tokens_wanted=1,
+                    processes=ranks.world_size,
+                ),
+                keep=1,
+                ranks=ranks,
+            )
+    return {"weights": whole_weights(engine)}
+
+
+def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """`auto` with an allocator that has no room for more than 300 tokens at a time, on one rank."""
+    engine = make_engine(model, ranks, reference=reference)
+    algorithm, _ = step_sequences("grpo_kl", *STEPS["uneven"])
+    before = {name: weight.clone() for name, weight in whole_weights(engine).items()}
+    unlucky = ranks.world_size - 1
+    with out_of_memory_over(300, "backward mlp 1", engine) if ranks.rank == unlucky else nothing():
+        limited = find_budget(engine, algorithm.policy_loss, longest_sequence_tokens=40, most_tokens=2000)
+    unlimited = find_budget(engine, algorithm.policy_loss, longest_sequence_tokens=40, most_tokens=2000)
+    after = whole_weights(engine)
+    return {
+        "limited": limited,
+        "unlimited": unlimited,
+        "untouched": all(torch.equal(before[name], after[name]) for name in before),
+        "no_gradient": all(p.grad is None for p in engine.policy.model.parameters()),
+    }
+
+
+def run_precision(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Other ways to compute: activations computed again in backward, and bfloat16 with float32 master weights.
+
+    Of micro-batches, and of streams.
+    """
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "float64": ({"dtype": "float64"}, {}),
+        "checkpointing": ({"dtype": "float64", "gradient_checkpointing": True}, {}),
+        "selective": ({"dtype": "float64", "gradient_checkpointing": "selective"}, {}),
+        "offload": ({"dtype": "float64", "activation_offload": True}, {}),
+        "gradients in forward": ({"dtype": "float64"}, {"gradients_in_forward": True}),
+        "mixed": ({"dtype": "float32", "compute_dtype": "bfloat16"}, {}),
+    }
+    results = {}
+    activations.enable_offload = partial(enable_offload, device_type="cpu", min_bytes=1)
+    for way, (precision, train) in ways.items():
+        engine = make_engine(model, ranks, reference=reference, precision=precision, learning_rate=0.01, **train)
+        gradients = []
+        for step, budget in (("long prompts", 20), ("one prompt", 10_000), ("uneven", 20)):
+            algorithm, sequences = step_sequences("grpo_kl", *STEPS[step])
+            gradients.append(gradient(engine, algorithm, sequences, ranks, budget)[1])
+        engine.forward_backward(batches_of(engine, sequences, ranks, 20)[ranks.rank], algorithm.policy_loss)
+        engine.optim_step()
+        state = engine.state_dict()["optimizer"]["state"].values()
+        dtypes = {p.dtype for p in engine.policy.model.parameters()} | {s["exp_avg"].dtype for s in state}
+        results[way] = (gradients, dtypes)
+    return results
+
+
+def run_sharded_head(ranks: Ranks) -> dict[str, Any]:
+    """The gradient by a head's weight that is spread over ranks, each rank with tokens of its own."""
+    hidden, weight, targets = head_inputs(ranks.rank)
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    gradients = {}
+    for name, whole in (("linear_logprobs", lambda w: w), ("plain full_tensor", DTensor.full_tensor)):
+        sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+        linear_logprobs(hidden, whole(sharded), targets, tile_elements=64)[0].sum().backward()
+        gradients[name] = sharded.grad.full_tensor()
+    return gradients
+
+
+def head_inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states and targets of one rank, and the head's weight, which all share."""
+    weight = torch.randn(11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    own = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(3 + 4 * rank, 6, dtype=torch.float64, generator=own)
+    return hidden, weight, torch.randint(0, 11, (len(hidden),), generator=own)
+
+
+JOBS = {
+    "gradients": run_gradients,
+    "accumulation": run_accumulation,
+    "out_of_memory": run_out_of_memory,
+    "out_of_memory_in_a_stream": run_out_of_memory_in_a_stream,
+    "checkpoint": run_checkpoint,
+    "budget": run_budget,
+    "precision": run_precision,
+    "sharded_head": run_sharded_head,
+}

@@ -1,0 +1,72 @@
+"""What all ranks do at rank 0's word, for the servers that sample: logprobs, weights, and patience."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cohort.distributed import ALONE
+from rank_crew import crew_of, sequences
+from rank_engine import make_engine
+from ranks import run_ranks
+from tiny import naive_logprobs, save_model_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory, model: str) -> dict[str, dict[str, Any]]:
+    """What three ranks made of each job. The one in which they lose each other is the last."""
+    jobs = {
+        "logprobs": ("logprobs", model, model),
+        "send_weights": ("send_weights", model, model),
+        "patient": ("waiting", model, model, "yes"),
+        "not told": ("waiting", model, model, "no"),
+    }
+    return dict(zip(jobs, run_ranks(3, tmp_path_factory.mktemp("ranks"), *jobs.values()), strict=True))
+
+
+def assert_right(logprobs: dict[int, np.ndarray], path: str) -> None:
+    """Each sequence's are those of one unpadded forward pass, at the engine's temperature."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    assert logprobs.keys() == {s.index for s in sequences()}
+    for s in sequences():
+        with torch.no_grad():
+            expected, _ = naive_logprobs(model, s, temperature=0.9)
+        np.testing.assert_allclose(logprobs[s.index], expected.numpy(), rtol=0, atol=1e-6)  # RMSNorm is in float32
+
+
+def test_logprobs_of_one_rank_are_the_engines_own(model: str):
+    engine = make_engine(model, ALONE, reference=model)
+    logprobs = crew_of(engine, ALONE).logprobs(sequences())
+    own = engine.logprobs(sequences())
+    assert all(np.array_equal(logprobs[s.index], own[s.index].numpy()) for s in sequences())
+    assert_right(logprobs, model)
+
+
+def test_logprobs_over_three_ranks_are_those_of_one(three: dict[str, dict[str, Any]], model: str):
+    assert_right(three["logprobs"]["logprobs"], model)
+
+
+def test_a_receiver_that_fails_gets_no_rank_out_of_step(three: dict[str, dict[str, Any]], model: str):
+    """All ranks see all weights, three times: a rank that stopped early would leave the others in a collective."""
+    saved = load_file(Path(model) / "model.safetensors")
+    received = three["send_weights"]["received"]
+    assert received.keys() == saved.keys() and all(torch.equal(received[name], saved[name]) for name in saved)
+    assert [len(came) for came in three["send_weights"]["came"]] == [3 * len(saved)] * 3
+    assert all(came == three["send_weights"]["came"][0] for came in three["send_weights"]["came"])
+
+
+def test_the_others_wait_for_as_long_as_rank_0_says_so(three: dict[str, dict[str, Any]]):
+    assert three["patient"]["said"] == ["", "", ""]
+    assert three["patient"]["logprobs"] == len(sequences())
+    assert three["patient"]["counts"] > 10
+    # negative control: where rank 0 says nothing their deadline passes
+    assert all("did not answer" in said or "a connection broke" in said for said in three["not told"]["said"][1:])

@@ -1,0 +1,206 @@
+"""The parity gate without servers: what it lets pass, what it says when it does not, and what it compares."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cohort.config import Config, config_from_dict
+from cohort.distributed import ALONE
+from cohort.errors import TrainingError, UserError
+from cohort.records import Prompt, RolloutGroup
+from cohort.rollout import LocalEngine, SamplingParams, StreamKey, generate
+from cohort.trainer import vllm
+from cohort.trainer.crew import Crew
+from cohort.trainer.inputs import Inputs, read_inputs
+from cohort.trainer.parity import check_parity, make_probe
+from rank_crew import crew_of
+from test_laws import make_engine
+from test_training import changed, make_inputs
+from tiny import make_policy, make_tokenizer
+
+SAMPLING = SamplingParams(num_generations=8, max_completion_tokens=6, temperature=0.9)  # the engine's temperature
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    return [
+        Prompt(id=n, epoch=0, content="", token_ids=np.arange(length) % 50 + 5, columns={})
+        for n, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Crew:
+    return crew_of(make_engine(make_policy()), ALONE)
+
+
+@pytest.fixture(scope="module")
+def groups(crew: Crew) -> list[RolloutGroup]:
+    """What a server that has the trainer's weights gives: three groups of eight."""
+    key = StreamKey(purpose="parity", seed=0, step=0)
+    return generate(LocalEngine(crew.sample, make_tokenizer()), prompts(4, 9, 2), SAMPLING, key)
+
+
+def shifted(groups: list[RolloutGroup], by: float, *, tokens: slice = slice(None)) -> list[RolloutGroup]:
+    """The groups with other logprobs for some tokens of their completions."""
+
+    def shift(completion: Any) -> Any:
+        logprobs = completion.sampling_logprobs.copy()
+        logprobs[tokens] += by
+        return replace(completion, sampling_logprobs=logprobs)
+
+    return [replace(group, completions=tuple(map(shift, group.completions))) for group in groups]
+
+
+def num_tokens(groups: list[RolloutGroup]) -> int:
+    return sum(len(c.token_ids) for group in groups for c in group.completions)
+
+
+def test_equal_logprobs_pass(crew: Crew, groups: list[RolloutGroup]):
+    metrics = check_parity(crew, {"http://a": groups}, tolerance=1e-4, steps_done=0)
+    assert 0 <= metrics["sampling/parity/mean"] <= metrics["sampling/parity/max"] < 1e-4
+
+
+@pytest.mark.parametrize(("by", "said"), [(0.1, "0.1"), (-0.1, "0.1"), (math.nan, "nan"), (-math.inf, "inf")])
+def test_other_logprobs_stop_the_run_with_the_numbers(crew: Crew, groups: list[RolloutGroup], by: float, said: str):
+    with pytest.raises(TrainingError) as error:
+        check_parity(crew, {"http://a:8000": shifted(groups, by)}, tolerance=0.05, steps_done=150)
+    assert str(error.value).startswith(
+        f"parity: after step 150 the logprobs of http://a:8000 differ from the trainer's by {said} nats in the mean "
+        f"and {said} at most, over {num_tokens(groups)} tokens of 24 completions; 0.05 in the mean is allowed. What it "
+        f"samples is not this policy."
+    )
+    assert "raise rollout.parity_tolerance" in str(error.value)
+
+
+def test_one_logprob_that_is_nan_is_enough(crew: Crew, groups: list[RolloutGroup]):
+    group = replace(groups[2], completions=(*groups[2].completions[1:], shifted(groups, math.nan)[2].completions[0]))
+    with pytest.raises(TrainingError, match="by nan nats"):
+        check_parity(crew, {"http://a": [*groups[:2], group]}, tolerance=1e9, steps_done=0)
+
+
+def test_the_mean_is_over_tokens_and_decides(crew: Crew, groups: list[RolloutGroup]):
+    """The first token of each completion alone is off, by 0.1."""
+    mean = 0.1 * 24 / num_tokens(groups)
+    sampled = {"http://a": shifted(groups, 0.1, tokens=slice(1))}
+    metrics = check_parity(crew, sampled, tolerance=mean + 1e-4, steps_done=0)
+    assert metrics["sampling/parity/mean"] == pytest.approx(mean, abs=1e-4)
+    assert metrics["sampling/parity/max"] == pytest.approx(0.1, abs=1e-4)
+    with pytest.raises(TrainingError):
+        check_parity(crew, sampled, tolerance=mean - 1e-4, steps_done=0)
+
+
+def test_of_several_servers_the_worst_counts(crew: Crew, groups: list[RolloutGroup]):
+    sampled = {"http://a": groups, "http://b": shifted(groups, 0.02), "http://c": shifted(groups, 0.01)}
+    metrics = check_parity(crew, sampled, tolerance=0.03, steps_done=0)
+    assert metrics["sampling/parity/mean"] == pytest.approx(0.02, abs=1e-4)
+    assert metrics["sampling/parity/max"] == pytest.approx(0.02, abs=1e-4)
+    with pytest.raises(TrainingError, match="the logprobs of http://b differ"):
+        check_parity(crew, sampled, tolerance=0.015, steps_done=0)
+
+
+def test_a_probe_is_of_the_longest_prompt_and_others_and_of_the_whole_distribution():
+    sampling = replace(SAMPLING, max_completion_tokens=1000, top_p=0.5, top_k=3)
+    probe = make_probe(prompts(5, 70, 8, 300, 2, 300, 40), sampling, seed=11)
+    assert [len(prompt.token_ids) for prompt in probe.prompts] == [300, 70, 8, 2]
+    assert probe.prompts[0].id == 3
+    assert probe.sampling == SamplingParams(
+        num_generations=2, max_completion_tokens=64, temperature=0.9, top_p=1.0, top_k=0
+    )
+    assert probe.key(7) == StreamKey(purpose="parity", seed=11, step=7)
+
+
+def test_a_probe_of_few_prompts_and_short_completions():
+    probe = make_probe(prompts(5, 9), SAMPLING, seed=0)
+    assert [prompt.id for prompt in probe.prompts] == [1, 0]
+    assert probe.sampling.max_completion_tokens == 6
+
+
+# Of a run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the configuration of a run that samples with vLLM, and what it reads."""
+    raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+    monkeypatch.setattr(vllm, "check_vllm", lambda python: "0.32.0")
+
+    def make(*overrides: str) -> tuple[Config, Inputs]:
+        config = config_from_dict(raw, overrides)
+        return config, read_inputs(config)
+
+    return make
+
+
+def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: Any):
+    config, inputs = run("rollout.max_prompt_tokens=64")
+    servers = vllm.find_servers(config, inputs)
+    assert servers is not None and servers.urls == () and servers.dtype == torch.float32
+    (options,) = servers.options
+    longest = max(len(p.token_ids) for p in (*inputs.prompts.prompts, *inputs.evaluation.prompts))
+    assert options.max_model_len == longest + 12 < 64  # 12 is max_completion_tokens
+    assert (options.device, options.dtype) == ("cpu", "float32")
+
+
+def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(vllm, "check_vllm")
+    servers = vllm.find_servers(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
+    assert servers == vllm.Servers(options=(), urls=("http://a:1", "http://b:1"), placement=None, dtype=torch.bfloat16)
+
+
+def test_the_local_engine_has_no_servers(tmp_path: Path):
+    config = config_from_dict(make_inputs(tmp_path))
+    assert vllm.find_servers(config, read_inputs(config)) is None
+
+
+def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):
+    shared = vllm.Placement(gpus=("0",), shared=True, reason="one GPU for both")
+    monkeypatch.setattr(vllm, "server_placement", lambda config: shared)
+    with pytest.raises(UserError, match=r"rollout.max_staleness: 1 needs GPUs that only sample.*\(one GPU for both\)"):
+        vllm.find_servers(*run("rollout.max_staleness=1"))
+
+
+@pytest.mark.parametrize(
+    ("servers_dtype", "dtype", "compute_dtype", "overrides", "expected"),
+    [
+        (torch.float32, torch.float32, torch.float32, (), 1e-3),
+        (torch.float32, torch.float64, torch.float64, (), 1e-3),
+        (torch.bfloat16, torch.float32, torch.float32, (), 0.05),
+        (torch.float32, torch.bfloat16, torch.float32, (), 0.05),
+        (torch.float32, torch.float32, torch.bfloat16, (), 0.05),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, ("rollout.parity_tolerance=0.2",), 0.2),
+    ],
+)
+def test_the_tolerance_is_that_of_the_coarsest_dtype(
+    run: Any, crew: Crew, servers_dtype, dtype, compute_dtype, overrides, expected
+):
+    config, inputs = run(*overrides)
+    servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=servers_dtype)
+    policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
+    gate = vllm.make_parity_gate(config, servers, inputs, replace(crew, policy=policy), engine=None)
+    assert gate is not None and gate.tolerance == expected
+
+
+def test_when_the_gate_compares(run: Any, crew: Crew, groups: list[RolloutGroup]):
+    class Engine:
+        def sample_on_each_server(self, *asked: Any) -> dict[str, list[RolloutGroup]]:
+            self.asked = asked
+            return {"http://a": shifted(groups, 0.5)}
+
+    engine: Any = Engine()
+    config, inputs = run("rollout.parity_every=3", "rollout.temperature=0.9", "rollout.top_p=0.5", "train.seed=5")
+    servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=torch.float32)
+    gate = vllm.make_parity_gate(config, servers, inputs, crew, engine)
+    assert gate is not None
+    assert [gate.due(n, first=n == 1) for n in range(1, 7)] == [True, False, True, False, False, True]
+    with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
+        gate.check(3)
+    assert engine.asked == (gate.probe.prompts, gate.probe.sampling, StreamKey(purpose="parity", seed=5, step=3))
+    assert (gate.probe.sampling.temperature, gate.probe.sampling.top_p) == (0.9, 1.0)
+    off = run("rollout.parity_every=0")
+    assert vllm.make_parity_gate(off[0], servers, off[1], crew, engine) is None

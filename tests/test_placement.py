@@ -1,0 +1,232 @@
+"""Which GPUs servers and ranks see: one machine, restarts, and other launchers. The GPUs themselves are made up."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from cohort import placement
+from cohort.config import Config, config_from_dict
+from cohort.errors import UserError
+from cohort.launch import local, start
+from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
+from cohort.plan.split import GpuSplit
+from test_training import changed, make_inputs
+
+
+def config_with(*overrides: str, folder: str = "runs/a", engine: str = "vllm") -> Config:
+    raw = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}], "run": {"dir": folder}}
+    return config_from_dict(raw | {"rollout": {"engine": engine}}, overrides)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with so many GPUs, of which this process may see some."""
+
+    def make(num: int, visible: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", PLACEMENT):
+        monkeypatch.delenv(name, raising=False)
+    return make
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, *, here: int, all_: int) -> None:
+    for name, value in {"RANK": 0, "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": all_}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+# In the words of the machine
+
+
+def test_servers_get_the_names_of_their_gpus(gpus):
+    gpus(4, "7,GPU-a,5,4")
+    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=2", "rollout.tensor_parallel=2")
+    split = split_machine(config)
+    assert split is not None
+    assert place(config, split, [0, 1]).gpus == ("5,4",)
+
+
+def test_one_named_gpu_is_shared(gpus):
+    gpus(4)
+    config = config_with("hardware.device=cuda:2")
+    split = split_machine(config)
+    assert split is not None
+    placed = place(config, split, [0])
+    assert (placed.gpus, placed.shared) == (("2",), True)
+
+
+def test_on_cpu_servers_have_none(gpus):
+    gpus(4)
+    assert server_placement(config_with("hardware.device=cpu", "rollout.servers=2")).gpus == ("", "")
+
+
+def test_no_servers_no_split(gpus):
+    gpus(4)
+    assert split_machine(config_with(engine="local")) is None
+    assert split_machine(config_with("rollout.urls=[http://a:1]")) is None
+
+
+def test_it_reads_back_what_it_told(gpus, monkeypatch):
+    gpus(0)
+    told = Placement(gpus=("6,7", "8"), shared=False, reason="so")
+    for name, value in told.environment().items():
+        monkeypatch.setenv(name, value)
+    assert server_placement(config_with()) == told
+
+
+def test_a_gpu_that_does_not_exist(gpus):
+    gpus(2)
+    with pytest.raises(UserError, match=r"hardware.device: 'cuda:2': this machine has 2 CUDA devices"):
+        split_machine(config_with("hardware.device=cuda:2"))
+
+
+# What the processes of `cohort train` see
+
+
+def environment_of_a_start(
+    config: Config, slots: list[int], split: GpuSplit | None, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """What the launcher's processes would find in their environment."""
+    seen: dict[str, str] = {}
+
+    def launch(*_: object) -> object:
+        def run(*_: str) -> None:
+            seen.update(os.environ)
+            Outcome(kind="finished").write(Path(os.environ[OUTCOME_FILE]))
+
+        return run
+
+    monkeypatch.setattr(local, "elastic_launch", launch)
+    local._start(config, slots, split, resume=False, attempt=0)
+    return seen
+
+
+def test_ranks_do_not_see_the_servers_gpus(gpus, monkeypatch, tmp_path):
+    gpus(4, "7,6,5,4")
+    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=1", folder=str(tmp_path))
+    seen = environment_of_a_start(config, [0, 1, 2], split_machine(config), monkeypatch)
+    assert seen["CUDA_VISIBLE_DEVICES"] == "7,6,5"
+    assert json.loads(seen[PLACEMENT])["gpus"] == ["4"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7,6,5,4" and PLACEMENT not in os.environ
+
+
+def test_a_rank_that_is_left_out_gives_its_gpu_to_nobody(gpus, monkeypatch, tmp_path):
+    gpus(4, "7,6,5,4")
+    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=1", folder=str(tmp_path))
+    seen = environment_of_a_start(config, [0, 2], split_machine(config), monkeypatch)
+    assert seen["CUDA_VISIBLE_DEVICES"] == "7,5"
+    assert json.loads(seen[PLACEMENT])["gpus"] == ["4"]
+
+
+def test_the_server_of_a_shared_gpu_is_left_out_with_its_rank(gpus, monkeypatch, tmp_path):
+    gpus(3)
+    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=shared", folder=str(tmp_path))
+    seen = environment_of_a_start(config, [0, 2], split_machine(config), monkeypatch)
+    assert seen["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert json.loads(seen[PLACEMENT])["gpus"] == ["0", "2"]
+
+
+def test_ranks_that_sample_themselves_see_as_many_gpus_as_they_are(gpus, monkeypatch, tmp_path):
+    gpus(4)
+    config = config_with("hardware.processes=2", folder=str(tmp_path), engine="local")
+    seen = environment_of_a_start(config, [0, 1], None, monkeypatch)
+    assert seen["CUDA_VISIBLE_DEVICES"] == "0,1" and PLACEMENT not in seen
+
+
+def test_one_process_learns_it_too(gpus, monkeypatch, tmp_path):
+    gpus(3)
+    found = []
+    monkeypatch.setattr("cohort.trainer.train", lambda config, **_: found.append(server_placement(config)))
+    start.train(config_with(folder=str(tmp_path)))
+    assert [p.gpus for p in found] == [("1", "2")]
+    assert PLACEMENT not in os.environ
+
+
+def test_the_split_gives_the_number_of_processes(gpus, monkeypatch, tmp_path):
+    gpus(8)
+    asked = []
+
+    def run(config: Config, *, num_processes: int, **_: object) -> None:
+        asked.append(num_processes)
+        (tmp_path / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(start, "run_processes", run)
+    start.train(config_with("hardware.processes=auto", "hardware.rollout_gpus=2", folder=str(tmp_path)))
+    assert asked == [6]
+
+
+# Under another launcher
+
+
+def test_servers_take_what_the_ranks_of_one_machine_leave(gpus, monkeypatch):
+    gpus(8)
+    under_torchrun(monkeypatch, here=6, all_=6)
+    placed = server_placement(config_with("hardware.processes=auto"))
+    assert (placed.gpus, placed.shared) == (("6", "7"), False)
+
+
+def test_ranks_on_every_gpu_of_one_machine_share_them(gpus, monkeypatch):
+    gpus(2)
+    under_torchrun(monkeypatch, here=2, all_=2)
+    placed = server_placement(config_with())
+    assert (placed.gpus, placed.shared) == (("0", "1"), True)
+
+
+def test_servers_take_what_is_left_of_the_first_machine(gpus, monkeypatch):
+    gpus(8)
+    under_torchrun(monkeypatch, here=7, all_=14)
+    assert server_placement(config_with()).gpus == ("7",)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "shared"])
+def test_several_machines_without_a_gpu_left(gpus, monkeypatch, wanted):
+    gpus(8)
+    under_torchrun(monkeypatch, here=8, all_=16)
+    with pytest.raises(UserError) as caught:
+        server_placement(config_with(f"hardware.rollout_gpus={wanted}"))
+    assert str(caught.value) == (
+        f"hardware.rollout_gpus: {wanted} on several machines: the servers would be on the machine of rank 0, and the "
+        "launcher has started 8 processes on its 8 GPUs; use rollout.urls with servers on other machines (`cohort "
+        "serve` starts one, `cohort launch slurm --rollout-nodes 1` a node of them), or --nproc-per-node 7"
+    )
+
+
+# What `auto` looks at
+
+
+def test_auto_knows_the_model_and_the_gpus(gpus, monkeypatch, tmp_path):
+    gpus(4)
+    inputs = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"processes": "auto"})
+    monkeypatch.setattr(placement, "_look_at_gpu", lambda: ("NVIDIA H100 80GB HBM3", 1_000))
+    sizes = placement._sizes(config_from_dict(inputs))
+    assert sizes is not None
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(inputs["model"]["path"])
+    assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    tables = model.get_input_embeddings().weight.numel()
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    tied = model.config.tie_word_embeddings
+    assert sizes.active_parameters == sizes.num_parameters - vectors - (0 if tied else tables)
+    with pytest.raises(UserError, match="nothing fits 4 GPUs"):
+        split_machine(config_from_dict(inputs))
+
+
+def test_auto_without_a_driver_or_a_model(gpus, monkeypatch):
+    gpus(4)
+    monkeypatch.setattr(placement, "_look_at_gpu", lambda: None)
+    found = split_machine(config_with("hardware.processes=auto"))
+    assert found is not None and "memory was not looked at" in found.reason
+
+
+def test_looking_at_the_gpu_fails_softly():
+    if not torch.cuda.is_available():
+        assert placement._look_at_gpu() is None

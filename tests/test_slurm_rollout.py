@@ -1,0 +1,85 @@
+"""A Slurm job with rollout nodes: its servers are started, watched and ended with it, with fakes of Slurm."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fake_slurm import make_cluster, run_script
+from test_slurm import VLLM, script
+from waiting import free_port
+
+# Stands in for cohort.train: rank 0 waits for all servers, as the trainer does.
+WAITING_PROBE = """
+import json, os, pathlib, sys, time
+
+folder = pathlib.Path(os.environ["PROBE_DIR"])
+while len(list((folder / "servers").iterdir())) < 4:
+    time.sleep(0.1)
+(folder / "found" / os.environ["RANK"]).write_text(json.dumps(sys.argv[1:]))
+sys.exit(int(os.environ.get("TRAINING_ENDS_WITH", 0)))
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    (tmp_path / "probe.py").write_text(WAITING_PROBE)
+    return make_cluster(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def rollout_script(cluster, monkeypatch) -> str:
+    """Of a job with two training nodes and two with two servers each, of two GPUs; `cohort` is the fake."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-4]")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    overrides = ("run.dir=runs/a", VLLM, "rollout.tensor_parallel=2", "data.system_prompt=it's")
+    options = {"nodes": 2, "rollout_nodes": 2, "gpus_per_node": 4, "max_restarts": 0, "port": free_port()}
+    text = script(*overrides, config_path="run.yaml", **options)
+    assert text.count("--nproc-per-node 4") == text.count("-m cohort.train") == text.count("        cohort serve") == 1
+    text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace("-m cohort.train", "-m probe")
+    text = text.replace("        cohort serve", f"        {cluster / 'tools' / 'cohort'} serve")
+    return text.replace("sleep 10", "sleep 0.2")
+
+
+def still_running(cluster: Path) -> list[psutil.Process]:
+    """Processes of the job."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("PROBE_DIR") == str(cluster) and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def test_it_starts_servers_on_the_last_nodes_and_ends_them(cluster, rollout_script):
+    result = run_script(rollout_script, timeout_s=120)
+    assert result.returncode == 0, result.stdout
+    serving = ["serve", str(cluster / "run.yaml"), "run.dir=runs/a", VLLM, "rollout.tensor_parallel=2"]
+    serving += ["data.system_prompt=it's", "--host", "0.0.0.0", "--port"]
+    found = {p.name: p.read_text().splitlines() for p in (cluster / "servers").iterdir()}
+    assert found == {
+        f"{node}-{port}": ["node3,node4", gpus, *serving, str(port)]
+        for node in (0, 1)
+        for port, gpus in ((8000, "0,1"), (8001, "2,3"))
+    }
+    starts = {p.stem: len(p.read_text().splitlines()) for p in cluster.glob("*.starts")}
+    assert starts == {"0-8000": 2, "0-8001": 1, "1-8000": 1, "1-8001": 1}  # one failed, and was started again
+    urls = ",".join(f"http://{node}:{port}" for node in ("node3", "node4") for port in (8000, 8001))
+    ranks = [json.loads(p.read_text()) for p in (cluster / "found").iterdir()]
+    assert len(ranks) == 2
+    assert all(words[-2:] == ["rollout.tensor_parallel=1", f"rollout.urls=[{urls}]"] for words in ranks)
+    assert not still_running(cluster)
+
+
+def test_the_job_ends_as_training_does(cluster, rollout_script, monkeypatch):
+    monkeypatch.setenv("TRAINING_ENDS_WITH", "3")
+    assert run_script(rollout_script, timeout_s=120).returncode == 1  # torchrun's, of a rank that failed
+
+
+def test_the_job_ends_where_a_server_cannot_be_started(cluster, rollout_script, monkeypatch):
+    monkeypatch.setenv("SERVE_FAILS", "2")
+    assert run_script(rollout_script, timeout_s=60).returncode == 2
+    assert list((cluster / "found").iterdir()) == []

@@ -1,0 +1,43 @@
+"""`cohort serve` with the real vLLM: it answers where it was told to, takes weights, and goes when it is told to."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import yaml
+from serving import healthy, models
+
+from cohort.rollout.vllm.api import VllmApi
+from tiny import save_model_folder
+from waiting import free_port, until
+
+
+def test_a_server_for_others(tmp_path: Path, vllm_python: str):
+    model = save_model_folder(tmp_path / "model", "qwen3", tie=True, head_dim=32, hidden_size=64)
+    port = free_port()
+    rollout = {"engine": "vllm", "vllm_python": vllm_python, "max_prompt_tokens": 40, "max_completion_tokens": 24}
+    config = {"model": {"path": str(model)}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**config, "rollout": rollout, "hardware": {"device": "cpu"}}))
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cohort", "serve", str(file), "--port", str(port)], stdout=output, stderr=output
+        )
+    api = VllmApi(f"http://127.0.0.1:{port}", timeout_s=10)
+    try:
+        until(lambda: healthy(api.url) or process.poll() is not None, timeout_s=300, every_s=0.1)
+        assert process.poll() is None, log.read_text(errors="replace")
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert api.version().startswith("0.32")
+        assert models(api.url) == ["policy"]
+        assert api.weight_version() is None  # of no version before the first was handed to it
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        process.kill()
+        process.wait()
+        api.close()

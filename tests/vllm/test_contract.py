@@ -1,0 +1,111 @@
+"""What Cohort uses of vLLM's servers, endpoint by endpoint and field by field: a version without it fails here."""
+
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from serving import Server, healthy, models, random_prompt
+
+from cohort.rollout.vllm.api import ServerError
+
+PARAMETERS = {
+    ("get", "/health"): set(),
+    ("get", "/v1/models"): set(),
+    ("get", "/version"): set(),
+    ("get", "/get_world_size"): {"include_dp"},  # true where it is not given: workers are told apart by both
+    ("post", "/pause"): {"mode"},
+    ("post", "/resume"): set(),
+    ("post", "/init_weight_transfer_engine"): set(),
+    ("post", "/start_weight_update"): set(),
+    ("post", "/update_weights"): set(),
+    ("post", "/finish_weight_update"): set(),
+    ("post", "/update_weight_version"): set(),
+    ("get", "/weight_info"): set(),
+    ("post", "/reset_prefix_cache"): {"reset_running_requests"},
+    ("post", "/sleep"): {"level", "mode"},
+    ("post", "/wake_up"): set(),  # reads its tags past the declaration
+    ("post", "/inference/v1/generate"): set(),
+}
+BODIES = {
+    "/init_weight_transfer_engine": {"init_info"},
+    "/update_weights": {"update_info"},
+    "/finish_weight_update": {"weight_version"},
+    "/update_weight_version": {"new_version"},
+    "/inference/v1/generate": {"token_ids", "sampling_params", "model", "request_id"},
+}
+SAMPLING = {"n", "temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "stop_token_ids", "ignore_eos"}
+
+
+@pytest.fixture(scope="module")
+def schema(untied: Server) -> Any:
+    return httpx.get(f"{untied.process.url}/openapi.json", timeout=60).json()
+
+
+def properties(schema: Any, endpoint: str) -> dict[str, Any]:
+    """The fields of an endpoint's request."""
+    of = schema["paths"][endpoint]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    while "$ref" in of:
+        of = schema["components"]["schemas"][of["$ref"].rsplit("/", 1)[-1]]
+    return of["properties"]
+
+
+@pytest.mark.parametrize(("method", "endpoint"), PARAMETERS)
+def test_endpoints_and_their_parameters_exist(schema: Any, method: str, endpoint: str):
+    operation = schema["paths"][endpoint][method]
+    assert PARAMETERS[method, endpoint] <= {p["name"] for p in operation.get("parameters", [])}
+    if endpoint in BODIES:
+        assert BODIES[endpoint] <= properties(schema, endpoint).keys()
+
+
+def test_sampling_parameters_exist(schema: Any):
+    """Unknown ones are ignored without a word, so their names have to be looked up."""
+    assert properties(schema, "/inference/v1/generate")["sampling_params"]["properties"].keys() >= SAMPLING
+
+
+def test_the_lifecycle_answers_as_the_client_reads_it(untied: Server):
+    api = untied.api
+    assert healthy(api.url)
+    assert api.version().startswith("0.32.")
+    assert models(api.url) == ["policy"]
+    assert api.world_size() == 1
+    api.pause()
+    api.reset_prefix_cache()
+    api.resume()
+    api.sleep(2)  # nothing on CPU, but answered
+    api.wake_up(["weights"])
+    api.wake_up(["kv_cache"])
+    api.resume()
+    api.set_weight_version(41)
+    assert api.weight_version() == 41
+    with pytest.raises(ServerError, match="/update_weights: HTTP 500"):
+        api.update_weights({"step": "declare", "specs": []})  # no update was begun
+    with pytest.raises(ServerError, match=r"/v1/load_lora_adapter: HTTP 404"):
+        api.load_lora_adapter("policy", "/nowhere")  # only where it was started with a rank
+
+
+def test_generation_gives_tokens_logprobs_and_versions(untied: Server):
+    untied.api.set_weight_version(42)
+    body = {
+        "token_ids": random_prompt(9),
+        "model": "policy",
+        "request_id": "mine",
+        "sampling_params": {"n": 3, "seed": 5, "max_tokens": 4, "temperature": 0.8, "logprobs": 0, "ignore_eos": True},
+    }
+    answer = httpx.post(f"{untied.process.url}/inference/v1/generate", json=body, timeout=60).json()
+    assert answer["request_id"].endswith("mine")
+    assert sorted(choice["index"] for choice in answer["choices"]) == [0, 1, 2]
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "length"
+        assert len(choice["token_ids"]) == 4
+        content = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in content] == choice["token_ids"]
+        assert all(-20 < entry["logprob"] <= 0 for entry in content)
+        assert choice["weight_versions"] == [{"version": "42", "start": 0, "end": 4}]
+
+
+def test_child_i_of_n_has_the_seed_plus_i(untied: Server):
+    prompt = random_prompt(9)
+    choices = untied.generate(prompt, n=3, seed=70, max_tokens=20)
+    alone = [untied.generate(prompt, n=1, seed=70 + i, max_tokens=20)[0] for i in range(3)]
+    assert [c.token_ids for c in choices] == [c.token_ids for c in alone]
+    assert len({tuple(c.token_ids) for c in choices}) == 3

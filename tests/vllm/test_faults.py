@@ -1,0 +1,96 @@
+"""Servers that die, and who is left behind."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from serving import Server, engine_of, options_for, processes_of, serving_folder, serving_model, start
+
+from cohort.policy.export import stream_weights, weight_specs
+from cohort.rollout.vllm import server as server_module
+from cohort.rollout.vllm.api import ServerError
+from cohort.rollout.vllm.server import ServerProcess
+from tiny import policy_of
+from waiting import until
+
+
+@pytest.fixture
+def process(tmp_path: Path, vllm_python: str) -> Iterator[ServerProcess]:
+    folder = serving_folder(tmp_path, tie=False)
+    process = ServerProcess(options_for(vllm_python, folder), log_file=tmp_path / "server.log")
+    yield process
+    process.stop()
+
+
+def test_a_server_that_died_is_told_leaves_nothing_behind_and_starts_again(process: ServerProcess):
+    """Its engine is killed while it serves, and in an update after its restart."""
+    start(process)
+    first_url = process.url
+    engine_of(process.log_file).send_signal(signal.SIGKILL)
+    until(lambda: process.poll() is not None)
+    assert str(process.poll()).startswith("it ended by itself")  # with exit code 0, for all that it failed
+    assert not processes_of(process.log_file)
+
+    start(process)
+    assert process.url != first_url
+    server = Server(process=process, tie=False)
+    model = serving_model(tie=False, seed=1)
+    server.publish(model, 1)
+    server.assert_serves(model, 1)
+
+    policy = policy_of(serving_model(tie=False, seed=2))
+    server.channel.begin(2, weight_specs(policy, torch.float32))
+    weights = stream_weights(policy, torch.float32)
+    server.channel.send(*next(weights))
+    engine_of(process.log_file).send_signal(signal.SIGKILL)
+    with pytest.raises(ServerError, match=server.api.url):
+        for name, tensor in weights:
+            server.channel.send(name, tensor)
+        server.channel.finish()
+    server.close()
+    process.stop()
+    assert not processes_of(process.log_file)
+    process.stop()  # again does nothing
+
+
+def test_a_port_in_use_is_a_failed_start(process: ServerProcess, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(server_module, "_free_port", lambda: other.getsockname()[1])
+        process.start()
+        until(lambda: process.poll() is not None, timeout_s=120)
+    assert process.poll() == "it ended by itself with exit code 1"
+    assert "address already in use" in process.log_tail(20).lower()
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from cohort.rollout.vllm.server import ServerProcess
+from serving import options_for, start
+process = ServerProcess(options_for(sys.argv[1], Path(sys.argv[2])), log_file=Path(sys.argv[2]) / "server.log")
+start(process)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_servers_end_with_a_trainer_that_is_killed(tmp_path: Path, vllm_python: str):
+    folder = serving_folder(tmp_path, tie=False)
+    command = [sys.executable, "-c", TRAINER, vllm_python, str(folder), *sys.path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        watchdog = threading.Timer(300, trainer.kill)
+        watchdog.start()
+        assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
+        watchdog.cancel()
+        serving = processes_of(folder / "server.log")
+        assert engine_of(folder / "server.log") in serving
+        trainer.kill()
+    assert not psutil.wait_procs(serving, timeout=20)[1]

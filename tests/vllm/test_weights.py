@@ -1,0 +1,193 @@
+"""Weights reach a server that samples, and nothing else does."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+import torch
+from serving import LONG_PROMPT, Server, largest_difference, random_prompt, serving_model
+
+from cohort.policy.export import TensorSpec, stream_weights, weight_specs
+from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.vllm.publish import publish
+from cohort.rollout.vllm.transfer import WeightChannel
+from tiny import policy_of
+from waiting import until
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def known_weights(request: pytest.FixtureRequest) -> None:
+    """Version 100 is served at the beginning of every test."""
+    server = request.getfixturevalue("server" if "server" in request.fixturenames else "untied")
+    server.channel.version = None  # as if it was never published
+    server.publish(serving_model(tie=server.tie, seed=100), 100)
+
+
+def test_every_update_is_served_exactly(server: Server):
+    """A head that is tied to the embedding too, and prompts whose keys and values were cached before the update."""
+    for version in (101, 102):
+        model = serving_model(tie=server.tie, seed=version)
+        server.publish(model, version)
+        server.assert_serves(model, version)
+        assert server.api.weight_version() == server.channel.version == version
+    old = serving_model(tie=server.tie, seed=101)
+    prompt = random_prompt(LONG_PROMPT)
+    (choice,) = server.generate(prompt, n=1, max_tokens=12, seed=3)
+    assert largest_difference(old, prompt, choice) > 0.1  # the comparison can fail
+
+
+def test_a_version_is_published_once_and_never_replaced_by_an_older_one(server: Server):
+    newest = serving_model(tie=server.tie, seed=7)
+    server.publish(newest, 107)
+    for version in (107, 106):
+        server.publish(serving_model(tie=server.tie, seed=8), version)
+        server.assert_serves(newest, 107)
+
+
+def test_a_completion_that_spans_an_update_says_which_version_made_each_token(server: Server):
+    old, new = serving_model(tie=server.tie, seed=100), serving_model(tie=server.tie, seed=9)
+    prompt, choices = random_prompt(LONG_PROMPT), []
+    request = threading.Thread(target=lambda: choices.extend(server.generate(prompt, n=2, max_tokens=600, seed=1)))
+    request.start()
+    until(lambda: num_running(server) == 2)
+    server.publish(new, 109)
+    request.join()
+    assert len(choices) == 2
+    for choice in choices:
+        (before, start, change), (after, change_too, end) = choice.versions
+        assert (before, after) == ("100", "109") and start == 0 and change == change_too and end == 600
+        assert 0 < change < 600
+        assert largest_difference(old, prompt, choice, slice(0, change)) < 1e-4
+        assert largest_difference(new, prompt, choice, slice(change, 600)) < 1e-4
+        assert largest_difference(old, prompt, choice, slice(change, 600)) > 0.1
+
+
+def test_an_update_that_is_given_up_leaves_the_old_weights(server: Server):
+    old, new = serving_model(tie=server.tie, seed=100), serving_model(tie=server.tie, seed=10)
+    policy = policy_of(new)
+    specs = weight_specs(policy, FP32)
+    server.channel.begin(110, specs)
+    for (name, tensor), _ in zip(stream_weights(policy, FP32), range(len(specs) // 2), strict=False):
+        server.channel.send(name, tensor)
+    server.channel.abort()
+    server.assert_serves(old, 100)
+    server.publish(new, 110)
+    server.assert_serves(new, 110)
+
+
+def test_committing_half_an_update_is_refused(server: Server):
+    policy = policy_of(serving_model(tie=server.tie, seed=10))
+    specs = weight_specs(policy, FP32)
+    server.channel.begin(110, specs)
+    server.channel.send(*next(stream_weights(policy, FP32)))
+    with pytest.raises(ServerError, match=f"{specs[1].name} was declared and not sent"):
+        server.channel.finish()
+    server.assert_serves(serving_model(tie=server.tie, seed=100), 100)
+
+
+def malformed(specs: list[TensorSpec]) -> dict[str, tuple[list[TensorSpec], str]]:
+    """Announcements that do not fit the model, and what is said of them."""
+    first, *rest = specs
+    wide = TensorSpec(first.name, (*first.shape[:-1], first.shape[-1] + 1), FP32)
+    return {
+        "shape": ([wide, *rest], rf"{first.name} is \[.*\] and has to be \[.*\]"),
+        "missing": (rest, f"{first.name} is missing"),
+        "unknown": ([*specs, TensorSpec("model.nothing.weight", (1,), FP32)], "model.nothing.weight is not in"),
+        "twice": ([*specs, first], "a name comes twice"),
+        "empty": ([], r"is missing.* and \d+ more"),
+    }
+
+
+@pytest.mark.parametrize("fault", malformed([TensorSpec("a", (1,), FP32)]))
+def test_what_does_not_fit_the_model_is_refused_before_anything_is_sent(server: Server, fault: str):
+    specs, said = malformed(weight_specs(policy_of(serving_model(tie=server.tie)), FP32))[fault]
+    with pytest.raises(ServerError, match=said):
+        server.channel.begin(111, specs)
+    server.assert_serves(serving_model(tie=server.tie, seed=100), 100)
+
+
+def test_a_trainer_that_falls_silent_is_given_up(untied: Server):
+    """Its own deadline passes, and the server's: neither hangs, and the server takes the next update."""
+    new = serving_model(tie=False, seed=12)
+    specs = weight_specs(policy_of(new), FP32)
+    untied.connect(timeout_s=2)
+    untied.channel.begin(112, specs)
+    stream = stream_weights(policy_of(new), FP32)
+    untied.channel.send(*next(stream))
+    until(lambda: untied.channel._update.received.done())
+    with pytest.raises(ServerError, match="/update_weights: "):  # whichever deadline is first
+        for name, tensor in stream:
+            untied.channel.send(name, tensor)
+    untied.assert_serves(serving_model(tie=False, seed=100), 100)
+    untied.publish(new, 112)
+    untied.assert_serves(new, 112)
+    untied.connect()
+
+
+KILLED = """
+import sys, torch
+from cohort.rollout.vllm.api import VllmApi
+from cohort.rollout.vllm.transfer import TensorSpec, WeightChannel
+channel = WeightChannel(VllmApi(sys.argv[1], timeout_s=20), device=torch.device("cpu"), num_workers=1, timeout_s=20)
+specs = [TensorSpec(name, tuple(shape), torch.float32) for name, shape in eval(sys.argv[2])]
+channel.begin(113, specs)
+channel.send(specs[0].name, torch.zeros(specs[0].shape))
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_that_is_killed_in_an_update_leaves_the_old_weights(untied: Server):
+    new = serving_model(tie=False, seed=13)
+    specs = [(s.name, s.shape) for s in weight_specs(policy_of(new), FP32)]
+    command = [sys.executable, "-c", KILLED, untied.process.url, repr(specs)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "sent\n"
+        trainer.kill()
+    untied.connect()
+    untied.api.resume()  # the killed one had held the requests
+    untied.assert_serves(serving_model(tie=False, seed=100), 100)
+    untied.publish(new, 113)
+    untied.assert_serves(new, 113)
+
+
+def test_a_server_that_is_gone_stops_neither_the_stream_nor_the_others(untied: Server):
+    policy, came = policy_of(serving_model(tie=False, seed=14)), []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream_weights(policy, FP32):
+            came.append(name)
+            yield name, tensor
+
+    gone = WeightChannel(VllmApi("http://127.0.0.1:9", timeout_s=5), device=CPU, num_workers=1, timeout_s=5)
+    specs = weight_specs(policy, FP32)
+    failed = publish([gone, untied.channel], stream(), specs, 114)
+    assert list(failed) == [gone] and "http://127.0.0.1:9" in str(failed[gone])
+    untied.assert_serves(policy.model, 114)
+    assert list(publish([gone], stream(), specs, 115)) == [gone]
+    assert came == 2 * [spec.name for spec in specs]
+    gone.close()
+
+
+def test_an_error_in_the_stream_gives_the_update_up(untied: Server):
+    policy = policy_of(serving_model(tie=False, seed=15))
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(stream_weights(policy, FP32))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        publish([untied.channel], broken(), weight_specs(policy, FP32), 116)
+    untied.assert_serves(serving_model(tie=False, seed=100), 100)
+
+
+def num_running(server: Server) -> int:
+    """Completions that are being sampled now."""
+    lines = httpx.get(f"{server.process.url}/metrics", timeout=20).text.splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))

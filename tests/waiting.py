@@ -1,0 +1,44 @@
+"""What tests of other processes need: to wait for them, to have them be slow, and a port for them to listen on."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+
+def until(condition: Callable[[], Any], *, timeout_s: float = 60.0, every_s: float = 0.01) -> None:
+    """Wait until it holds; a test that waits in vain fails."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come about within {timeout_s:g} s"
+        time.sleep(every_s)
+
+
+def num_lines(file: Path) -> int:
+    """Whole lines of a file that another process writes; 0 before it is there."""
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def later(group: "Future[Any]", seconds: float) -> "Future[Any]":
+    """The same result or error, so many seconds after it is there."""
+    outer: Future[Any] = Future()
+
+    def hand_over() -> None:
+        error = group.exception()
+        if error:
+            outer.set_exception(error)
+        else:
+            outer.set_result(group.result())
+
+    group.add_done_callback(lambda _: threading.Timer(seconds, hand_over).start())
+    return outer
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
