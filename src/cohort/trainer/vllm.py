@@ -161,7 +161,7 @@ def _connect(config: Config, crew: Crew, url: str, *, sleeps: bool) -> WeightCha
     # NCCL does not take two processes on one GPU, and memory is shared inside of one GPU only
     if sleeps and crew.ranks.world_size > 1:
         device = torch.device("cpu")
-    timeout_s = config.hardware.timeout_s / 4  # the other ranks, whose deadline is four times that, wait meanwhile
+    timeout_s = config.hardware.timeout_s / 8  # a server that hangs costs several; the other ranks wait meanwhile
     with closing(VllmApi(url, timeout_s=timeout_s)) as api:
         check_version(api.version(), f"rollout.urls: {url}")  # of the run's own servers it is known
         num_workers = api.world_size()

@@ -122,7 +122,7 @@ class VllmEngine(Generic[C]):
         """
         self._wake()
         for _ in range(self._fleet.limits.max_server_failures + 1):
-            self._wait_until(lambda: bool(self._serving()) and not self._fleet.num_starting(first_time=True))
+            self._wait_until(self._all_serve)
             submitted = {s.url: self._submit(prompts, sampling, key, only=s) for s in self._serving()}
             for groups in submitted.values():
                 self._wait_until(lambda groups=groups: _num_done(groups, may_fail=True) == len(groups))  # type: ignore[misc]
@@ -185,6 +185,13 @@ class VllmEngine(Generic[C]):
     def _tell(self) -> None:
         for text in self._fleet.notes():
             self._note(text)
+
+    def _all_serve(self) -> bool:
+        """Whether none is on its way for the first time, and all that are up have the current weights."""
+        if self._fleet.num_starting(first_time=True):
+            return False
+        running = self._fleet.running()  # asked after: what has come up in between is among them
+        return bool(running) and all(s.version == self._policy_version for s in running)
 
     def _serving(self) -> list[RunningServer]:
         return [s for s in self._fleet.running() if s.version == self._policy_version]
