@@ -1,5 +1,6 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
+from cohort.config.algorithm import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
@@ -9,13 +10,9 @@ from cohort.config.rollout import (
     VllmRolloutConfig,
 )
 from cohort.config.schema import (
-    AlgorithmConfig,
     Config,
-    DapoConfig,
     DataConfig,
-    DrGrpoConfig,
     EvalConfig,
-    GrpoConfig,
     HardwareConfig,
     ModelConfig,
     RewardConfig,
