@@ -4,7 +4,6 @@ from importlib import metadata
 from typing import Any
 
 from cohort.check.launch import Launch, Settings
-from cohort.check.rules.gpus import length_finding
 from cohort.check.rules.start import Judged, Knobs, Start, refused
 from cohort.config import config_from_dict
 from cohort.errors import UserError
@@ -15,23 +14,12 @@ def judge_cohort(launch: Launch) -> Judged:
     settings = Settings(launch)
     problem: str | None = None
     prompts = generations = 0
-    findings = []
     try:
         config = config_from_dict(nested(launch))
     except UserError as error:
         problem = str(error)
     else:
         prompts, generations = config.train.prompts_per_step, config.rollout.num_generations
-        args = config.rollout.vllm_args if config.rollout.engine == "vllm" else {}
-        context = args.get("max_model_len")
-        findings = length_finding(
-            config.rollout.max_prompt_tokens,
-            config.rollout.max_completion_tokens,
-            context if isinstance(context, int) else None,
-            prompt_key="rollout.max_prompt_tokens",
-            completion_key="rollout.max_completion_tokens",
-            context_key="rollout.vllm_args.max_model_len",
-        )
 
     def start(world_size: int, changed: Knobs) -> Start:
         if problem is not None:
@@ -53,7 +41,6 @@ def judge_cohort(launch: Launch) -> Judged:
         decides=frozenset(),
         start=start,
         sampling="by vLLM servers" if vllm else "by the training processes",
-        findings=tuple(findings),
     )
 
 
