@@ -102,6 +102,7 @@ def test_defaults(tmp_path, monkeypatch):
             "keep_checkpoints": 3,
             "completions_every": 1,
             "show_completions_every": 0,
+            "ignore_plan": False,
             "log": [],
         },
     }

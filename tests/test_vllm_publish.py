@@ -24,7 +24,8 @@ class WeightTaker(FakeVllm):
     def do(self, path: str, body: Any) -> tuple[Any, int]:
         if path == "/init_weight_transfer_engine":
             self.join(**body["init_info"])
-        elif path == "/pause" and self.calls["/pause"] == self.hangs_at:
+            return {}, 200
+        if path == "/pause" and self.calls["/pause"] == self.hangs_at:
             time.sleep(HANG_S)
         elif path == "/update_weights":
             info = body["update_info"]

@@ -114,6 +114,11 @@ class RunFolder:
         if self.final_path.exists():
             shutil.rmtree(self.final_path)
 
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write what was predicted of the run as `plan.json`."""
+        with write_file_atomically(self.path / "plan.json") as partial:
+            partial.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+
     def metric_history(self, name: str) -> dict[int, float]:
         """One metric by step, from `metrics.jsonl`."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

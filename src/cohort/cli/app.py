@@ -1,4 +1,4 @@
-"""`cohort train`, `cohort eval`, `cohort serve`, `cohort launch`, `cohort demo`."""
+"""`cohort train`, `cohort plan`, `cohort eval`, `cohort serve`, `cohort launch`, `cohort demo`."""
 
 import sys
 import traceback
@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from cohort.cli.check import check, convert
 from cohort.cli.options import Debug
+from cohort.cli.plan import plan
 from cohort.errors import TrainingError, UserError
 
 
@@ -228,6 +229,7 @@ def demo(
         run_demo(seed=seed, out=out, processes=processes, engine=engine)
 
 
+app.command()(plan)
 app.command()(check)
 app.command()(convert)
 

@@ -251,6 +251,7 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(3, ge=1, description="Older checkpoints than the last so many are deleted.")
     completions_every: int = Field(1, ge=0, description="Write every so many steps' completions; 0: never.")
     show_completions_every: int = Field(0, ge=0, description="Print two completions every so many steps; 0: never.")
+    ignore_plan: bool = Field(False, description="Start on GPUs whose memory is too small by the run's plan.")
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="Send the metrics there too, where the package is installed."
     )

@@ -19,6 +19,7 @@ from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_o
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.run_folder import RunFolder
+from cohort.trainer.foresee import compared, foresee
 from cohort.trainer.gather import Gathered
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import (
@@ -65,6 +66,15 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             checkpoint = folder.last_checkpoint()
             state = load_trainer_state(checkpoint) if checkpoint else None
             check_steps(inputs.plan, state, folder.path)
+            foreseen = foresee(
+                config,
+                device=device,
+                world_size=ranks.world_size,
+                shared=bool(servers and servers.placement and servers.placement.shared),
+                longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
+                num_prompts=len(inputs.prompts.prompts),
+                note=display.note,
+            )
             order = BuildOrder(
                 folder=folder.path,
                 num_steps=inputs.plan.num_steps,
@@ -81,8 +91,13 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 display.note(note)
             folder.rewind(state.steps_done if state else 0)
             run = build_run(config, inputs, crew, state, servers=servers, folder=folder.path, note=display.note)
+            if foreseen is not None:
+                folder.write_plan(foreseen.as_json())
             with closing(run.rollout):
-                return _Training(config, run, folder, display).run()
+                result = _Training(config, run, folder, display).run()
+            if foreseen is not None and (told := compared(foreseen, folder.metric_history("memory/peak_bytes"))):
+                display.note(told)
+            return result
         finally:
             folder.close()
     except (UserError, TrainingError) as error:

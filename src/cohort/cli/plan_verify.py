@@ -1,0 +1,216 @@
+"""The memory of a real training step without a GPU and without weights: executed symbolically, and tracked.
+
+The model of the `config.json` is built and sharded as training does it, and one step runs: two micro-batches forward
+and backward, the clipped update, with tensors that have shapes and no memory. PyTorch's tracker counts their bytes.
+What a real GPU adds is what no tensor of Python's holds: CUDA's context, NCCL's buffers, gaps in the allocator.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cohort.batch import MicroBatch
+from cohort.config import Config, ModelConfig
+from cohort.errors import UserError
+from cohort.packing import collate
+from cohort.plan.defaults import compute_dtype
+from cohort.plan.memory import CPU_BLOCK, plan_memory
+from cohort.plan.predict import Plan
+from cohort.plan.shape import PRESETS, shape_of
+from cohort.policy import Policy, attention, logit_tiles, logprobs
+from cohort.policy.activations import prepare_activations
+from cohort.policy.policy import ModelTraits
+from cohort.policy.sharding import Collectives, Sharding
+from cohort.policy.skeleton import empty_model
+from cohort.records import TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedStep:
+    """Bytes of one rank, at the peak of each stage of a step."""
+
+    state_bytes: int  # weights and the optimizer's moments, between steps
+    train_bytes: int  # the largest of forward and backward, with the gradients of an earlier micro-batch
+    update_bytes: int  # the largest of clipping and update
+
+
+def track_step(
+    model_config: dict[str, Any],
+    *,
+    world_size: int,
+    prompt_tokens: int,
+    completion_tokens: int,
+    num_generations: int,
+    checkpointing: bool | Literal["selective"],
+    dtype: str = "float32",
+    compute_dtype: str = "bfloat16",
+) -> TrackedStep:
+    """Run a step symbolically with one group for a micro-batch.
+
+    Args:
+        model_config: config.json.
+        world_size: training processes; 2 or more. No other process is there: the collectives are fake.
+        prompt_tokens: of the group's prompt.
+        completion_tokens: of each completion.
+        num_generations: of the group.
+        checkpointing: as `model.gradient_checkpointing`.
+        dtype: as `model.dtype`.
+        compute_dtype: as `model.compute_dtype`.
+    """
+    with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
+        (Path(folder) / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
+        settings = ModelConfig.model_validate(
+            {"path": folder, "dtype": dtype, "compute_dtype": compute_dtype, "gradient_checkpointing": checkpointing}
+        )
+        policy = _sharded_policy(settings, world_size)
+        sequences = _group(prompt_tokens, completion_tokens, num_generations)
+        micro_batch = collate(sequences, share_prompts=True)
+        # a row of the head without a gradient is left out, which depends on values: here all have one
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            patch.object(logprobs, "_live_rows", lambda _: None),
+            patch.object(logprobs, "CPU_TILE_ELEMENTS", logprobs.TILE_ELEMENTS),  # as on a GPU
+            patch.dict(logit_tiles.BLOCK_ELEMENTS, cpu=CPU_BLOCK),  # fewer operations to follow
+        ):
+            assert policy.sharding is not None
+            policy.sharding.allocate(torch.device("cpu"))
+            policy.sharding.ready()
+            return _track(policy, micro_batch.to(torch.device("cpu"), torch.float32))
+
+
+def _track(policy: Policy, micro_batch: MicroBatch) -> TrackedStep:
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    def accumulate() -> None:
+        logp, _ = policy.logprobs(micro_batch, temperature=1.0)
+        (logp * micro_batch.loss_weights).sum().backward()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    def earlier_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    earlier_gradients()
+    update()  # the moments exist from here on, and what is computed once per shape has been
+    earlier_gradients()
+    tracker = MemTracker()
+    tracker.track_external(policy.model, optimizer)
+    update_bytes = _peak(tracker, update)
+    gradients = sum(cast("DTensor", p.grad).to_local().nbytes for p in parameters)
+    train_bytes = _peak(tracker, accumulate)
+    return TrackedStep(state_bytes=update_bytes - gradients, train_bytes=train_bytes, update_bytes=update_bytes)
+
+
+def _peak(tracker: MemTracker, work: Callable[[], None]) -> int:
+    tracker.reset_mod_stats()
+    with tracker:
+        work()
+    return sum(int(parts["Total"]) for parts in tracker.get_tracker_snapshot("peak").values())
+
+
+def _sharded_policy(config: ModelConfig, world_size: int) -> Policy:
+    model = empty_model(config)
+    model.set_attn_implementation(attention.NAME)
+    model.train()
+    prepare_activations(model, config)
+    compute_dtype = getattr(torch, config.dtype if config.compute_dtype == "auto" else config.compute_dtype)
+    sharding = Sharding(model, Collectives(), device=torch.device("cpu"), compute_dtype=compute_dtype)
+    traits = ModelTraits(layout="shared", reason=None, has_plain_head=True, attention=attention.NAME)
+    return Policy(
+        model,
+        device=torch.device("cpu"),
+        compute_dtype=compute_dtype,
+        pad_token_id=0,
+        traits=traits,
+        sharding=sharding,
+    )
+
+
+def _group(prompt_tokens: int, completion_tokens: int, num_generations: int) -> list[TrainSequence]:
+    return [
+        TrainSequence(
+            token_ids=np.ones(prompt_tokens + completion_tokens, dtype=np.int64),
+            num_prompt_tokens=prompt_tokens,
+            index=index,
+            group=0,
+            sampling_logprobs=np.zeros(completion_tokens),
+            loss_weights=np.ones(completion_tokens),
+            advantage=1.0,
+        )
+        for index in range(num_generations)
+    ]
+
+
+@contextmanager
+def _fake_ranks(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def verify_plan(config: Config, plan: Plan, *, layers: int = 4) -> dict[str, Any]:
+    """Compare the closed form with a symbolic run of the plan's micro-batch.
+
+    The model has `layers` of its layers, which are alike; both sides count the same ones.
+
+    Raises:
+        UserError: there is one process, whose weights are not sharded, or the model's folder is not there.
+    """
+    if plan.layout.num_training < 2:
+        raise UserError("--verify: the symbolic run is of sharded training; plan for at least 2 GPUs")
+    model_config = _model_config(config, plan)
+    model_config["num_hidden_layers"] = layers
+    rollout, completions = config.rollout, plan.rows.row_completions
+    tracked = track_step(
+        model_config,
+        world_size=plan.layout.num_training,
+        prompt_tokens=rollout.max_prompt_tokens,
+        completion_tokens=rollout.max_completion_tokens,
+        num_generations=completions,
+        checkpointing=config.model.gradient_checkpointing,
+        dtype=config.model.dtype,
+        compute_dtype=compute_dtype(config.model, on_gpu=True),
+    )
+    work = replace(
+        plan.work,
+        shape=shape_of(model_config, name=plan.shape.name),
+        offload=False,
+        gradients_in_forward=False,
+        has_reference=False,
+        row_tokens=rollout.max_prompt_tokens + completions * (rollout.max_completion_tokens - 1),
+        scored_tokens=completions * rollout.max_completion_tokens,
+        kept_prompt_tokens=0,
+        on_gpu=False,
+    )
+    predicted = plan_memory(work).total("backward")
+    return {
+        "layers": layers,
+        "tracked_bytes": tracked.train_bytes,
+        "predicted_bytes": predicted,
+        "ratio": predicted / tracked.train_bytes,
+    }
+
+
+def _model_config(config: Config, plan: Plan) -> dict[str, Any]:
+    if plan.shape.name in PRESETS:
+        return dict(PRESETS[plan.shape.name])
+    return dict(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))

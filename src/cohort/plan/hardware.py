@@ -1,0 +1,73 @@
+"""The machines of a plan: GPUs by the names that people use for them, and sizes as people write them."""
+
+import re
+from dataclasses import dataclass
+
+from cohort.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Nodes with the same number of the same GPUs."""
+
+    gpu_name: str  # as the driver tells it
+    gpu_memory_bytes: int
+    gpus_per_node: int
+    nodes: int
+
+    @property
+    def num_gpus(self) -> int:
+        """Over all nodes."""
+        return self.gpus_per_node * self.nodes
+
+
+# As their drivers name them, and the memory that a process can have of them.
+GPUS: dict[str, tuple[str, int]] = {
+    "b200": ("NVIDIA B200", 191_000_000_000),
+    "h200": ("NVIDIA H200", 150_000_000_000),
+    "h100": ("NVIDIA H100 80GB HBM3", 85_000_000_000),
+    "a100": ("NVIDIA A100-SXM4-80GB", 85_000_000_000),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 42_300_000_000),
+    "l40s": ("NVIDIA L40S", 47_700_000_000),
+    "l20": ("NVIDIA L20", 47_700_000_000),
+    "l4": ("NVIDIA L4", 23_600_000_000),
+    "a10": ("NVIDIA A10", 23_600_000_000),
+    "4090": ("NVIDIA GeForce RTX 4090", 25_300_000_000),
+    "3090": ("NVIDIA GeForce RTX 3090", 25_300_000_000),
+}
+
+_UNITS = {"": 1, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 1 << 20, "gib": 1 << 30, "g": 10**9}
+
+
+def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hardware:
+    """The machines that the options of `cohort plan` name.
+
+    Raises:
+        UserError: a GPU, a size or a number that cannot be.
+    """
+    if gpu.lower() not in GPUS:
+        raise UserError(
+            f"--gpu: {gpu!r} is not known; use one of {', '.join(GPUS)}, and --gpu-memory if it has another"
+        )
+    for option, number in (("--gpus", gpus), ("--nodes", nodes)):
+        if not 1 <= number <= 100_000:
+            raise UserError(f"{option}: {number} has to be a whole number of at least 1")
+    name, memory = GPUS[gpu.lower()]
+    return Hardware(
+        gpu_name=name,
+        gpu_memory_bytes=memory if gpu_memory is None else parse_bytes(gpu_memory, option="--gpu-memory"),
+        gpus_per_node=gpus,
+        nodes=nodes,
+    )
+
+
+def parse_bytes(text: str, *, option: str) -> int:
+    """Bytes of a size such as 80GB (80,000,000,000 bytes) or 79.2GiB.
+
+    Raises:
+        UserError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].lower()])):
+        raise UserError(f"{option}: {text!r} is not a size, such as 80GB or 79.2GiB")
+    return size

@@ -1,0 +1,138 @@
+"""Where a run computes what: GPUs that train and that sample, and how a step's completions become micro-batches.
+
+All sequences are taken to have the longest length. P prompt tokens, C completion tokens, G generations.
+"""
+
+import math
+from dataclasses import dataclass
+
+from cohort.config import Config, VllmRolloutConfig
+from cohort.errors import UserError
+from cohort.plan.estimate import Sizes, predict
+from cohort.plan.hardware import Hardware
+from cohort.plan.shape import ModelShape
+from cohort.plan.split import split_gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Processes and GPUs of a run."""
+
+    num_training: int  # GPUs that train, one process each
+    num_sampling: int  # GPUs that sample; with `shared` the same ones; 0: somebody else's
+    shared: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What one process computes in a step."""
+
+    budget_tokens: int  # `train.micro_batch_tokens`, where that is auto what was found
+    completions: float  # of the step on one process, in the mean
+    prompts: float
+    row_tokens: int  # of the largest micro-batch
+    row_completions: int
+    scored_tokens: int
+    kept_prompt_tokens: int  # of a group that is computed in parts; 0 where whole groups fit
+    num_micro_batches: int
+
+
+def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
+    """Who gets which GPUs.
+
+    Raises:
+        UserError: the configuration and the machines contradict each other, or no split fits the memory.
+    """
+    processes, rollout = config.hardware.processes, config.rollout
+    if processes != "auto" and processes > hardware.num_gpus:
+        raise UserError(
+            f"hardware.processes: {processes} is more than the {hardware.num_gpus} GPUs of this plan; give more with "
+            f"--gpus or --nodes, or use hardware.processes: auto"
+        )
+    if not isinstance(rollout, VllmRolloutConfig):
+        number = hardware.gpus_per_node if processes == "auto" else processes
+        # a run on several nodes has as many processes on each
+        number = min(number * hardware.nodes, hardware.num_gpus)
+        return Layout(num_training=number, num_sampling=number, shared=True, reason="training processes sample")
+    if rollout.urls:
+        number = hardware.num_gpus if processes == "auto" else processes
+        return Layout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
+    if hardware.nodes > 1:
+        return _whole_nodes(config, shape, hardware)
+    split = split_gpus(config, num_gpus=hardware.gpus_per_node, sizes=sizes_of(shape, hardware))
+    return Layout(
+        num_training=split.num_processes,
+        num_sampling=sum(map(len, split.server_gpus)),
+        shared=split.shared,
+        reason=split.reason,
+    )
+
+
+def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
+    """Some nodes train and the others sample, as `cohort launch slurm --rollout-nodes` has it: the fastest split."""
+    per_node, sizes = hardware.gpus_per_node, sizes_of(shape, hardware)
+    tensor_parallel = config.rollout.tensor_parallel if isinstance(config.rollout, VllmRolloutConfig) else 1
+    if tensor_parallel > per_node:
+        raise UserError(f"rollout.tensor_parallel: {tensor_parallel} is more than the {per_node} GPUs of a node")
+    times = {
+        number: predict(
+            config,
+            sizes,
+            num_training=(hardware.nodes - number) * per_node,
+            num_sampling=number * (per_node // tensor_parallel) * tensor_parallel,
+        ).step_s
+        for number in range(1, hardware.nodes)
+    }
+    number = min(times, key=lambda n: times[n])
+    return Layout(
+        num_training=(hardware.nodes - number) * per_node,
+        num_sampling=number * (per_node // tensor_parallel) * tensor_parallel,
+        shared=False,
+        reason=f"--rollout-nodes {number} of {hardware.nodes} nodes is the fastest split",
+    )
+
+
+def sizes_of(shape: ModelShape, hardware: Hardware) -> Sizes:
+    """What a split has to fit."""
+    return Sizes(
+        gpu_name=hardware.gpu_name,
+        gpu_memory_bytes=hardware.gpu_memory_bytes,
+        num_parameters=shape.num_parameters,
+        active_parameters=shape.active_parameters,
+    )
+
+
+def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
+    """Micro-batches of one process under a budget, when all sequences have the longest length."""
+    rollout, prompts = config.rollout, config.train.prompts_per_step
+    before, group = rollout.max_prompt_tokens, rollout.num_generations
+    after = max(1, rollout.max_completion_tokens - 1)  # the last token is not an input
+    group_tokens = before + group * after
+    share = prompts / num_training
+    if group_tokens <= budget_tokens:
+        groups = min(budget_tokens // group_tokens, math.ceil(share))
+        row, completions, kept = groups * group_tokens, groups * group, 0
+        number = math.ceil(math.ceil(share) / groups)
+    else:
+        completions = min(group, max(1, (budget_tokens - before) // after))
+        row = completions * after
+        kept = before
+        number = math.ceil(share) * math.ceil(group / completions)
+    return Rows(
+        budget_tokens=budget_tokens,
+        completions=share * group,
+        prompts=share,
+        row_tokens=row,
+        row_completions=completions,
+        scored_tokens=completions * rollout.max_completion_tokens,
+        kept_prompt_tokens=kept,
+        num_micro_batches=number,
+    )
+
+
+def group_share_tokens(config: Config, num_training: int) -> int:
+    """Tokens of a whole step's share of one process: no budget needs to be larger."""
+    rollout = config.rollout
+    group = rollout.max_prompt_tokens + rollout.num_generations * max(1, rollout.max_completion_tokens - 1)
+    return math.ceil(config.train.prompts_per_step / num_training) * group

@@ -1,0 +1,195 @@
+"""The plan of a run: layout, memory and time together, from the configuration and a model's shape alone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cohort.config import Config, VllmRolloutConfig
+from cohort.plan.defaults import compute_dtype, memory_share
+from cohort.plan.geometry import plan_run
+from cohort.plan.hardware import Hardware
+from cohort.plan.layout import Layout, Rows, group_share_tokens, plan_layout, plan_rows
+from cohort.plan.memory import MemoryPlan, Work, plan_memory
+from cohort.plan.shape import ModelShape
+from cohort.plan.timing import Number, plan_timing
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_TRL_LOGITS = 3  # copies of padded logits in float32: logits, their gradient, a temporary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run will do, need and take."""
+
+    shape: ModelShape
+    hardware: Hardware
+    layout: Layout
+    rows: Rows
+    work: Work  # of one training process
+    memory: MemoryPlan
+    num_prompts: int | None
+    num_steps: int | None  # None where neither the configuration nor the data says
+    timing: Mapping[str, Number]
+    trl_bytes: int  # of the same completions at a time, with padding, whole logits and no shared prompts
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Of the GPU's memory, what is left in the largest phase; negative where it does not fit."""
+        return self.hardware.gpu_memory_bytes - self.memory.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits."""
+        return self.headroom_bytes >= 0
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Steps in which every prompt is seen once."""
+        return None if self.num_prompts is None else self.num_prompts / self._prompts_per_step
+
+    @property
+    def _prompts_per_step(self) -> float:
+        return self.rows.prompts * self.layout.num_training
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "model": {
+                "name": self.shape.name,
+                "parameters": self.shape.num_parameters,
+                "active_parameters": self.shape.active_parameters,
+            },
+            "hardware": {
+                "gpu": self.hardware.gpu_name,
+                "gpu_memory_bytes": self.hardware.gpu_memory_bytes,
+                "gpus_per_node": self.hardware.gpus_per_node,
+                "nodes": self.hardware.nodes,
+            },
+            "layout": {
+                "training_gpus": self.layout.num_training,
+                "sampling_gpus": self.layout.num_sampling,
+                "shared": self.layout.shared,
+                "reason": self.layout.reason,
+                "micro_batch_tokens": self.rows.budget_tokens,
+                "micro_batches_per_step": self.rows.num_micro_batches,
+                "completions_per_micro_batch": self.rows.row_completions,
+                "completions_per_process_and_step": self.rows.completions,
+                "prompts_per_process_and_step": self.rows.prompts,
+                "num_prompts": self.num_prompts,
+                "steps_per_epoch": self.steps_per_epoch,
+                "num_steps": self.num_steps,
+            },
+            "memory": {
+                "phases": {
+                    phase: {"total": self.memory.total(phase), "parts": dict(parts)}
+                    for phase, parts in self.memory.phases.items()
+                },
+                "peak_bytes": self.memory.peak_bytes,
+                "peak_phase": self.memory.peak_phase,
+                "headroom_bytes": self.headroom_bytes,
+                "fits": self.fits,
+                "trl_bytes": self.trl_bytes,
+            },
+            "timing": {name: {"value": n.value, "origin": n.origin, "how": n.how} for name, n in self.timing.items()},
+        }
+
+
+def predict_run(
+    config: Config,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    num_prompts: int | None = None,
+    layout: Layout | None = None,
+) -> Plan:
+    """Work out layout, memory and time.
+
+    Args:
+        config: of the run.
+        shape: of its model.
+        hardware: that it gets.
+        num_prompts: of the training data, where that could be counted.
+        layout: where it is settled; otherwise it is worked out too.
+
+    Raises:
+        UserError: configuration and machines contradict each other.
+    """
+    layout = layout or plan_layout(config, shape, hardware)
+    wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
+    if wanted == "auto":
+        wanted = _largest_budget(config, shape, hardware, layout, share)
+    rows = plan_rows(config, layout.num_training, wanted)
+    work = _work(config, shape, hardware, layout, rows)
+    num_steps = config.train.steps
+    if num_prompts is not None:
+        num_steps = plan_run(config, num_prompts=num_prompts).num_steps
+    return Plan(
+        shape=shape,
+        hardware=hardware,
+        layout=layout,
+        rows=rows,
+        work=work,
+        memory=plan_memory(work),
+        num_prompts=num_prompts,
+        num_steps=num_steps,
+        timing=plan_timing(config, shape, hardware, layout, num_steps=num_steps),
+        trl_bytes=_trl_bytes(config, work, rows),
+    )
+
+
+def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, most: int) -> int:
+    """The largest budget that fits, as the run itself finds it; the smallest one where none does."""
+
+    def fits(tokens: int) -> bool:
+        rows = plan_rows(config, layout.num_training, tokens)
+        needed = plan_memory(_work(config, shape, hardware, layout, rows)).total("backward")
+        return needed <= hardware.gpu_memory_bytes
+
+    low = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    if not fits(low) or most <= low:
+        return low
+    if fits(most):
+        return most
+    high = most
+    while high - low > 16:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, rows: Rows) -> Work:
+    rollout, model = config.rollout, config.model
+    vllm_bytes = sampled = sampled_tokens = 0
+    if isinstance(rollout, VllmRolloutConfig):
+        if layout.shared:
+            vllm_bytes = int(memory_share(rollout, shared=True) * hardware.gpu_memory_bytes)
+    else:
+        sampled = min(rollout.max_num_seqs, math.ceil(rows.prompts) * rollout.num_generations)
+        prompts = math.ceil(sampled / rollout.num_generations)
+        sampled_tokens = sampled * rollout.max_completion_tokens + prompts * rollout.max_prompt_tokens
+    return Work(
+        shape=shape,
+        processes=layout.num_training,
+        weight_bytes=_BYTES[model.dtype],
+        compute_bytes=_BYTES[compute_dtype(config.model, on_gpu=True)],
+        checkpointing=model.gradient_checkpointing,
+        offload=model.activation_offload,
+        gradients_in_forward=config.train.gradients_in_forward,
+        has_reference=config.algorithm.beta > 0,
+        row_tokens=rows.row_tokens,
+        scored_tokens=rows.scored_tokens,
+        kept_prompt_tokens=rows.kept_prompt_tokens,
+        sampled_sequences=sampled,
+        sampled_tokens=sampled_tokens,
+        vllm_bytes=vllm_bytes,
+    )
+
+
+def _trl_bytes(config: Config, work: Work, rows: Rows) -> int:
+    """Padded rows of as many completions with a prompt each, and their whole logits, in the same sharding."""
+    rollout = config.rollout
+    tokens = rows.row_completions * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
+    padded = replace(work, row_tokens=tokens, kept_prompt_tokens=0, scored_tokens=0, gradients_in_forward=False)
+    scored = rows.row_completions * (rollout.max_completion_tokens + 1)
+    return plan_memory(padded).total("backward") + _TRL_LOGITS * 4 * scored * work.shape.vocabulary

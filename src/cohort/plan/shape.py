@@ -1,0 +1,264 @@
+"""The shape of a language model, read from its `config.json` or taken from a table: no weights, no torch.
+
+Known are the decoders whose layers are attention and a gated MLP, or experts in its place. Their parameters are counted
+exactly; the tests compare with what the Hugging Face library builds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of an architecture decides memory and time."""
+
+    name: str
+    hidden: int
+    mlp: int  # features between the products of an MLP, or of one expert
+    layers: int
+    vocabulary: int
+    query_width: int  # query heads times their features
+    key_width: int  # key heads times their features; values have as many
+    num_heads: int  # of queries
+    tied: bool  # the embedding is the head too
+    norms_per_layer: int  # of the hidden size
+    has_query_norm: bool  # norms of queries and keys
+    layer_parameters: int
+    active_layer_parameters: int  # that one token is multiplied with: fewer with experts
+    experts_per_token: int  # 1: an ordinary MLP
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head, or of the embedding; without a bias."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def outer_parameters(self) -> int:
+        """Of all that is in no layer: embedding, head, last norm."""
+        return self.head_parameters * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them; tied ones once."""
+        return self.layers * self.layer_parameters + self.outer_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token is multiplied with, the head among them."""
+        return self.layers * self.active_layer_parameters + self.head_parameters
+
+    def kv_bytes(self, bytes_each: int) -> int:
+        """Keys and values of one token."""
+        return 2 * self.key_width * self.layers * bytes_each
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a type of model has that its config.json need not say."""
+
+    qkv_bias: bool = False  # always
+    reads_bias: bool = True  # attention_bias is of queries, keys, values and output
+    query_norm: bool = False
+    norms: int = 2
+    tied: bool = False  # unless said otherwise
+    head_dim: int | None = None  # unless said otherwise; None: hidden / heads
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(),
+    "mistral": _Family(reads_bias=False),
+    "mixtral": _Family(reads_bias=False),
+    "qwen2": _Family(qkv_bias=True, reads_bias=False),
+    "qwen3": _Family(query_norm=True, head_dim=128),
+    "qwen3_moe": _Family(query_norm=True),
+    "gemma": _Family(tied=True, head_dim=256),
+    "gemma2": _Family(norms=4, tied=True, head_dim=256),
+    "gemma3_text": _Family(norms=4, query_norm=True, tied=True, head_dim=256),
+}
+
+
+def read_shape(path: str) -> ModelShape:
+    """The shape of the model of a folder.
+
+    Raises:
+        UserError: there is no config.json, or it is not of a model that is known here.
+    """
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"model.path: {path!r} is no folder with a config.json on this machine, and nothing is downloaded for a "
+            f"plan; name the model's shape with --model-shape ({', '.join(PRESETS)})"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"model.path: {file}: has to be a JSON object")
+    return shape_of(config, name=Path(path).resolve().name)
+
+
+def preset_shape(name: str) -> ModelShape:
+    """The shape of a common open model, by its name or, as "7b", by its size.
+
+    Raises:
+        UserError: it is not known here.
+    """
+    known = _ALIASES.get(name.lower(), name.lower())
+    if known not in PRESETS:
+        raise UserError(
+            f"--model-shape: {name!r} is not known; use one of {', '.join(PRESETS)}, or a size: {', '.join(_ALIASES)}"
+        )
+    return shape_of(PRESETS[known], name=known)
+
+
+def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """The shape that a config.json describes.
+
+    Args:
+        config: its content, that of the text where it has several parts.
+        name: of the model, for a person.
+
+    Raises:
+        UserError: the architecture is not known here, or a number is missing or no number.
+    """
+    if isinstance(config.get("text_config"), dict):
+        inner = config["text_config"]
+        outer_type = str(config.get("model_type"))
+        config = {"model_type": f"{outer_type}_text", **inner}
+    model_type = config.get("model_type")
+    family = _FAMILIES.get(str(model_type))
+    if family is None:
+        raise UserError(
+            f"model.path: {name}: model_type {model_type!r} is not one whose memory is known here "
+            f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model-shape"
+        )
+    try:
+        return _shape(config, family, name)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a number above 0") from error
+
+
+def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
+    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    key_heads = _number(config, "num_key_value_heads", heads)
+    head_dim = _number(config, "head_dim", family.head_dim or hidden // heads)
+    layers, vocabulary = _number(config, "num_hidden_layers"), _number(config, "vocab_size")
+    query, key = heads * head_dim, key_heads * head_dim
+    attention = 2 * hidden * (query + key)
+    if family.qkv_bias or (family.reads_bias and config.get("attention_bias")):
+        attention += query + 2 * key + (0 if family.qkv_bias else hidden)
+    attention += 2 * head_dim * family.query_norm + family.norms * hidden
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    chosen = _number(config, "num_experts_per_tok", 2) if experts else 1
+    mlp = _number(
+        config, "moe_intermediate_size" if experts and "moe_intermediate_size" in config else "intermediate_size"
+    )
+    if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise UserError(
+            f"model.path: {name}: layers with and without experts are not known here; give the shape of a similar "
+            f"model with --model-shape"
+        )
+    one = 3 * hidden * mlp + (2 * mlp + hidden) * bool(config.get("mlp_bias"))
+    router = hidden * experts
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        mlp=mlp,
+        layers=layers,
+        vocabulary=vocabulary,
+        query_width=query,
+        key_width=key,
+        num_heads=heads,
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        norms_per_layer=family.norms,
+        has_query_norm=family.query_norm,
+        layer_parameters=attention + router + one * (experts or 1),
+        active_layer_parameters=attention + router + one * chosen,
+        experts_per_token=chosen,
+    )
+
+
+def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(key)
+    return value
+
+
+def _preset(
+    model_type: str, hidden: int, mlp: int, layers: int, heads: int, key_heads: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
+
+# From the config.json of each model.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2.5-0.5b": _preset("qwen2", 896, 4864, 24, 14, 2, 151936, **_TIED),
+    "qwen2.5-1.5b": _preset("qwen2", 1536, 8960, 28, 12, 2, 151936, **_TIED),
+    "qwen2.5-3b": _preset("qwen2", 2048, 11008, 36, 16, 2, 151936, **_TIED),
+    "qwen2.5-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _preset("qwen2", 5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _preset("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "qwen3-0.6b": _preset("qwen3", 1024, 3072, 28, 16, 8, 151936, **_TIED),
+    "qwen3-1.7b": _preset("qwen3", 2048, 6144, 28, 16, 8, 151936, **_TIED),
+    "qwen3-4b": _preset("qwen3", 2560, 9728, 36, 32, 8, 151936, **_TIED),
+    "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, 151936),
+    "qwen3-14b": _preset("qwen3", 5120, 17408, 40, 40, 8, 151936),
+    "qwen3-32b": _preset("qwen3", 5120, 25600, 64, 64, 8, 151936),
+    "qwen3-30b-a3b": _preset(
+        "qwen3_moe",
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        151936,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    ),
+    "llama3-1b": _preset("llama", 2048, 8192, 16, 32, 8, 128256, **_TIED),
+    "llama3-3b": _preset("llama", 3072, 8192, 28, 24, 8, 128256, **_TIED),
+    "llama3-8b": _preset("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama3-70b": _preset("llama", 8192, 28672, 80, 64, 8, 128256),
+    "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, 32768),
+    "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
+    "gemma2-2b": _preset("gemma2", 2304, 9216, 26, 8, 4, 256000),
+    "gemma2-9b": _preset("gemma2", 3584, 14336, 42, 16, 8, 256000),
+    "gemma3-1b": _preset("gemma3_text", 1152, 6912, 26, 4, 1, 262144),
+}
+
+_ALIASES: Mapping[str, str] = {
+    "0.5b": "qwen2.5-0.5b",
+    "0.6b": "qwen3-0.6b",
+    "1b": "llama3-1b",
+    "1.5b": "qwen2.5-1.5b",
+    "1.7b": "qwen3-1.7b",
+    "3b": "qwen2.5-3b",
+    "4b": "qwen3-4b",
+    "7b": "qwen2.5-7b",
+    "8b": "qwen3-8b",
+    "14b": "qwen2.5-14b",
+    "32b": "qwen2.5-32b",
+    "70b": "llama3-70b",
+}

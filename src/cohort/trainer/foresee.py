@@ -1,0 +1,114 @@
+"""The plan of a run that is about to start, on the GPUs that it has: what cannot fit is refused before weights load."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from cohort.config import Config
+from cohort.errors import UserError
+from cohort.plan.advice import advise
+from cohort.plan.hardware import Hardware
+from cohort.plan.layout import Layout
+from cohort.plan.predict import Plan, predict_run
+from cohort.plan.shape import read_shape
+
+_MARGIN = 1.1  # the closed form is good to a tenth
+
+
+def foresee(
+    config: Config,
+    *,
+    device: torch.device,
+    world_size: int,
+    shared: bool,
+    longest_prompt_tokens: int,
+    num_prompts: int,
+    note: Callable[[str], None],
+) -> Plan | None:
+    """Plan the run as `cohort plan` does; None on CPU, and for models whose shape is not known.
+
+    Args:
+        config: of the run.
+        device: of this rank; all have the same GPU.
+        world_size: training processes.
+        shared: whether servers sleep on the training GPUs.
+        longest_prompt_tokens: of the data, which may be less than what the configuration allows.
+        num_prompts: of the data.
+        note: takes a sentence for a person.
+
+    Raises:
+        UserError: it cannot fit, and `run.ignore_plan` is not set.
+    """
+    if device.type != "cuda" or not (Path(config.model.path) / "config.json").is_file():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return plan_on(
+        config,
+        Hardware(gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, gpus_per_node=world_size, nodes=1),
+        shared=shared,
+        longest_prompt_tokens=longest_prompt_tokens,
+        num_prompts=num_prompts,
+        note=note,
+    )
+
+
+def plan_on(
+    config: Config,
+    hardware: Hardware,
+    *,
+    shared: bool,
+    longest_prompt_tokens: int,
+    num_prompts: int,
+    note: Callable[[str], None],
+) -> Plan | None:
+    """As `foresee`, on training GPUs that are known."""
+    try:
+        shape = read_shape(config.model.path)
+    except UserError as error:
+        note(f"no plan was made: {error}")
+        return None
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
+    # what does not fit is computed in parts, so that only the smallest budget has to
+    train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
+    smallest = config.model_copy(update={"rollout": rollout, "train": train})
+    samples_itself = config.rollout.engine == "local"
+    layout = Layout(
+        num_training=hardware.num_gpus,
+        num_sampling=hardware.num_gpus if shared or samples_itself else 0,
+        shared=shared or samples_itself,
+        reason="as it was started",
+    )
+    plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
+    if plan.memory.peak_bytes <= _MARGIN * hardware.gpu_memory_bytes:
+        return plan
+    needed = (
+        f"{plan.memory.peak_bytes / 1e9:.1f} GB of each GPU in {plan.memory.peak_phase}, and they have "
+        f"{hardware.gpu_memory_bytes / 1e9:.1f} GB"
+    )
+    if config.run.ignore_plan:
+        note(f"warning: by its plan the run needs {needed}; run.ignore_plan: true goes on all the same")
+        return plan
+    ways = [advice.told() for advice in advise(smallest, plan)][:3]
+    nearest = f": {' or '.join(ways)}" if ways else ""
+    raise UserError(
+        f"hardware: this run needs {needed}, with the smallest micro-batches. Nearest changes that make it fit by the "
+        f"same plan{nearest or ' are more GPUs or a smaller model'}; or set run.ignore_plan: true to try"
+    )
+
+
+def compared(plan: Plan, peaks: Mapping[int, float]) -> str | None:
+    """Predicted against measured memory, for a person; None before any step was measured.
+
+    Args:
+        plan: of the run.
+        peaks: `memory/peak_bytes` by step, of what PyTorch had allocated.
+    """
+    if not peaks:
+        return None
+    framework = plan.memory.phases[plan.memory.peak_phase].get("framework", 0)
+    measured, predicted = max(peaks.values()), plan.memory.peak_bytes - framework
+    return (
+        f"memory of one process: {measured / 1e9:.2f} GB at most, predicted {predicted / 1e9:.2f} GB for sequences of "
+        f"the longest length ({predicted / measured:.2f} x)"
+    )

@@ -1,0 +1,241 @@
+"""`cohort plan`: layout, advice, limits, the command, and what a run does with its plan."""
+
+import json
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import cohort
+from cohort.cli.app import app
+from cohort.config import Config, config_from_dict
+from cohort.display import Display
+from cohort.errors import UserError
+from cohort.plan.advice import advise, replan
+from cohort.plan.data import count_prompts
+from cohort.plan.hardware import hardware, parse_bytes
+from cohort.plan.layout import plan_layout, plan_rows
+from cohort.plan.limits import largest
+from cohort.plan.predict import predict_run
+from cohort.plan.shape import PRESETS, preset_shape
+from cohort.trainer import loop
+from cohort.trainer.foresee import compared, plan_on
+from test_training import changed, make_inputs
+
+
+def config(*overrides: str) -> Config:
+    return config_from_dict(
+        {
+            "model": {"path": "somewhere"},
+            "data": {"path": "data.jsonl"},
+            "rewards": [{"use": "math"}],
+            "rollout": {"max_prompt_tokens": 512, "max_completion_tokens": 4097},
+            "hardware": {"processes": "auto"},
+        },
+        overrides,
+    )
+
+
+EIGHT = hardware(gpu="h100", gpus=8, nodes=1, gpu_memory="80GB")
+
+
+def test_rows_of_groups_that_fit_and_of_groups_in_parts() -> None:
+    """A group is 512 + 8 x 4,096 = 33,280 tokens."""
+    whole = plan_rows(config(), 8, 70_000)
+    assert (whole.row_tokens, whole.row_completions, whole.kept_prompt_tokens) == (66_560, 16, 0)
+    assert (whole.num_micro_batches, whole.prompts, whole.completions) == (1, 2, 16)
+    parts = plan_rows(config(), 8, 8192)
+    assert (parts.row_tokens, parts.row_completions, parts.kept_prompt_tokens) == (4096, 1, 512)
+    assert parts.num_micro_batches == 16
+    three = plan_rows(config(), 8, 512 + 3 * 4096)
+    assert (three.row_completions, three.num_micro_batches) == (3, 6)
+
+
+def test_three_training_gpus_with_eight_generations() -> None:
+    """No divisibility: 16 prompts of 8 completions over 3 processes."""
+    plan = predict_run(config("hardware.processes=3"), preset_shape("0.5b"), EIGHT, num_prompts=7500)
+    assert plan.layout.num_training == 3
+    assert plan.rows.completions == pytest.approx(128 / 3)
+    assert plan.num_steps == 469
+    assert plan.steps_per_epoch == pytest.approx(468.75)
+
+
+def test_nodes_and_servers() -> None:
+    many = hardware(gpu="h100", gpus=8, nodes=8, gpu_memory=None)
+    assert plan_layout(config(), preset_shape("7b"), many).num_training == 64
+    served = plan_layout(config("rollout={engine: vllm}"), preset_shape("7b"), many)
+    assert served.num_training + served.num_sampling == 64
+    assert served.num_training % 8 == 0
+    assert not served.shared
+    elsewhere = plan_layout(config("rollout={engine: vllm, urls: ['http://a:1']}"), preset_shape("7b"), many)
+    assert (elsewhere.num_training, elsewhere.num_sampling) == (64, 0)
+    with pytest.raises(UserError, match=r"hardware\.processes: 9 is more than the 8 GPUs"):
+        predict_run(config("hardware.processes=9"), preset_shape("7b"), EIGHT)
+
+
+_settings = st.builds(
+    lambda name, gpu, gpus, *overrides: (name, hardware(gpu=gpu, gpus=gpus, nodes=1, gpu_memory=None), overrides),
+    st.sampled_from(["0.5b", "4b", "7b", "32b"]),
+    st.sampled_from(["4090", "l20", "h100"]),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from(["train.micro_batch_tokens=auto", "train.micro_batch_tokens=60000"]),
+    st.sampled_from(["model.gradient_checkpointing=true", "model.gradient_checkpointing=false"]),
+    st.sampled_from(["rollout.max_completion_tokens=512", "rollout.max_completion_tokens=16384"]),
+    st.sampled_from(["rollout.num_generations=2", "rollout.num_generations=64"]),
+)
+
+
+@given(_settings)
+@settings(max_examples=60, deadline=None)
+def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
+    name, machines, overrides = case
+    wanted, shape = config(*overrides), preset_shape(name)
+    plan = predict_run(wanted, shape, machines)
+    for advice in advise(wanted, plan):
+        other = replan(wanted, shape, machines, advice.changes)
+        assert other.fits and advice.fits
+        assert advice.saved_bytes == plan.memory.peak_bytes - other.memory.peak_bytes
+        if plan.fits:
+            assert other.timing["step_s"].value < plan.timing["step_s"].value
+
+
+def test_what_changes_nothing_comes_first_and_fewer_generations_last() -> None:
+    wanted = config("train.micro_batch_tokens=66560")
+    plan = predict_run(wanted, preset_shape("7b"), EIGHT)
+    assert not plan.fits
+    costs = [advice.costs for advice in advise(wanted, plan)]
+    assert advise(wanted, plan)[0].changes == {"train.micro_batch_tokens": "auto"}
+    assert costs.index("time; the gradient is the same") < costs.index(
+        "the experiment: completions are cut off earlier"
+    )
+    assert costs[-1].startswith("the experiment")
+
+
+@pytest.mark.parametrize(("limit", "key"), [("length", "max_completion_tokens"), ("generations", "num_generations")])
+def test_the_largest_number_fits_and_the_next_does_not(limit: Any, key: str) -> None:
+    wanted, shape = config("train.micro_batch_tokens=auto"), preset_shape("7b")
+    most = largest(wanted, shape, EIGHT, limit)
+    assert isinstance(most, int)
+    assert replan(wanted, shape, EIGHT, {f"rollout.{key}": most}).fits
+    assert not replan(wanted, shape, EIGHT, {f"rollout.{key}": most + 1}).fits
+
+
+def test_the_largest_model() -> None:
+    name = largest(config(), preset_shape("7b"), EIGHT, "model")
+    assert isinstance(name, str)
+    assert predict_run(config("train.micro_batch_tokens=auto"), preset_shape(name), EIGHT).fits
+    assert (
+        largest(config(), preset_shape("7b"), hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB"), "model") is None
+    )
+
+
+def test_sizes() -> None:
+    assert parse_bytes("80GB", option="x") == 80 * 10**9
+    assert parse_bytes(" 79.5 GiB", option="x") == 79 * 2**30 + 2**29
+    for wrong in ("", "many", "80 parsecs", "0GB", "-1GB"):
+        with pytest.raises(UserError, match="--gpu-memory"):
+            parse_bytes(wrong, option="--gpu-memory")
+    with pytest.raises(UserError, match="--gpu: 'abacus'"):
+        hardware(gpu="abacus", gpus=1, nodes=1, gpu_memory=None)
+    with pytest.raises(UserError, match="--nodes: 0"):
+        hardware(gpu="h100", gpus=1, nodes=0, gpu_memory=None)
+
+
+def test_prompts_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert count_prompts(str(tmp_path / "a.jsonl")) == 2
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    assert count_prompts(str(tmp_path / "a.csv")) is None
+    (tmp_path / "broken.parquet").write_text("no")
+    assert count_prompts(str(tmp_path / "broken.parquet")) is None
+    assert count_prompts(str(tmp_path / "missing.jsonl")) is None
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1"}\n' * 100)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\nrewards: [{{use: math}}]\n"
+        "rollout: {max_prompt_tokens: 512, max_completion_tokens: 4096}\nhardware: {processes: auto}\n"
+    )
+    return file
+
+
+def test_the_command(run_file: Path) -> None:
+    fits = CliRunner().invoke(app, ["plan", str(run_file), "--gpu-memory", "80GB", "--json", "--max", "length"])
+    assert fits.exit_code == 0, fits.output
+    plan = json.loads(fits.output)
+    assert plan["model"]["parameters"] == 7_615_616_512
+    assert plan["layout"]["num_steps"] == 7
+    assert plan["memory"]["fits"]
+    assert plan["max"]["length"] > 4096
+    backward = plan["memory"]["phases"]["backward"]
+    assert backward["total"] == sum(backward["parts"].values())
+    assert {number["origin"] for number in plan["timing"].values()} <= {"measured", "assumed", "derived"}
+    does_not = CliRunner().invoke(app, ["plan", str(run_file), "--gpu", "4090"])
+    assert does_not.exit_code == 1
+    assert "does not fit" in does_not.output
+
+
+@pytest.mark.parametrize("options", [["--max", "everything"], ["--gpus", "0"], ["--model-shape", "9t"]])
+def test_mistakes_exit_with_2(run_file: Path, options: list[str]) -> None:
+    assert CliRunner().invoke(app, ["plan", str(run_file), *options]).exit_code == 2
+
+
+def test_no_torch_is_imported(run_file: Path) -> None:
+    code = (
+        "import sys; from cohort.cli.app import app\n"
+        f"app(['plan', {str(run_file)!r}, '--json'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) -> None:
+    notes: list[str] = []
+    wanted = config(f"model.path={run_file.parent / 'model'}")
+    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "note": notes.append}
+    fitting = plan_on(wanted, EIGHT, **about)
+    assert fitting is not None and fitting.fits
+    small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    with pytest.raises(UserError, match=r"needs .* GB of each GPU in .* run\.ignore_plan: true"):
+        plan_on(wanted, small, **about)
+    assert not notes
+    told = wanted.model_copy(update={"run": wanted.run.model_copy(update={"ignore_plan": True})})
+    assert plan_on(told, small, **about) is not None
+    assert "goes on all the same" in notes[0]
+    assert compared(fitting, {}) is None
+    assert "20.00 GB at most" in (compared(fitting, {1: 19e9, 2: 20e9}) or "")
+
+
+def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    class Notes(Display):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def as_on(memory: str) -> Any:
+        machines = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=memory)
+        return lambda config, *, device, world_size, **about: plan_on(config, machines, **about)
+
+    settings = changed(make_inputs(tmp_path), train={"steps": 1})
+    monkeypatch.setattr(loop, "foresee", as_on("1MB"))
+    with pytest.raises(UserError, match="this run needs"):
+        cohort.train(settings, display=Notes())
+    assert not (tmp_path / "run" / "plan.json").exists()
+    monkeypatch.setattr(loop, "foresee", as_on("80GB"))
+    done = cohort.train(settings, display=Notes())
+    plan = json.loads((done.run_dir / "plan.json").read_text())
+    assert plan["layout"]["num_prompts"] == 40
+    assert plan["memory"]["fits"]
+    assert "memory of one process" in notes[-1]
