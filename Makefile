@@ -79,6 +79,7 @@ bench: $(READY)
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py
 	@$(BIN)/python bench/memory.py
+	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
