@@ -4,6 +4,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig, GrpoConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
@@ -36,6 +37,7 @@ class ModelConfig(Section):
         "that is each layer's input.",
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
+    adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
