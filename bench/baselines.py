@@ -48,7 +48,7 @@ def pad(sequences: Sequence[TrainSequence], device: torch.device) -> Rows:
         attention_mask=mask,
         completion_ids=ids[:, longest_prompt:],
         completion_mask=mask[:, longest_prompt:],
-        advantages=torch.tensor([s.advantage for s in sequences], dtype=torch.float32, device=device),
+        advantages=torch.tensor([s.advantages[0] for s in sequences], dtype=torch.float32, device=device),
     )
 
 

@@ -190,7 +190,7 @@ def _plain_gradients(model: Any, sequences: list[TrainSequence]) -> Gradients:
         ids = torch.from_numpy(s.token_ids).unsqueeze(0).to(model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, s.num_prompt_tokens - 1 : -1]
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        weights = torch.from_numpy(s.loss_weights * s.advantage).to(log_p)
+        weights = torch.from_numpy(s.loss_weights * s.advantages).to(log_p)
         (log_p.gather(-1, ids[0, s.num_prompt_tokens :].unsqueeze(-1)).squeeze(-1) * weights).sum().backward()
     return _taken(model)
 

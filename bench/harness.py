@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from cohort.algorithms import build_algorithm
-from cohort.config import GrpoConfig, ModelConfig, TrainConfig
+from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.engine import TrainEngine
 from cohort.engine.accumulation import is_out_of_memory
 from cohort.engine.engine import PolicyLoss, TrainResult
@@ -153,7 +153,7 @@ def make_group(prompt_tokens: int, completion_tokens: Sequence[int], vocab: int)
             group=0,
             sampling_logprobs=np.full(length, -math.log(vocab)),
             loss_weights=np.full(length, 1 / (count * length)),
-            advantage=2 * (n + 0.5) / count - 1,
+            advantages=np.full(length, 2 * (n + 0.5) / count - 1),
         )
         for n, length in enumerate(completion_tokens)
     ]
@@ -161,7 +161,7 @@ def make_group(prompt_tokens: int, completion_tokens: Sequence[int], vocab: int)
 
 def grpo() -> PolicyLoss:
     """GRPO's loss per token."""
-    return build_algorithm(GrpoConfig(), max_completion_tokens=1).policy_loss
+    return build_algorithm(AlgorithmConfig(), max_completion_tokens=1).policy_loss
 
 
 def make_engine(policy: Policy, *, micro_batch_tokens: int, **train: Any) -> TrainEngine:

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorithm
 from cohort.algorithms.advantages import group_mean, group_mean_std
 from cohort.algorithms.correction import importance_weights
-from cohort.algorithms.losses import clipped_surrogate, kl_k3
+from cohort.algorithms.losses import clipped, kl_k3
 from cohort.algorithms.weights import constant, sequence_mean, token_mean
 from cohort.batch import LossInputs
-from cohort.config import DapoConfig, DrGrpoConfig, GrpoConfig
+from cohort.config import AlgorithmConfig
 from cohort.records import Completion, FinishReason, Prompt, ScoredGroup
 
 NAN = float("nan")
@@ -26,8 +26,19 @@ def inputs(ratios: list[float], advantages: list[float], reference: list[float] 
         old_logprobs=zeros,
         sampling_logprobs=zeros,
         reference_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float64),
+        entropy=torch.zeros(1),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         sequence_ids=torch.arange(len(ratios)),
+    )
+
+
+def judged(rewards_PG: torch.Tensor) -> AdvantageInputs:
+    """Completions of one token."""
+    return AdvantageInputs(
+        rewards=rewards_PG,
+        reward_parts=rewards_PG.unsqueeze(-1),
+        token_rewards=rewards_PG.nan_to_num(0.0).unsqueeze(-1),
+        lengths=torch.ones_like(rewards_PG, dtype=torch.int64),
     )
 
 
@@ -48,16 +59,16 @@ def scored(rewards: list[float], lengths: list[int], finish: list[FinishReason] 
 
 def test_group_mean_std():
     # mean 1, squares 1 + 1 + 1 + 1 over G - 1 = 3: std sqrt(4/3)
-    advantages = group_mean_std(torch.tensor([[0.0, 2.0, 0.0, 2.0]]), std_epsilon=0.0)
+    advantages = group_mean_std(judged(torch.tensor([[0.0, 2.0, 0.0, 2.0]])), std_epsilon=0.0)
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, 1.0, -1.0, 1.0]]) * math.sqrt(3 / 4))
     # the epsilon is added to the standard deviation: 1 / (sqrt(2) + 0.1)
-    advantages = group_mean_std(torch.tensor([[0.0, 2.0]]), std_epsilon=0.1)
+    advantages = group_mean_std(judged(torch.tensor([[0.0, 2.0]])), std_epsilon=0.1)
     torch.testing.assert_close(advantages, torch.tensor([[-0.66041, 0.66041]]), atol=1e-5, rtol=0)
 
 
 def test_group_mean():
     torch.testing.assert_close(
-        group_mean(torch.tensor([[0.0, 3.0, 0.0], [1.0, 1.0, 4.0]])),
+        group_mean(judged(torch.tensor([[0.0, 3.0, 0.0], [1.0, 1.0, 4.0]]))),
         torch.tensor([[-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]]),
     )
 
@@ -66,20 +77,20 @@ def test_group_mean():
 def test_equal_rewards_have_advantage_zero(std_epsilon: float):
     for reward in (0.1, 0.7, 1.0, 1e6 / 3):  # the mean of three times 0.7 is not 0.7 to the last bit
         for dtype in (torch.float32, torch.float64):
-            rewards = torch.full((2, 3), reward, dtype=dtype)
-            assert group_mean_std(rewards, std_epsilon=std_epsilon).tolist() == [[0.0] * 3] * 2
-            assert group_mean(rewards).tolist() == [[0.0] * 3] * 2
+            x = judged(torch.full((2, 3), reward, dtype=dtype))
+            assert group_mean_std(x, std_epsilon=std_epsilon).tolist() == [[0.0] * 3] * 2
+            assert group_mean(x).tolist() == [[0.0] * 3] * 2
 
 
 def test_unjudged_completions_take_no_part_in_their_group():
     torch.testing.assert_close(
-        group_mean_std(torch.tensor([[0.0, NAN, 2.0]]), std_epsilon=0.0),
+        group_mean_std(judged(torch.tensor([[0.0, NAN, 2.0]])), std_epsilon=0.0),
         torch.tensor([[-1.0, NAN, 1.0]]) / math.sqrt(2),
         equal_nan=True,
     )
     # one judged completion has no peers; a group of none has no advantage
     torch.testing.assert_close(
-        group_mean_std(torch.tensor([[5.0, NAN], [NAN, NAN]]), std_epsilon=1e-4),
+        group_mean_std(judged(torch.tensor([[5.0, NAN], [NAN, NAN]])), std_epsilon=1e-4),
         torch.tensor([[0.0, NAN], [NAN, NAN]]),
         equal_nan=True,
     )
@@ -87,7 +98,7 @@ def test_unjudged_completions_take_no_part_in_their_group():
 
 def test_clip_caps_gain_but_not_loss():
     x = inputs([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0])
-    out = clipped_surrogate(x, clip_low=0.2, clip_high=0.2)
+    out = clipped(x, clip_low=0.2, clip_high=0.2)
     torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.2, -0.5, 1.5, 0.8], dtype=torch.float64))
     assert out.token_metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
     assert out.token_metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
@@ -95,7 +106,7 @@ def test_clip_caps_gain_but_not_loss():
 
 
 def test_clip_bounds_are_separate():
-    out = clipped_surrogate(inputs([1.25, 0.7], [1.0, -1.0]), clip_low=0.2, clip_high=0.28)
+    out = clipped(inputs([1.25, 0.7], [1.0, -1.0]), clip_low=0.2, clip_high=0.28)
     torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.25, 0.8], dtype=torch.float64))
 
 
@@ -106,10 +117,11 @@ def test_on_policy_gradient_is_the_policy_gradient():
         old_logprobs=logprobs.detach(),
         sampling_logprobs=logprobs.detach(),
         reference_logprobs=None,
+        entropy=torch.zeros(1),
         advantages=torch.tensor([2.0, -3.0], dtype=torch.float64),
         sequence_ids=torch.zeros(2, dtype=torch.int64),
     )
-    clipped_surrogate(x, clip_low=0.2, clip_high=0.2).per_token_loss.sum().backward()
+    clipped(x, clip_low=0.2, clip_high=0.2).per_token_loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-2.0, 3.0]
 
@@ -121,12 +133,12 @@ def test_kl_k3():
 
 
 def test_kl_enters_the_loss_with_beta():
-    algorithm = build_algorithm(GrpoConfig(beta=0.5), max_completion_tokens=8)
+    algorithm = build_algorithm(AlgorithmConfig(beta=0.5), max_completion_tokens=8)
     assert algorithm.needs_reference
     out = algorithm.policy_loss(inputs([1.0], [1.0], reference=[math.log(2)]))
     assert out.per_token_loss.item() == pytest.approx(-1 + 0.5 * (1 - math.log(2)))
     assert out.token_metrics["kl"].item() == pytest.approx(1 - math.log(2))
-    assert not build_algorithm(GrpoConfig(), max_completion_tokens=8).needs_reference
+    assert not build_algorithm(AlgorithmConfig(), max_completion_tokens=8).needs_reference
 
 
 def test_loss_weights():
@@ -149,16 +161,16 @@ def test_loss_weights_of_completions_left_out():
 @pytest.mark.parametrize(
     ("config", "advantages", "weights"),
     [
-        (GrpoConfig(std_epsilon=0.0), [-0.7071, 0.7071], [1 / 4, 1 / 12]),
-        (DrGrpoConfig(), [-1.0, 1.0], [1 / 40, 1 / 40]),
-        (DapoConfig(std_epsilon=0.0), [-0.7071, 0.7071], [1 / 8, 1 / 8]),
+        (AlgorithmConfig(std_epsilon=0.0), [-0.7071, 0.7071], [1 / 4, 1 / 12]),
+        (AlgorithmConfig(name="dr_grpo"), [-1.0, 1.0], [1 / 40, 1 / 40]),
+        (AlgorithmConfig(name="dapo", std_epsilon=0.0), [-0.7071, 0.7071], [1 / 8, 1 / 8]),
     ],
     ids=["grpo", "dr_grpo", "dapo"],
 )
 def test_named_algorithms(config, advantages, weights):
     algorithm = build_algorithm(config, max_completion_tokens=20)
     sequences = assign_advantages([scored([0.0, 2.0], [2, 6])], algorithm)
-    assert [s.advantage for s in sequences] == pytest.approx(advantages, abs=1e-4)
+    assert [s.advantages[0] for s in sequences] == pytest.approx(advantages, abs=1e-4)
     assert [s.loss_weights.tolist() for s in sequences] == [[weights[0]] * 2, [weights[1]] * 6]
     assert [s.num_prompt_tokens for s in sequences] == [2, 2]
     assert sequences[0].token_ids.tolist() == [7, 8, 0, 1]
@@ -166,20 +178,22 @@ def test_named_algorithms(config, advantages, weights):
 
 def test_truncated_completions_can_be_masked():
     groups = [scored([0.0, 2.0], [2, 6], ["stop", "length"])]
-    kept = assign_advantages(groups, build_algorithm(GrpoConfig(), max_completion_tokens=20))
+    kept = assign_advantages(groups, build_algorithm(AlgorithmConfig(), max_completion_tokens=20))
     assert kept[1].loss_weights[0] > 0
     masked = assign_advantages(
-        groups, build_algorithm(GrpoConfig(mask_truncated_completions=True), max_completion_tokens=20)
+        groups, build_algorithm(AlgorithmConfig(mask_truncated_completions=True), max_completion_tokens=20)
     )
     assert masked[0].loss_weights.tolist() == [1 / 2] * 2  # alone in the mean
     assert masked[1].loss_weights.tolist() == [0] * 6
-    assert masked[1].advantage == 0
+    assert not masked[1].advantages.any()
 
 
 def test_unjudged_completions_weigh_nothing():
-    sequences = assign_advantages([scored([1.0, NAN], [2, 6])], build_algorithm(DapoConfig(), max_completion_tokens=9))
+    sequences = assign_advantages(
+        [scored([1.0, NAN], [2, 6])], build_algorithm(AlgorithmConfig(name="dapo"), max_completion_tokens=9)
+    )
     assert sequences[1].loss_weights.tolist() == [0] * 6
-    assert [s.advantage for s in sequences] == [0, 0]
+    assert [s.advantages[0] for s in sequences] == [0, 0]
 
 
 def off_policy(differences: list[float], ids: list[int], dtype: torch.dtype = torch.float64) -> LossInputs:
@@ -191,6 +205,7 @@ def off_policy(differences: list[float], ids: list[int], dtype: torch.dtype = to
         old_logprobs=old,
         sampling_logprobs=sampling,
         reference_logprobs=torch.zeros_like(old),
+        entropy=torch.zeros(1),
         advantages=torch.ones_like(old),
         sequence_ids=torch.tensor(ids),
     )
@@ -210,7 +225,7 @@ LN2 = math.log(2)
     ],
 )
 def test_importance_weights_multiply_the_policy_loss(correction, weights, clipped):
-    config = GrpoConfig(sampling_correction=correction, sampling_correction_cap=1.5)
+    config = AlgorithmConfig(sampling_correction=correction, sampling_correction_cap=1.5)
     x = off_policy([-LN2, LN2, 2 * LN2, 0.0], [7, 7, 3, 3])
     out = build_algorithm(config, max_completion_tokens=8).policy_loss(x)
     assert out.per_token_loss.tolist() == pytest.approx([-w for w in weights])  # ratio 1, advantage 1
@@ -222,7 +237,7 @@ def test_importance_weights_multiply_the_policy_loss(correction, weights, clippe
 
 
 def test_importance_weights_are_of_the_old_policy_and_not_of_the_current_one():
-    config = GrpoConfig(sampling_correction="token_truncate", clip_low=0.5, clip_high=9.0)
+    config = AlgorithmConfig(sampling_correction="token_truncate", clip_low=0.5, clip_high=9.0)
     x = off_policy([math.log(1.5)], [0])
     moved = replace(x, logprobs=(x.old_logprobs + math.log(3)).requires_grad_())
     out = build_algorithm(config, max_completion_tokens=8).policy_loss(moved)
@@ -232,7 +247,7 @@ def test_importance_weights_are_of_the_old_policy_and_not_of_the_current_one():
 
 
 def test_the_kl_term_is_not_corrected():
-    config = GrpoConfig(sampling_correction="token_mask", sampling_correction_cap=1.5, beta=0.5)
+    config = AlgorithmConfig(sampling_correction="token_mask", sampling_correction_cap=1.5, beta=0.5)
     x = off_policy([LN2], [0])
     out = build_algorithm(config, max_completion_tokens=8).policy_loss(x)
     # the token is masked, and the reference's logprob is 0: d = 1 - ln 2, k3 = exp(d) - d - 1
@@ -250,11 +265,14 @@ def test_differences_whose_exponential_overflows(level: str, dtype: torch.dtype)
         old_logprobs=old.detach(),
         sampling_logprobs=torch.tensor([-1e4, 1e4, -math.inf, -89.0], dtype=dtype),
         reference_logprobs=None,
+        entropy=torch.zeros(1),
         advantages=torch.ones(4, dtype=dtype),
         sequence_ids=torch.arange(4),
     )
     for kind, expected in (("truncate", [3.0, 0.0, 3.0, 3.0]), ("mask", [0.0] * 4)):
-        config = GrpoConfig.model_validate({"sampling_correction": f"{level}_{kind}", "sampling_correction_cap": 3.0})
+        config = AlgorithmConfig.model_validate(
+            {"sampling_correction": f"{level}_{kind}", "sampling_correction_cap": 3.0}
+        )
         out = build_algorithm(config, max_completion_tokens=8).policy_loss(x)
         (gradient,) = torch.autograd.grad(out.per_token_loss.sum(), old)
         assert out.per_token_loss.tolist() == gradient.tolist() == [-w for w in expected]
@@ -272,7 +290,7 @@ def test_a_completion_whose_tokens_overflow_one_by_one_and_cancel_out():
 def test_auto_is_what_it_is_said_to_be():
     x = off_policy([2 * LN2], [0])
     losses = [
-        build_algorithm(GrpoConfig(sampling_correction=wanted), max_completion_tokens=8, auto_correction=auto)
+        build_algorithm(AlgorithmConfig(sampling_correction=wanted), max_completion_tokens=8, auto_correction=auto)
         .policy_loss(x)
         .per_token_loss.item()
         for wanted, auto in (("auto", "none"), ("auto", "token_truncate"), ("none", "token_truncate"))
@@ -289,11 +307,12 @@ def test_on_policy_the_correction_changes_no_bit(correction):
         old_logprobs=old,
         sampling_logprobs=old.clone(),
         reference_logprobs=None,
+        entropy=torch.zeros(1),
         advantages=torch.randn(50, generator=generator),
         sequence_ids=torch.arange(5).repeat_interleave(10),
     )
     plain, corrected = (
-        build_algorithm(GrpoConfig(sampling_correction=c), max_completion_tokens=8).policy_loss(x)
+        build_algorithm(AlgorithmConfig(sampling_correction=c), max_completion_tokens=8).policy_loss(x)
         for c in ("none", correction)
     )
     assert torch.equal(plain.per_token_loss, corrected.per_token_loss)

@@ -120,8 +120,11 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         # the configuration
         ({"train": {"stepz": 5}}, ["error: train.stepz: unknown key; did you mean steps?"]),
         ({"train": {"steps": "many"}}, ["error: train.steps: 'many': input should be a valid integer"]),
-        ({"algorithm": {"name": "gpro"}}, ["error: algorithm.name: 'gpro' is not one of grpo", "did you mean grpo?"]),
-        ({"rollout": {"num_generations": 1}}, ["error: rollout.num_generations: 1: a group of one has no peers"]),
+        ({"algorithm": {"name": "gpro"}}, ["error: algorithm.name: 'gpro': is not one of grpo", "did you mean grpo?"]),
+        (
+            {"rollout": {"num_generations": 1}},
+            ["error: rollout.num_generations: 1 with algorithm.name: grpo: a group of one has no peers"],
+        ),
         ({"run": {"checkpoint_every": 0, "keep_checkpoints": 2}}, ["keep_checkpoints has no effect"]),
         ({"train": {"warmup_steps": 4}}, ["error: train: warmup_steps: 4 is more than steps: 3"]),
         (

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import cohort
 from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.checkpoint import checkpoints, load_trainer_state
-from cohort.config import GrpoConfig
+from cohort.config import AlgorithmConfig
 from cohort.data import PromptSet, PromptStream
 from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
@@ -338,7 +338,7 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_new_prompts():
     ).gather(0, lambda name: nullcontext())
     assert places(everything.groups) == [0, 1, 2, 3] and everything.metrics["rollout/resampled_ratio"] == 0
     # what is left in counts as it always does: four groups of four completions
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=6)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=6)
     for gathered in (first, everything):
         sequences = assign_advantages(gathered.groups, algorithm)
         assert sum(s.loss_weights.sum() for s in sequences) == pytest.approx(1)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.batch import LossInputs
-from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig, TrainConfig
+from cohort.config import AlgorithmConfig, TrainConfig
 from cohort.engine import TrainEngine
 from cohort.policy import Policy, linear_loss
 from cohort.policy.layout import Layout
@@ -21,15 +21,17 @@ from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
 
 ALGORITHMS: dict[str, AlgorithmConfig] = {
-    "grpo": GrpoConfig(),
-    "grpo_kl": GrpoConfig(beta=0.1),
-    "grpo_masked": GrpoConfig(mask_truncated_completions=True),
-    "dr_grpo": DrGrpoConfig(),
-    "dr_grpo_kl_masked": DrGrpoConfig(beta=0.1, mask_truncated_completions=True),
-    "dapo": DapoConfig(),
-    "dapo_kl_masked": DapoConfig(beta=0.1, mask_truncated_completions=True),
-    "grpo_kl_corrected": GrpoConfig(beta=0.1, sampling_correction="token_mask", sampling_correction_cap=1.2),
-    "dapo_corrected": DapoConfig(sampling_correction="sequence_truncate", sampling_correction_cap=1.5),
+    "grpo": AlgorithmConfig(),
+    "grpo_kl": AlgorithmConfig(beta=0.1),
+    "grpo_masked": AlgorithmConfig(mask_truncated_completions=True),
+    "dr_grpo": AlgorithmConfig(name="dr_grpo"),
+    "dr_grpo_kl_masked": AlgorithmConfig(name="dr_grpo", beta=0.1, mask_truncated_completions=True),
+    "dapo": AlgorithmConfig(name="dapo"),
+    "dapo_kl_masked": AlgorithmConfig(name="dapo", beta=0.1, mask_truncated_completions=True),
+    "grpo_kl_corrected": AlgorithmConfig(beta=0.1, sampling_correction="token_mask", sampling_correction_cap=1.2),
+    "dapo_corrected": AlgorithmConfig(
+        name="dapo", sampling_correction="sequence_truncate", sampling_correction_cap=1.5
+    ),
 }
 G = 3
 
@@ -79,7 +81,7 @@ def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSeque
     """The reference: one unpadded forward per completion, one backward of the whole sum."""
     total = torch.zeros((), dtype=torch.float64)
     for n, sequence in enumerate(sequences):
-        logprobs, _ = naive_logprobs(policy.model, sequence, temperature=0.9)
+        logprobs, entropy = naive_logprobs(policy.model, sequence, temperature=0.9)
         with torch.no_grad():
             reference_logprobs, _ = naive_logprobs(reference.model, sequence, temperature=0.9)
         out = algorithm.policy_loss(
@@ -88,7 +90,8 @@ def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSeque
                 old_logprobs=old_logprobs_of(sequence),
                 sampling_logprobs=torch.from_numpy(sequence.sampling_logprobs),
                 reference_logprobs=reference_logprobs,
-                advantages=torch.full_like(logprobs, sequence.advantage),
+                entropy=entropy,
+                advantages=torch.from_numpy(sequence.advantages),
                 sequence_ids=torch.full(logprobs.shape, n),
             )
         )
@@ -138,7 +141,7 @@ def test_the_gradient_does_not_depend_on_budget_or_order(name: str, lengths_PG, 
 
 
 def test_groups_without_a_gradient_are_not_computed():
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     rewards = ([0.0, 1.0, 2.0], [1.0, 1.0, 1.0], [0.0, np.nan, 1.0])
     groups = [
         replace(group, rewards=np.array(r))
@@ -147,16 +150,16 @@ def test_groups_without_a_gradient_are_not_computed():
     sequences = assign_advantages(groups, algorithm)
     kept = [(s.group, s.num_completion_tokens) for s in with_gradient(sequences, algorithm)]
     assert kept == [(0, 3), (0, 5), (2, 3), (2, 5)]  # the middle one of group 0 has the group's mean
-    with_kl = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
+    with_kl = build_algorithm(AlgorithmConfig(beta=0.1), max_completion_tokens=16)
     assert len(with_gradient(assign_advantages(groups, with_kl), with_kl)) == 8  # a KL term pulls at all but the NaN
 
 
 def test_a_step_without_any_gradient_still_is_a_step_of_the_optimizer():
     """As if the sequences without a gradient had been computed: AdamW's momentum moves the weights on."""
     engines = [make_engine(make_policy(), learning_rate=0.01) for _ in range(2)]
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     learned = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
-    idle = [replace(s, advantage=0.0) for s in learned]
+    idle = [replace(s, advantages=np.zeros(s.num_completion_tokens)) for s in learned]
     for engine, second in zip(engines, (idle, with_gradient(idle, algorithm)), strict=True):
         for sequences in (learned, second):
             (batch,) = pack_for(engine.policy, sequences, 50)
@@ -168,7 +171,7 @@ def test_a_step_without_any_gradient_still_is_a_step_of_the_optimizer():
 
 def test_float32_gradients_agree_to_1e_5():
     policy = make_policy()
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9], [1, 6, 2], [8, 8, 8]], seed=0), algorithm)
     engine = make_engine(policy)
     _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
@@ -179,7 +182,7 @@ def test_float32_gradients_agree_to_1e_5():
 
 def test_on_policy_old_logprobs_are_the_current_ones():
     policy = make_policy(dtype=torch.float64)
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
     engine = make_engine(policy, learning_rate=0.05)
     (batch,) = pack_for(policy, sequences, 30)
@@ -202,7 +205,7 @@ def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correctio
     for wanted in ("none", correction):
         policy = make_policy()
         engine = make_engine(policy, learning_rate=0.01)
-        algorithm = build_algorithm(GrpoConfig(sampling_correction=wanted), max_completion_tokens=16)
+        algorithm = build_algorithm(AlgorithmConfig(sampling_correction=wanted), max_completion_tokens=16)
         sequences = assign_advantages(groups, algorithm)
         (batch,) = pack_for(policy, sequences, 30)
         engine.forward_backward(batch, algorithm.policy_loss)
@@ -220,7 +223,7 @@ def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correctio
 
 
 def test_an_empty_micro_batch_adds_nothing():
-    algorithm = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(beta=0.1), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
     engine = make_engine(make_policy(), make_policy(seed=1))
     (batch,) = pack_for(engine.policy, sequences, 100)
@@ -242,7 +245,7 @@ def test_an_empty_micro_batch_adds_nothing():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_gradients_of_all_ranks_add_up(world_size: int):
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9], [1, 6, 2], [8, 8, 8]], seed=0), algorithm)
     engine = make_engine(make_policy(dtype=torch.float64))
     _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
@@ -264,7 +267,7 @@ def test_frozen_weights_stay_bit_identical_and_master_weights_keep_their_dtype()
     frozen_before = {k: v.clone() for k, v in reference.model.state_dict().items()}
     embedding_before = policy.model.get_input_embeddings().weight.clone()
     trained_before = copy.deepcopy(policy.model.state_dict())
-    algorithm = build_algorithm(GrpoConfig(beta=0.1), max_completion_tokens=16)
+    algorithm = build_algorithm(AlgorithmConfig(beta=0.1), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
     engine = make_engine(policy, reference, learning_rate=0.01, weight_decay=0.1)
     for _ in range(3):
@@ -317,7 +320,7 @@ def test_gradients_in_forward_are_the_same(name: str, layout: Layout, monkeypatc
 def test_no_gradient_of_a_whole_embedding_is_made_besides_the_sum(tie: bool):
     """Numbers of tables that backward makes, of a tied head and of an embedding by itself; the sum is dense."""
     policy = make_policy(tie=tie, vocab_size=5000)
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=32)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=32)
     sequences = assign_advantages(random_groups([[5, 9, 2]], 0), algorithm)
     engine = make_engine(policy)
     for _ in range(2):  # the second micro-batch finds a gradient

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohort.algorithms import build_algorithm
-from cohort.config import GrpoConfig
+from cohort.config import AlgorithmConfig
 from cohort.metrics import PeakMemory, device_peak_flops, largest_peaks, speed_metrics
 from cohort.metrics import memory as memory_module
 from test_laws import make_engine
@@ -84,7 +84,7 @@ def test_what_a_pass_counts(budget: int):
     policy = make_policy()
     engine = make_engine(policy)
     (batch,) = pack_for(policy, random_sequences([(10, [4, 6]), (5, [3])]), budget)
-    done = engine.forward_backward(batch, build_algorithm(GrpoConfig(), max_completion_tokens=8).policy_loss)
+    done = engine.forward_backward(batch, build_algorithm(AlgorithmConfig(), max_completion_tokens=8).policy_loss)
     shared = budget > 1
     assert done.num_unshared_inputs == 13 + 15 + 7
     assert done.num_prompt_inputs == 15 + (0 if shared else 10)

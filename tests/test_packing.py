@@ -25,7 +25,7 @@ def test_whole_sequences_by_hand():
     assert row.source.tolist() == [1, 2, 3, 4, 5]
     assert row.targets.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
     assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1]
-    assert row.advantages.tolist() == [first.advantage] * 3 + [second.advantage] * 2
+    assert row.advantages.tolist() == [*first.advantages, *second.advantages]
     assert row.sampling_logprobs.tolist() == [*first.sampling_logprobs, *second.sampling_logprobs]
     assert row.loss_weights.tolist() == [*first.loss_weights, *second.loss_weights]
     (own,) = row.segments.own

@@ -336,7 +336,7 @@ SEQUENCES = [
         num_prompt_tokens=1,
         sampling_logprobs=np.zeros(2),
         loss_weights=np.ones(2),
-        advantage=advantage,
+        advantages=np.full(2, advantage),
         index=n,
         group=n // 2,
     )

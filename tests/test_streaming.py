@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.algorithms import assign_advantages, build_algorithm
-from cohort.config import GrpoConfig
+from cohort.config import AlgorithmConfig
 from cohort.engine import TrainEngine
 from cohort.engine.work import Turn, Work
 from cohort.errors import OutOfStepError
@@ -206,7 +206,7 @@ def test_a_prompt_that_does_not_fit_ends_the_run():
 def test_memory_is_bounded_by_the_prompt_and_one_part():
     """Bytes that autograd keeps at a time, counted."""
     engine = make_engine(make_policy())
-    algorithm = build_algorithm(GrpoConfig(), max_completion_tokens=100)
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=100)
     sequences = assign_advantages(random_groups([[60] * 8], 0, LONG), algorithm)
     weights = {p.untyped_storage().data_ptr() for p in engine.policy.model.parameters()}
 

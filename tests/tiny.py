@@ -153,7 +153,7 @@ def random_sequences(lengths: list[tuple[int, list[int]]], *, seed: int = 0) -> 
                 group=group,
                 sampling_logprobs=-rng.random(c) * 4,
                 loss_weights=np.full(c, 1.0 / total),
-                advantage=float(rng.normal()),
+                advantages=np.full(c, rng.normal()),
             )
             for i, c in enumerate(completions)
         ]

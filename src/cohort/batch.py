@@ -71,7 +71,8 @@ class LossInputs:
     logprobs: Tensor  # [T] current policy, carries the gradient
     old_logprobs: Tensor  # [T] the policy at the first update of this rollout
     sampling_logprobs: Tensor  # [T] the policy that sampled the tokens, as the sampler computed them
-    reference_logprobs: Tensor | None  # [T] the frozen reference; None where the algorithm has no KL term
+    reference_logprobs: Tensor | None  # [T] the frozen reference; None where the loss has no KL term
+    entropy: Tensor  # [T] in nats, of the current policy's distribution; carries a gradient
     advantages: Tensor  # [T]
     sequence_ids: Tensor  # [T] int64, for sequence-level ratios
 

@@ -7,7 +7,7 @@ G generations of one prompt, C completion tokens, S tokens of prompt and complet
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length"]
+Estimate = Literal["logprobs", "entropies", "reference_logprobs", "values"]  # the fields of `Estimates`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,19 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What models say of a step's completions before any of them is trained on, [C] each by the sequence's index.
+
+    Empty where the algorithm does not ask for it.
+    """
+
+    logprobs: Mapping[int, FloatArray] = field(default_factory=dict)  # of the policy
+    entropies: Mapping[int, FloatArray] = field(default_factory=dict)  # of the policy, in nats
+    reference_logprobs: Mapping[int, FloatArray] = field(default_factory=dict)
+    values: Mapping[int, FloatArray] = field(default_factory=dict)  # of the critic: the return that it expects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
     """One completion after its prompt, as the loss sees it. P prompt tokens, C completion tokens."""
 
@@ -69,7 +83,7 @@ class TrainSequence:
     group: int  # number of the group in the step; sequences of one group have the same prompt
     sampling_logprobs: FloatArray  # [C]
     loss_weights: FloatArray  # [C] fixed over the whole step; 0 masks a token
-    advantage: float
+    advantages: FloatArray  # [C] the same for all tokens where the completion has one
 
     @property
     def num_completion_tokens(self) -> int:

@@ -291,5 +291,5 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         values = [r for g in groups for r in g.reward_parts[name]]
         columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)
     if sequences is not None:
-        columns["advantage"] = pa.array([s.advantage for s in sequences], pa.float64())
+        columns["advantage"] = pa.array([float(s.advantages.mean()) for s in sequences], pa.float64())
     return pa.table(columns)

@@ -173,7 +173,7 @@ def largest_difference(model: Any, prompt: list[int], choice: Choice, tokens: sl
         group=0,
         sampling_logprobs=np.array(choice.logprobs),
         loss_weights=np.ones(len(choice.token_ids)),
-        advantage=0.0,
+        advantages=np.zeros(len(choice.token_ids)),
     )
     with torch.no_grad():
         own, _ = naive_logprobs(model, sequence)

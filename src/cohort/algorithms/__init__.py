@@ -1,6 +1,14 @@
 """Algorithms: each is an advantage, a policy loss and a loss weight, all pure functions."""
 
-from cohort.algorithms.assign import assign_advantages, with_gradient
+from cohort.algorithms.assign import assign_advantages, bare_sequences, with_gradient
+from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.table import Algorithm, build_algorithm
 
-__all__ = ["Algorithm", "assign_advantages", "build_algorithm", "with_gradient"]
+__all__ = [
+    "AdvantageInputs",
+    "Algorithm",
+    "assign_advantages",
+    "bare_sequences",
+    "build_algorithm",
+    "with_gradient",
+]

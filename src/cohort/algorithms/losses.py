@@ -10,7 +10,7 @@ from cohort.batch import LossInputs, LossOutput
 PolicyLoss = Callable[[LossInputs], LossOutput]
 
 
-def clipped_surrogate(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+def clipped(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
     """Clipped policy-gradient surrogate (PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476).
 
     Metrics: share of tokens clipped from below, from above, and either.

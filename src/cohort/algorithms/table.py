@@ -1,63 +1,74 @@
-"""The named algorithms, each a choice of three functions. Branching on names ends here."""
+"""From the `algorithm` section to functions. Branching on names ends here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from cohort.algorithms import advantages, losses, weights
 from cohort.algorithms.correction import Correction, with_correction
+from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.losses import PolicyLoss
 from cohort.batch import LossInputs, LossOutput
-from cohort.config import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig
-from cohort.records import FloatArray, IntArray
+from cohort.config import COMPONENTS, AlgorithmConfig
+from cohort.records import Estimate, FloatArray, IntArray
+
+Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
+LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
+MODULES = {"advantage": advantages, "policy_loss": losses, "loss_weight": weights}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """Three pure functions, and what they need from the rest of the system."""
 
-    advantage: Callable[[Tensor], Tensor]  # rewards [P, G] -> advantages [P, G]
+    advantage: Advantage
     policy_loss: PolicyLoss
-    loss_weight: Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
+    loss_weight: LossWeight
     mask_truncated: bool
-    needs_reference: bool
+    estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
+    needs_reference: bool  # in the loss
+    learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
 
 
 def build_algorithm(
-    config: AlgorithmConfig, *, max_completion_tokens: int, auto_correction: Correction = "none"
+    config: AlgorithmConfig,
+    *,
+    max_completion_tokens: int,
+    auto_correction: Correction = "none",
 ) -> Algorithm:
-    """The algorithm that `config` names, with its numbers filled in.
+    """The algorithm that `config` describes, with its numbers filled in.
 
     Args:
         config: the `algorithm` section.
         max_completion_tokens: longest completion.
         auto_correction: what `sampling_correction: auto` means; none where the sampler computes as the trainer does.
     """
-    advantage: Callable[[Tensor], Tensor]
-    weight: Callable[[IntArray, np.ndarray], FloatArray]
-    clip = partial(losses.clipped_surrogate, clip_low=config.clip_low, clip_high=config.clip_high)
-    match config:
-        case GrpoConfig():
-            advantage = partial(advantages.group_mean_std, std_epsilon=config.std_epsilon)
-            weight = weights.sequence_mean
-        case DrGrpoConfig():
-            advantage = advantages.group_mean
-            weight = partial(weights.constant, max_completion_tokens=max_completion_tokens)
-        case DapoConfig():
-            advantage = partial(advantages.group_mean_std, std_epsilon=config.std_epsilon)
-            weight = weights.token_mean
+    parts = {kind: _function(config, kind) for kind in MODULES}
+    if config.loss_weight == "constant":  # the one number that is another section's
+        parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
     correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
-    loss = with_correction(clip, correction, cap=config.sampling_correction_cap)
+    loss = with_correction(parts["policy_loss"], correction, cap=config.sampling_correction_cap)
     return Algorithm(
-        advantage=advantage,
+        advantage=parts["advantage"],
         policy_loss=_with_kl(loss, beta=config.beta) if config.beta > 0 else loss,
-        loss_weight=weight,
+        loss_weight=parts["loss_weight"],
         mask_truncated=config.mask_truncated_completions,
+        estimates=frozenset(),
         needs_reference=config.beta > 0,
+        learns_without_advantage=config.beta > 0,
     )
+
+
+def _function(config: AlgorithmConfig, kind: str) -> Any:
+    """The function of a component, with the keys that it reads filled in."""
+    name = getattr(config, kind)
+    function = getattr(MODULES[kind], name)
+    keys = COMPONENTS[kind][name].keys
+    return partial(function, **{key: getattr(config, key) for key in keys})
 
 
 def _with_kl(policy_loss: PolicyLoss, *, beta: float) -> PolicyLoss:

@@ -152,7 +152,7 @@ def _group(prompt_tokens: int, completion_tokens: int, num_generations: int) -> 
             group=0,
             sampling_logprobs=np.zeros(completion_tokens),
             loss_weights=np.ones(completion_tokens),
-            advantage=1.0,
+            advantages=np.ones(completion_tokens),
         )
         for index in range(num_generations)
     ]

@@ -1,6 +1,7 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
-from cohort.config.algorithm import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig
+from cohort.config.algorithm import AlgorithmConfig
+from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
@@ -21,18 +22,19 @@ from cohort.config.schema import (
 )
 
 __all__ = [
+    "ALGORITHMS",
+    "COMPONENTS",
     "KEYS_OF_OWN_SERVERS",
     "WRITTEN_BY_COHORT",
     "AlgorithmConfig",
+    "Component",
     "Config",
-    "DapoConfig",
     "DataConfig",
-    "DrGrpoConfig",
     "EvalConfig",
-    "GrpoConfig",
     "HardwareConfig",
     "LocalRolloutConfig",
     "ModelConfig",
+    "NamedAlgorithm",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -17,8 +17,8 @@ class AdapterConfig(Section):
     )
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="Layers that get one, by the last parts of their names, such as [q_proj, v_proj]. all-linear: every "
-        "linear layer but the head. lm_head and embed_tokens may be named too.",
+        description="Layers that get one, by the last parts of their names, such as [q_proj, v_proj]. all-linear: "
+        "every linear layer but the head. lm_head and embed_tokens may be named too.",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the addition.")
     rslora: bool = Field(False, description="Rank-stabilised scaling (arXiv:2312.03732).")

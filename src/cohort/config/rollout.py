@@ -38,7 +38,11 @@ _NOT_VLLM_ARGS = {
 class SamplingConfig(Section):
     """What every rollout engine is told."""
 
-    num_generations: int = Field(8, description="G, completions per prompt (the group). At least 2.")
+    num_generations: int = Field(
+        8,
+        ge=1,
+        description="G, completions per prompt (the group). At least 2 where they are judged against each other.",
+    )
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, after the chat template.")
     max_completion_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
@@ -53,19 +57,6 @@ class SamplingConfig(Section):
         description="Dynamic sampling (DAPO): groups whose rewards are all equal give no gradient, and are replaced by "
         "those of new prompts, in at most so many rounds a step. 0: off.",
     )
-
-    @field_validator("num_generations")
-    @classmethod
-    def _a_group_has_peers(cls, value: int) -> int:
-        if value == 1:
-            raise ValueError(
-                "a group of one has no peers to be judged against, so its advantage is always 0 and nothing would be "
-                "learned. Use at least 2 (8 is usual), or another estimator that needs no peers (of this "
-                "version's, grpo, dr_grpo and dapo, each needs them)"
-            )
-        if value < 1:
-            raise ValueError("must be at least 2 (8 is usual)")
-        return value
 
 
 class LocalRolloutConfig(SamplingConfig):

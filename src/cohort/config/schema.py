@@ -5,7 +5,8 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.adapter import AdapterConfig
-from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig, GrpoConfig
+from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
+from cohort.config.catalogue import with_one_completion
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
 
@@ -273,16 +274,11 @@ class Config(Section):
     data: DataConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     rollout: RolloutConfig = Field(default_factory=LocalRolloutConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=GrpoConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     run: RunConfig = Field(default_factory=RunConfig)
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _grpo_unless_named(cls, value: Any) -> Any:
-        return {"name": "grpo", **value} if isinstance(value, dict) else value
 
     @field_validator("rollout", mode="before")
     @classmethod
@@ -325,21 +321,35 @@ class Config(Section):
                 "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "
                 "sampling_correction: token_truncate, or stale_completions: drop"
             )
-        if algorithm.sampling_correction.startswith("sequence") and self.train.gradients_in_forward:
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_suits_the_run(self) -> Self:
+        algorithm, generations = self.algorithm, self.rollout.num_generations
+        if generations < algorithm.min_generations:
+            others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
             raise ValueError(
-                f"algorithm.sampling_correction: {algorithm.sampling_correction} needs the logprobs of whole "
-                f"completions before the loss of any token, and train.gradients_in_forward: true computes it tile by "
-                f"tile; use token_truncate or token_mask, or gradients_in_forward: false"
+                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name}: a group of one has no "
+                f"peers to be judged against, so its advantage is always 0 and nothing would be learned; use at "
+                f"least {algorithm.min_generations} (8 is usual)"
+                + (f", or {others}, which need no peers" if others else "")
+            )
+        if self.train.gradients_in_forward and algorithm.needs_whole_completions:
+            raise ValueError(
+                f"algorithm.{algorithm.needs_whole_completions} needs the logprobs of whole completions before the "
+                f"loss of any token, and train.gradients_in_forward: true computes it tile by tile; use "
+                f"gradients_in_forward: false, or what looks at each token by itself (policy_loss: clipped, "
+                f"sampling_correction: token_truncate)"
             )
         return self
 
 
 # sections of which there are several: the key whose value says which
-UNIONS = {"algorithm": "name", "rollout": "engine"}
+UNIONS = {"rollout": "engine"}
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field of `Config` may hold: one, or one for each algorithm."""
+    """The sections that a field of `Config` may hold: one, or one of several."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for argument in get_args(annotation) for section in sections_in(argument)]

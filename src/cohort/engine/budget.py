@@ -98,7 +98,7 @@ def _sequences(tokens: int, longest: int) -> tuple[TrainSequence, ...]:
             index=n,
             sampling_logprobs=np.zeros(length),
             loss_weights=np.zeros(length),
-            advantage=1.0,
+            advantages=np.ones(length),
         )
         for n, length in enumerate(lengths)
     )

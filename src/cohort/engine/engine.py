@@ -4,7 +4,7 @@ T scored tokens of a micro-batch, C of a completion.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from cohort.engine.passes import Passes
 from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.policy import OpenPrompt, Policy
-from cohort.records import TrainSequence
+from cohort.records import Estimate, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +141,8 @@ class TrainEngine:
         if batch is not None:
             self._batch, self.old_logprobs = batch, dict(old_logprobs or {})
             if self._reference_forward is not None:
-                self._reference_logprobs, num_out_of_memory = self._reference_forward.logprobs(
-                    batch.sequences, micro_batch_tokens=self.micro_batch_tokens
-                )
+                reference = self._reference_forward.compute(batch.sequences, micro_batch_tokens=self.micro_batch_tokens)
+                self._reference_logprobs, num_out_of_memory = reference.logprobs, reference.num_out_of_memory
         loss = self._step_loss(policy_loss, is_old=batch is not None and old_logprobs is None)
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
@@ -215,11 +214,28 @@ class TrainEngine:
         self.old_logprobs, self._reference_logprobs = {}, None
         return self.ranks.largest(done is not None) == 0
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> PerSequence:
-        """The policy's logprobs of this rank's sequences, [C] by the index of each. Every rank calls this."""
-        self.policy.model.eval()
-        logprobs, _ = self._policy_forward.logprobs(sequences, micro_batch_tokens=self.micro_batch_tokens)
-        return logprobs
+    def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> dict[Estimate, PerSequence]:
+        """What the models say of this rank's sequences, [C] by the index of each. Every rank calls this.
+
+        Args:
+            sequences: of this rank; other ranks may have more or fewer.
+            wanted: which of it, the same on every rank.
+
+        Raises:
+            OutOfStepError: a single sequence does not fit into memory.
+        """
+        estimates: dict[Estimate, PerSequence] = {}
+        if wanted & {"logprobs", "entropies"}:
+            self.policy.model.eval()
+            of_policy = self._policy_forward.compute(
+                sequences, micro_batch_tokens=self.micro_batch_tokens, entropy="entropies" in wanted
+            )
+            estimates |= {"logprobs": of_policy.logprobs, "entropies": of_policy.entropies}
+        if "reference_logprobs" in wanted:
+            assert self._reference_forward is not None, "an algorithm that asks for a reference was built without one"
+            of_reference = self._reference_forward.compute(sequences, micro_batch_tokens=self.micro_batch_tokens)
+            estimates["reference_logprobs"] = of_reference.logprobs
+        return {name: estimates[name] for name in wanted}
 
     def optim_step(self) -> OptimResult:
         """Clip the gradient, update the weights, forget the gradient.

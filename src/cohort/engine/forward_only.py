@@ -1,7 +1,8 @@
-"""Logprobs without a gradient: the reference's, and the policy's where they are compared with the sampler's."""
+"""Logprobs without a gradient: the reference's, and the policy's where they are asked for besides training."""
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,6 +23,15 @@ from cohort.records import TrainSequence
 _FACTOR = 4.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """Of this rank's sequences, [C] by the index of each."""
+
+    logprobs: PerSequence
+    entropies: PerSequence  # in nats; empty where they were not asked for
+    num_out_of_memory: int  # micro-batches that had to be computed again, in parts
+
+
 class ForwardOnly:
     """Computes the logprobs of sequences, in larger micro-batches than those of training."""
 
@@ -40,23 +50,29 @@ class ForwardOnly:
         self._temperature = temperature
         self._factor = _FACTOR  # less where that has run out of memory
 
-    def logprobs(self, sequences: Sequence[TrainSequence], *, micro_batch_tokens: int) -> tuple[PerSequence, int]:
-        """The logprobs of this rank's sequences, and how often memory ran out.
+    def compute(
+        self, sequences: Sequence[TrainSequence], *, micro_batch_tokens: int, entropy: bool = False
+    ) -> ForwardResult:
+        """The logprobs of this rank's sequences.
 
         Args:
             sequences: of this rank; other ranks may have more or fewer.
             micro_batch_tokens: the budget of training.
+            entropy: compute that too.
 
         Raises:
             OutOfStepError: a single sequence does not fit into memory.
         """
         logprobs: dict[int, Tensor] = {}
+        entropies: dict[int, Tensor] = {}
 
         def compute(some: Sequences) -> None:
             micro_batch = on_device(collate(some, share_prompts=self.policy.shares_prompts), self.policy)
             with torch.no_grad():
-                values, _ = self.policy.logprobs(micro_batch, temperature=self._temperature, entropy=False)
+                values, entropy_T = self.policy.logprobs(micro_batch, temperature=self._temperature, entropy=entropy)
             logprobs.update(per_sequence(values, some))
+            if entropy_T is not None:
+                entropies.update(per_sequence(entropy_T, some))
 
         def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
             return deque(pack_alone(some, self.policy, int(self._factor * micro_batch_tokens)).pieces)
@@ -71,7 +87,7 @@ class ForwardOnly:
                 budget = halved(int(self._factor * micro_batch_tokens), now, self.policy)
                 self._factor = budget / micro_batch_tokens
                 todo = packed([s for piece in (now, *todo) for s in piece])
-        return logprobs, num_out_of_memory
+        return ForwardResult(logprobs=logprobs, entropies=entropies, num_out_of_memory=num_out_of_memory)
 
 
 def halved(budget: int, sequences: Sequences, policy: Policy) -> int:

@@ -61,6 +61,7 @@ class StepLoss:
                     old_logprobs=logprobs.detach() if old is None else old[tokens],
                     sampling_logprobs=micro_batch.sampling_logprobs[tokens],
                     reference_logprobs=None if reference is None else reference[tokens],
+                    entropy=entropy,
                     advantages=micro_batch.advantages[tokens],
                     sequence_ids=micro_batch.sequence_ids[tokens],
                 )

@@ -76,7 +76,7 @@ def _micro_batch(
         source=_joined(sources),
         targets=_joined([s.token_ids[s.num_prompt_tokens :] for s in sequences]),
         sampling_logprobs=_joined([s.sampling_logprobs for s in sequences], np.float64),
-        advantages=_joined([np.full(n, s.advantage) for n, s in zip(lengths, sequences, strict=True)], np.float64),
+        advantages=_joined([s.advantages for s in sequences], np.float64),
         loss_weights=_joined([s.loss_weights for s in sequences], np.float64),
         sequence_ids=_joined([np.full(n, i) for i, n in enumerate(lengths)]),
     )

@@ -52,6 +52,11 @@ class RewardRunner:
         self._on_thread_start = on_thread_start
         self._async_caller = AsyncCaller(on_thread_start)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each reward in the sum, by its name."""
+        return {f.name: f.weight for f in self.functions}
+
     def score(self, groups: Sequence[RolloutGroup], *, must_judge: bool = True) -> list[ScoredGroup]:
         """The groups with their rewards, in the same order.
 

@@ -6,7 +6,7 @@ With one process there is nobody to tell, and a command is a call.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from cohort.errors import OutOfStepError, TrainingError
 from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
 from cohort.policy import Policy, stream_weights
-from cohort.records import FloatArray, TrainSequence
+from cohort.records import Estimate, Estimates, FloatArray, TrainSequence
 from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
 
 _PHASES = {"sample": "rollout", "forward_backward": "train", "optim_step": "optim"}  # verb -> phase of a step
@@ -71,10 +71,18 @@ class Crew:
         """Give back the GPU memory that PyTorch keeps for later, on all ranks."""
         self._all("free_cache")
 
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> dict[int, FloatArray]:
-        """The policy's logprobs of the completions, [C] by the index of each sequence, computed by all ranks."""
+    def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> Estimates:
+        """What the models say of the completions before they are trained on, computed by all ranks.
+
+        Args:
+            sequences: of a step.
+            wanted: which of it; nothing is computed for the rest.
+        """
+        if not wanted:
+            return Estimates()
         shares = [batch.sequences for batch in self.pack(sequences)]
-        return {index: values for part in self._all("logprobs", shares) for index, values in part.items()}
+        parts = self._all("estimate", shares, wanted=wanted)
+        return Estimates(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
 
     def send_weights(self, dtype: torch.dtype, send: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
         """Gather the weights one by one, and hand them to rank 0's `send`.
@@ -201,9 +209,11 @@ class Crew:
     def _free_cache_on_rank(self) -> None:
         torch.cuda.empty_cache()
 
-    def _logprobs_on_rank(self, sequences: Sequence[TrainSequence]) -> dict[int, FloatArray]:
-        logprobs = self.engine.logprobs(sequences)
-        return {index: values.double().cpu().numpy() for index, values in logprobs.items()}
+    def _estimate_on_rank(
+        self, sequences: Sequence[TrainSequence], *, wanted: Set[Estimate]
+    ) -> dict[Estimate, dict[int, FloatArray]]:
+        estimates = self.engine.estimate(sequences, wanted)
+        return {name: {i: x.double().cpu().numpy() for i, x in of.items()} for name, of in estimates.items()}
 
     def _send_weights_on_rank(self, *, dtype: torch.dtype) -> None:
         weights = stream_weights(self.policy, dtype)

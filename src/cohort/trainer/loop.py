@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from cohort.algorithms import assign_advantages, with_gradient
+from cohort.algorithms import assign_advantages, bare_sequences, with_gradient
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
 from cohort.config import Config
@@ -161,8 +161,10 @@ class _Training:
     def _step(self, step: int) -> None:
         parts, crew, phase = self.parts, self.parts.crew, self.clock.phase
         gathered = parts.gatherer.gather(step, phase)
+        with phase("estimate"):
+            estimates = crew.estimate(bare_sequences(gathered.groups), crew.algorithm.estimates)
         with phase("pack"):
-            sequences = assign_advantages(gathered.groups, crew.algorithm)
+            sequences = assign_advantages(gathered.groups, crew.algorithm, estimates, parts.inputs.rewards.weights)
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
         self._warn_of_long_sequences(batches[0])
         updates = []

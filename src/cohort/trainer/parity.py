@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cohort.algorithms import bare_sequences
 from cohort.errors import TrainingError
 from cohort.records import FloatArray, Prompt, RolloutGroup, TrainSequence
 from cohort.rollout import SamplingParams, StreamKey
@@ -83,20 +84,8 @@ def check_parity(
 
 def _differences(crew: Crew, groups: Sequence[RolloutGroup]) -> tuple[list[TrainSequence], FloatArray]:
     """The completions of some groups, and the absolute difference of each one's tokens' logprobs, one after another."""
-    sequences = [
-        TrainSequence(
-            token_ids=np.concatenate([group.prompt.token_ids, completion.token_ids]),
-            num_prompt_tokens=len(group.prompt.token_ids),
-            index=len(group.completions) * g + i,
-            group=g,
-            sampling_logprobs=completion.sampling_logprobs,
-            loss_weights=np.zeros(len(completion.token_ids)),
-            advantage=0.0,
-        )
-        for g, group in enumerate(groups)
-        for i, completion in enumerate(group.completions)
-    ]
-    ours = crew.logprobs(sequences)
+    sequences = bare_sequences(groups)
+    ours = crew.estimate(sequences, {"logprobs"}).logprobs
     return sequences, np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs) for s in sequences])
 
 
