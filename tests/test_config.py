@@ -70,6 +70,14 @@ def test_defaults(tmp_path, monkeypatch):
             "std_epsilon": 1e-4,
             "clip_low": 0.2,
             "clip_high": 0.2,
+            "delta": None,
+            "tau_positive": None,
+            "tau_negative": None,
+            "vespo_k_positive": None,
+            "vespo_lambda_positive": None,
+            "vespo_k_negative": None,
+            "vespo_lambda_negative": None,
+            "at_k": None,
             "beta": 0.0,
             "mask_truncated_completions": False,
             "sampling_correction": "auto",
@@ -140,6 +148,12 @@ def test_eval_defaults():
         ({"beta": 0.1}, AlgorithmConfig(beta=0.1)),
         ({"name": "dapo"}, AlgorithmConfig(name="dapo", clip_low=0.2, clip_high=0.28)),
         ({"name": "dr_grpo"}, AlgorithmConfig(name="dr_grpo", clip_low=0.2, clip_high=0.2)),
+        # the numbers of an algorithm are for its own components
+        ({"name": "dapo", "policy_loss": "gspo"}, AlgorithmConfig(name="dapo", policy_loss="gspo", clip_high=4e-4)),
+        (
+            {"name": "dapo", "loss_weight": "constant"},
+            AlgorithmConfig(loss_weight="constant", name="dapo", clip_high=0.28),
+        ),
     ],
 )
 def test_the_algorithm_is_grpo_unless_named(algorithm, expected):
@@ -242,7 +256,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         (
             {"algorithm": {"betta": 0.1}},
-            "algorithm.betta: unknown key; did you mean beta? algorithm has: name, advantage, policy_loss, loss_weight, ",
+            "algorithm.betta: unknown key; did you mean beta? algorithm has: name, advantage, policy_loss, ",
         ),
         (
             {"algorithm": {"name": "dr_grpo", "std_epsilon": 1}},
@@ -254,7 +268,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         # unknown algorithm
         (
             {"algorithm": {"name": "gpro"}},
-            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo; did you mean grpo?",
+            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo, bnpo, ",
         ),
         ({"algorithm": {"name": None}}, "algorithm.name: None: input should be a valid string"),
         ({"algorithm": "dapo"}, "algorithm: 'dapo': a section is a mapping of keys: name, advantage, "),
@@ -510,7 +524,8 @@ raw_configs = st.fixed_dictionaries(
     },
     optional={
         "algorithm": st.fixed_dictionaries(
-            {"name": st.sampled_from(["grpo", "dr_grpo", "dapo"])}, optional={"beta": number, "clip_low": number}
+            {"name": st.sampled_from(["grpo", "dr_grpo", "dapo", "luspo", "gmpo"])},
+            optional={"beta": number, "clip_low": number},
         ),
         "train": st.fixed_dictionaries(
             {"learning_rate": number}, optional={"epochs": number, "micro_batch_tokens": number_or_auto}

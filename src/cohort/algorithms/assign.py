@@ -93,10 +93,11 @@ def advantage_inputs(
     tokens_PGL = np.zeros((*lengths_PG.shape, lengths_PG.max()))
     last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
     tokens_PGL[last_PG] = np.where(judged_PG, rewards_PG, 0.0)
-    parts = [w * np.stack([g.reward_parts[name] for g in groups]) for name, w in reward_weights.items()]
+    parts = [np.stack([g.reward_parts[name] for g in groups]) for name in reward_weights]
     return AdvantageInputs(
         rewards=torch.from_numpy(np.where(judged_PG, tokens_PGL.sum(axis=-1), np.nan)),
         reward_parts=torch.from_numpy(np.stack(parts, axis=-1) if parts else rewards_PG[..., None]),
+        reward_weights=torch.tensor([*reward_weights.values()] or [1.0], dtype=torch.float64),
         token_rewards=torch.from_numpy(tokens_PGL),
         lengths=torch.from_numpy(lengths_PG),
         values=torch.from_numpy(_padded(estimates.values, lengths_PG)) if estimates.values else None,

@@ -35,11 +35,30 @@ class AlgorithmConfig(Section):
         None,
         ge=0,
         lt=1,
-        description="The ratio is clipped from below at 1 - clip_low. It "
+        description="The ratio is clipped from below at 1 - clip_low (gmpo: at exp(-clip_low)). It "
         "is exactly 1 at the first update of a rollout, so this matters with `train.updates_per_rollout` above 1.",
     )
     clip_high: float | None = Field(
-        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (as clip_low)."
+        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (gmpo: exp(clip_high)), as clip_low."
+    )
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Dual clip: bounds the ratio of tokens of negative advantage from above. Must be above "
+        "1 + clip_high, where it begins to act; 3 is usual. Default: no such bound.",
+    )
+    tau_positive: float | None = Field(None, gt=0, description="Steepness of the gate where the advantage is above 0.")
+    tau_negative: float | None = Field(None, gt=0, description="Steepness of the gate elsewhere.")
+    vespo_k_positive: float | None = Field(
+        None, ge=0, description="Exponent of the completion's ratio, where the advantage is 0 or above."
+    )
+    vespo_lambda_positive: float | None = Field(
+        None, gt=0, description="How fast large ratios lose weight, where the advantage is 0 or above."
+    )
+    vespo_k_negative: float | None = Field(None, ge=0, description="The exponent for negative advantages.")
+    vespo_lambda_negative: float | None = Field(None, gt=0, description="The decay for negative advantages.")
+    at_k: int | None = Field(
+        None, ge=2, description="The best of so many completions counts; at most rollout.num_generations."
     )
     beta: float = Field(0.0, ge=0, description="Weight of the KL term (k3). Above 0 a reference model is loaded.")
     mask_truncated_completions: bool = Field(
@@ -66,8 +85,10 @@ class AlgorithmConfig(Section):
         given = {key: value for key, value in values.items() if value not in (None, "")}
         chosen = {kind: given.get(kind, getattr(named, kind)) for kind in COMPONENTS}
         defaults: dict[str, Any] = {}
-        for component in _components(chosen):
-            defaults |= {key: named.defaults.get(key, value) for key, value in component.keys.items()}
+        for kind, name_of_part in chosen.items():
+            is_its_own = name_of_part == getattr(named, kind)
+            for component in _components({kind: name_of_part}):
+                defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
         return {"name": name, **chosen, **defaults, **given}
 
     @field_validator("name")
@@ -96,6 +117,10 @@ class AlgorithmConfig(Section):
                         f"{key}: {getattr(self, key)} has no effect with {kind}: {getattr(self, kind)}; remove it, or "
                         f"use {kind}: {readers}"
                     )
+        if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta: {self.delta} must be above 1 + clip_high, which is {1 + self.clip_high:g}; 3 is usual"
+            )
         if self.sampling_correction == "none" and self.sampling_correction_cap != CORRECTION_CAP:
             raise ValueError(
                 "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
@@ -109,7 +134,9 @@ class AlgorithmConfig(Section):
     @property
     def min_generations(self) -> int:
         """Completions of a prompt that it takes to learn something."""
-        return max((component.min_generations for component in self.components()), default=1)
+        keys = [component.min_generations_key for component in self.components()]
+        given = [getattr(self, key) for key in keys if key is not None]
+        return max([*(component.min_generations for component in self.components()), *given], default=1)
 
     @property
     def needs_whole_completions(self) -> str | None:
@@ -128,5 +155,6 @@ def _components(chosen: dict[str, Any]) -> list[Component]:
 
 
 def _not_one_of(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=3)
+    near.sort(key=lambda other: sorted(other) != sorted(name))  # gpro is grpo with two letters swapped, and not gspo
     return f"is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -328,6 +328,11 @@ class Config(Section):
         algorithm, generations = self.algorithm, self.rollout.num_generations
         if generations < algorithm.min_generations:
             others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
+            if generations > 1:
+                raise ValueError(
+                    f"rollout.num_generations: {generations} is less than algorithm.at_k: {algorithm.at_k}, so that "
+                    f"nothing would be learned; use at least {algorithm.min_generations}, or a smaller at_k"
+                )
             raise ValueError(
                 f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name}: a group of one has no "
                 f"peers to be judged against, so its advantage is always 0 and nothing would be learned; use at "
