@@ -95,7 +95,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         if name not in ALGORITHMS:
-            raise ValueError(_not_one_of(name, ALGORITHMS))
+            raise ValueError(not_one_of(name, ALGORITHMS))
         return name
 
     @field_validator(*COMPONENTS)
@@ -103,7 +103,7 @@ class AlgorithmConfig(Section):
     def _is_a_component(cls, component: str, info: ValidationInfo) -> str:
         known = COMPONENTS[str(info.field_name)]
         if component and component not in known and not is_users_own(component):
-            raise ValueError(_not_one_of(component, known) + ", or a function of your own as file.py:function")
+            raise ValueError(not_one_of(component, known) + ", or a function of your own as file.py:function")
         return component
 
     @model_validator(mode="after")
@@ -154,7 +154,8 @@ def _components(chosen: dict[str, Any]) -> list[Component]:
     return [component for component in found if component is not None]
 
 
-def _not_one_of(name: str, known: Any) -> str:
+def not_one_of(name: str, known: Any) -> str:
+    """What is wrong with a name that is not known, and the nearest one that is."""
     near = difflib.get_close_matches(name, known, n=3)
     near.sort(key=lambda other: sorted(other) != sorted(name))  # gpro is grpo with two letters swapped, and not gspo
     return f"is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
