@@ -244,3 +244,10 @@ def test_rewards_reach_gdpo_by_name_and_weight():
         found = [s.advantages[0] for s in assign_advantages([group], algorithm, reward_weights=weights)]
         scale = math.sqrt(sum(e * e for e in expected) / 2)
         assert found == pytest.approx([e / scale for e in expected])
+
+
+def test_a_completion_without_tokens_is_refused():
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=9)
+    for lengths in ([2, 0], [0, 0]):
+        with pytest.raises(TrainingError, match="a completion has no tokens"):
+            assign_advantages([scored([0.0, 1.0], lengths)], algorithm)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
+from cohort.policy import Policy
 from cohort.policy.layout import Layout
 from cohort.records import TrainSequence
 from test_laws import dense_gradient, make_engine, packed_gradient, random_groups
@@ -36,11 +38,17 @@ def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
     return assign_advantages(groups, algorithm, reward_weights=WEIGHTS)
 
 
+@cache
+def shallow_policy() -> Policy:
+    """One layer, whose weights nobody changes."""
+    return make_policy(dtype=torch.float64, num_hidden_layers=1)
+
+
 def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int) -> None:
-    policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=1)
+    policy = shallow_policy()
     algorithm = build_algorithm(config, max_completion_tokens=16)
     sequences = sequences_of(algorithm, seed)
-    expected_loss, expected = dense_gradient(policy, reference, sequences, algorithm)
+    expected_loss, expected = dense_gradient(policy, policy, sequences, algorithm)
     assert max(gradient.norm() for gradient in expected.values()) > 1e-6
     engine = make_engine(policy)
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
@@ -66,7 +74,7 @@ def test_the_gradient_of_every_combination_depends_on_no_split(policy_loss: str,
 
 def test_a_completion_in_two_micro_batches_would_have_another_gradient():
     """Negative control: what GSPO computes if a completion is torn in two."""
-    policy = make_policy(dtype=torch.float64)
+    policy = shallow_policy()
     algorithm = build_algorithm(AlgorithmConfig(name="gspo", clip_low=0.9, clip_high=9.0), max_completion_tokens=16)
     sequences = sequences_of(algorithm, seed=0)
     _, expected = dense_gradient(policy, policy, sequences, algorithm)
@@ -94,7 +102,7 @@ def test_float32_gradients_agree_to_1e_5(name: str):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
     """Of a run's first steps: without momentum, and without weight decay."""
-    policy = make_policy()
+    policy = make_policy(num_hidden_layers=1)
     algorithm = build_algorithm(
         AlgorithmConfig(name=name, mask_truncated_completions=reason.startswith("all")), max_completion_tokens=16
     )

@@ -86,8 +86,14 @@ def assign_advantages(
 def advantage_inputs(
     groups: Sequence[ScoredGroup], estimates: Estimates, reward_weights: Mapping[str, float]
 ) -> AdvantageInputs:
-    """What the advantage looks at, of P groups of G completions each."""
+    """What the advantage looks at, of P groups of G completions each.
+
+    Raises:
+        TrainingError: a completion has no tokens.
+    """
     lengths_PG = np.array([[len(c.token_ids) for c in group.completions] for group in groups], dtype=np.int64)
+    if not lengths_PG.all():
+        raise TrainingError("rollout: a completion has no tokens; one that says nothing is an end-of-sequence token")
     rewards_PG = np.stack([group.rewards for group in groups])
     judged_PG = ~np.isnan(rewards_PG)
     tokens_PGL = np.zeros((*lengths_PG.shape, lengths_PG.max()))
