@@ -162,6 +162,12 @@ def test_the_algorithm_is_grpo_unless_named(algorithm, expected):
     assert type(config.algorithm) is type(expected)
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce"])
+def test_one_completion_is_enough_for_what_needs_no_peers(name: str):
+    config = config_from_dict({**MINIMAL, "algorithm": {"name": name}, "rollout": {"num_generations": 1}})
+    assert config.rollout.num_generations == 1
+
+
 def test_frozen():
     config = config_from_dict(MINIMAL)
     for section, key in ((config, "model"), (config.train, "seed"), (config.rewards[0], "weight")):
@@ -265,6 +271,29 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
         ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
+        (
+            {"algorithm": {"name": "gspo", "delta": 3.0}},
+            "algorithm: delta: 3.0 has no effect with policy_loss: gspo; remove it, or use policy_loss: clipped",
+        ),
+        (
+            {"algorithm": {"delta": 1.2}},
+            "algorithm: delta: 1.2 must be above 1 + clip_high, which is 1.2; 3 is usual",
+        ),
+        (
+            {"algorithm": {"name": "pkpo"}, "rollout": {"num_generations": 3}},
+            "rollout.num_generations: 3 is less than algorithm.at_k: 4, so that nothing would be learned; use at least 4, "
+            "or a smaller at_k",
+        ),
+        (
+            {"algorithm": {"name": "luspo"}, "train": {"gradients_in_forward": True}},
+            "algorithm.policy_loss: gspo needs the logprobs of whole completions before the loss of any token",
+        ),
+        (
+            {"algorithm": {"name": "rloo"}, "rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: rloo: a group of one has no peers to be judged against, so "
+            "its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual), or algorithm.name: "
+            "reinforce_pp or algorithm.name: reinforce, which need no peers",
+        ),
         # unknown algorithm
         (
             {"algorithm": {"name": "gpro"}},
