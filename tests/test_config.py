@@ -291,8 +291,8 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         (
             {"algorithm": {"name": "rloo"}, "rollout": {"num_generations": 1}},
             "rollout.num_generations: 1 with algorithm.name: rloo: a group of one has no peers to be judged against, "
-            "so its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual), or algorithm.name: "
-            "reinforce_pp or algorithm.name: reinforce, which need no peers",
+            "so its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual), or algorithm.name:"
+            " reinforce_pp or algorithm.name: reinforce, which need no peers",
         ),
         # unknown algorithm
         (
