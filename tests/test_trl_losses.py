@@ -64,7 +64,7 @@ class Step:
             "completion_mask": self.mask.long(),
             "advantages": self.advantages,
             "old_per_token_logps": self.old,
-            "num_items_in_batch": self.mask.sum(),
+            "num_items_in_batch": self.mask.sum() * settings.get("steps_per_generation", 1),
         }
         compute = GMPOTrainer if loss_type == "gmpo" else GRPOTrainer
         loss = compute._compute_loss(trainer, None, inputs)
@@ -133,6 +133,10 @@ CASES: dict[str, tuple[dict[str, Any], AlgorithmConfig]] = {
     "grpo, delta": ({"loss_type": "grpo", "delta": 1.5}, AlgorithmConfig(delta=1.5)),
     "dr_grpo": ({"loss_type": "dr_grpo"}, AlgorithmConfig(name="dr_grpo")),
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, AlgorithmConfig(name="dapo")),
+    "dapo, two steps on one generation batch": (
+        {"loss_type": "dapo", "epsilon_high": 0.28, "steps_per_generation": 2},
+        AlgorithmConfig(name="dapo"),
+    ),
     "bnpo": ({"loss_type": "bnpo"}, AlgorithmConfig(name="bnpo")),
     "gspo": (
         {"loss_type": "grpo", "level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},

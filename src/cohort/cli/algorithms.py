@@ -1,7 +1,7 @@
 """`cohort algorithms`."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,7 +37,7 @@ def algorithms(
         )
 
 
-def _whole(algorithm: dict) -> str:
+def _whole(algorithm: dict[str, Any]) -> str:
     lines = [f"{algorithm['title']} ({algorithm['source']}): {algorithm['when']}", ""]
     for kind in ("advantage", "policy_loss", "loss_weight"):
         part = algorithm[kind]

@@ -39,6 +39,9 @@ _NOTES = """## Notes
 - **CISPO's cap** is 1 + `clip_high`, so the weight of an on-policy token is 1 whatever the cap. In TRL `epsilon_high`
   is the cap itself, and its default of 0.2 multiplies every on-policy gradient by 0.2; `cohort convert` says so. The
   default here, a cap of 5, is that of arXiv:2510.13786.
+- **The token mean of DAPO, CISPO and VESPO** is over the tokens of the optimizer step. TRL before 1.16 counts those of
+  all steps on a generation batch, where `steps_per_generation` and `gradient_accumulation_steps` differ; `cohort check`
+  says so.
 - **LUSPO** is GSPO's loss of a completion times its length: GSPO with `loss_weight: sequence_sum`. Older versions
   of TRL divide by the padded length.
 - **GSPO, VESPO and GMPO** look at whole completions, and so are refused with `train.gradients_in_forward`.
