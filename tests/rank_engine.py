@@ -222,6 +222,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
                     micro_batch_tokens=1,
                     micro_batch_tokens_wanted=1,
                     processes=ranks.world_size,
+                    control={},
                 ),
                 keep=1,
                 ranks=ranks,

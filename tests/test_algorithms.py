@@ -10,7 +10,7 @@ import torch
 from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorithm
 from cohort.algorithms.advantages import group_mean, group_mean_std
 from cohort.algorithms.correction import importance_weights
-from cohort.algorithms.losses import clipped, kl_k3
+from cohort.algorithms.losses import clipped
 from cohort.algorithms.weights import constant, sequence_mean, token_mean
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig
@@ -124,21 +124,6 @@ def test_on_policy_gradient_is_the_policy_gradient():
     clipped(x, clip_low=0.2, clip_high=0.2).per_token_loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-2.0, 3.0]
-
-
-def test_kl_k3():
-    # d = reference - policy = ln 2: 2 - ln 2 - 1
-    kl = kl_k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0 + math.log(2), -1.0]))
-    torch.testing.assert_close(kl, torch.tensor([1 - math.log(2), 0.0]))
-
-
-def test_kl_enters_the_loss_with_beta():
-    algorithm = build_algorithm(AlgorithmConfig(beta=0.5), max_completion_tokens=8)
-    assert algorithm.needs_reference
-    out = algorithm.policy_loss(inputs([1.0], [1.0], reference=[math.log(2)]))
-    assert out.per_token_loss.item() == pytest.approx(-1 + 0.5 * (1 - math.log(2)))
-    assert out.token_metrics["kl"].item() == pytest.approx(1 - math.log(2))
-    assert not build_algorithm(AlgorithmConfig(), max_completion_tokens=8).needs_reference
 
 
 def test_loss_weights():

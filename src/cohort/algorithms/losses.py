@@ -1,9 +1,8 @@
-"""Policy losses and the KL term, per token and not reduced. T scored tokens."""
+"""Policy losses, per token and not reduced. T scored tokens."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from cohort.batch import LossInputs, LossOutput
 
@@ -22,12 +21,3 @@ def clipped(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
     high = (ratio > 1 + clip_high) & (x.advantages > 0)
     metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
     return LossOutput(per_token_loss=loss, token_metrics={k: v.to(loss.dtype) for k, v in metrics.items()})
-
-
-def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) per token: exp(d) - d - 1 with d = reference - policy.
-
-    Never negative, unbiased, low variance (Schulman, "Approximating KL Divergence", 2020: k3).
-    """
-    difference = reference_logprobs - logprobs
-    return torch.expm1(difference) - difference

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cohort.algorithms import build_algorithm
+from cohort.algorithms import Algorithm, build_algorithm
 from cohort.checkpoint import TrainerState, load_engine_state
 from cohort.config import Config
 from cohort.data import PromptStream
@@ -92,7 +92,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         max_completion_tokens=rollout.max_completion_tokens,
         auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
     )
-    reference = load(config.model, trainable=False) if algorithm.needs_reference else None
+    reference = build_reference(config, algorithm, load)
     factor = partial(
         learning_rate_factor,
         warmup=train.warmup_steps * train.updates_per_rollout,
@@ -106,6 +106,8 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         learning_rate=lambda updates_done: train.learning_rate * factor(updates_done),
         temperature=rollout.temperature,
         reference=reference,
+        reference_in_loss=algorithm.needs_reference,
+        reference_changes=config.reference is not None and config.reference.refresh_every > 0,
         ranks=ranks,
     )
     if order.checkpoint is not None:
@@ -122,6 +124,19 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         tokenizer=tokenizer,
         memory=PeakMemory(device),
     )
+
+
+def build_reference(config: Config, algorithm: Algorithm, load: Callable[..., Policy]) -> Policy | None:
+    """The model that a KL divergence is measured from: the one that the run began with; None where nothing asks for it.
+
+    Args:
+        config: of the run.
+        algorithm: may look at a reference in the loss, or before it.
+        load: makes a policy of a `model` section.
+    """
+    if not algorithm.needs_reference and "reference_logprobs" not in algorithm.estimates:
+        return None
+    return load(config.model, trainable=False)
 
 
 def _check_head(config: Config, policy: Policy) -> None:
@@ -265,10 +280,12 @@ def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
         UserError: names what is needed and what is free.
     """
     weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    # A checkpoint is the weights and AdamW's two moments; one more is being written while the kept ones are there.
+    # A checkpoint is the weights and AdamW's two moments, and a reference that is refreshed; one more is being written
+    # while the kept ones are there.
+    copies = 4 if config.reference is not None and config.reference.refresh_every > 0 else 3
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
-    needed = weights * (3 * kept + 1) - existing
+    needed = weights * (copies * kept + 1) - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
