@@ -164,8 +164,10 @@ def try_policy_loss(policy_loss: PolicyLoss, use: str, *, has_reference: bool) -
             f"{field}: a completion's loss changes with the other completions of its micro-batch, which are there by "
             f"chance; a token's loss may look at its own completion only (x.sequence_ids)"
         )
-    nothing = policy_loss(_part(x, slice(0, 0))).per_token_loss
-    assert len(nothing) == 0, "own_policy_loss checks shapes"
+    try:
+        policy_loss(_part(x, slice(0, 0)))
+    except UserError as error:
+        raise UserError(f"{error}. It was tried on a micro-batch without tokens, which there are too") from error
     _, without = _with_gradient(policy_loss, replace(x, advantages=torch.zeros(num_tokens)))
     tokens = [slice(t, t + 1) for t in range(num_tokens)]
     return LossTraits(
