@@ -314,6 +314,11 @@ class Config(Section):
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a reference's weights lie beside the policy's all the time."""
+        return self.algorithm.beta > 0 and (self.reference is None or self.reference.device == "auto")
+
     @field_validator("rollout", mode="before")
     @classmethod
     def _local_unless_named(cls, value: Any) -> Any:

@@ -136,7 +136,10 @@ def build_reference(config: Config, algorithm: Algorithm, load: Callable[..., Po
     """
     if not algorithm.needs_reference and "reference_logprobs" not in algorithm.estimates:
         return None
-    return load(config.model, trainable=False)
+    reference = load(config.model, trainable=False)
+    if config.reference is not None and config.reference.device == "cpu":
+        reference.park()
+    return reference
 
 
 def _check_head(config: Config, policy: Policy) -> None:
@@ -227,10 +230,12 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` pointless.
+        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` or `reference` pointless.
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
+    if config.reference is not None and config.reference.device == "cpu":
+        _check_parking(device, ranks)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
@@ -243,6 +248,24 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
+
+
+def _check_parking(device: torch.device, ranks: Ranks) -> None:
+    """Compare `reference.device: cpu` with the device and the processes of the run.
+
+    Raises:
+        UserError: it has no effect, or does not work.
+    """
+    if device.type == "cpu":
+        raise UserError(
+            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
+            "remove it"
+        )
+    if ranks.world_size > 1:
+        raise UserError(
+            f"reference.device: cpu works in one process, and this run has {ranks.world_size}, over which the "
+            f"reference is spread already; use reference.device: auto"
+        )
 
 
 def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
