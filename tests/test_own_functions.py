@@ -10,7 +10,7 @@ import torch
 from cohort.algorithms import build_algorithm, check_own_functions
 from cohort.config import AlgorithmConfig, load_config
 from cohort.errors import UserError
-from test_algorithms import inputs
+from test_algorithms import inputs, judged
 from test_training import assert_same_weights, changed, make_inputs, train
 
 OWN = """
@@ -152,3 +152,15 @@ def test_a_run_with_own_functions_is_the_run_with_ours(own: Path, tmp_path: Path
     )
     with pytest.raises(UserError, match=r"algorithm.policy_loss"):
         train(other)
+
+
+def test_the_example_of_the_docs_works(own: Path):
+    page = (Path(__file__).parents[1] / "docs" / "algorithm-terms.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    (own.parent / "example.py").write_text(code, encoding="utf-8")
+    check(advantage="example.py:leave_one_out", policy_loss="example.py:soft_clip", gradients_in_forward=True)
+    advantage = build_algorithm(
+        AlgorithmConfig(advantage="example.py:leave_one_out"), max_completion_tokens=8
+    ).advantage
+    rewards = torch.tensor([[1.0, 2.0, torch.nan]], dtype=torch.float64)
+    assert advantage(judged(rewards))[0, :2].tolist() == [-1.0, 1.0]

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import cohort
 from cohort.errors import UserError
 from test_training import assert_same_weights, changed, make_inputs, metric, stop_after, train
+from tiny import make_policy
 
 QUIET = {"eval": {"every": 0, "before_training": False}}
 CASES: dict[str, dict[str, Any]] = {
@@ -88,3 +90,33 @@ def test_reference_keys_without_an_effect_are_refused(tmp_path: Path, sections: 
     with pytest.raises(UserError) as caught:
         train(changed(make_inputs(tmp_path), **sections))
     assert message in str(caught.value)
+
+
+def test_terms_of_the_whole_step_do_not_depend_on_the_micro_batch(tmp_path: Path):
+    """Which tokens have the highest entropy, what KL takes from rewards, and coefficients: the same for any split."""
+    config = changed(make_inputs(tmp_path), **QUIET, **CASES["kl in the reward, entropy"], model={"dtype": "float64"})
+    runs = [
+        train(
+            changed(config, train={"steps": 3, "micro_batch_tokens": budget}, run={"dir": str(tmp_path / str(budget))})
+        )
+        for budget in (32, 4096)
+    ]
+    for name in ("loss", "grad_norm", "kl", "entropy", "kl_coef", "entropy_coef"):
+        few, one = (metric(run.run_dir, name) for run in runs)
+        np.testing.assert_allclose(few, one, rtol=1e-5, atol=1e-9, err_msg=name)
+
+
+def test_a_reference_in_host_memory_comes_to_compute_and_is_unchanged():
+    policy, other = make_policy(), make_policy()
+    other.model.requires_grad_(False)
+    before = {name: weight.clone() for name, weight in other.model.state_dict().items()}
+    other.park()
+    with other.visit():
+        (inside,) = {parameter.device for parameter in other.model.parameters()}
+        expected = policy.next_token_logits(input_ids=torch.tensor([[5, 6, 7]]))
+        assert torch.equal(other.next_token_logits(input_ids=torch.tensor([[5, 6, 7]])), expected)
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.data = parameter.data + 1  # what is on the device is a copy
+    assert inside == policy.device
+    assert all(torch.equal(weight, before[name]) for name, weight in other.model.state_dict().items())
