@@ -8,25 +8,9 @@ import torch
 
 from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.algorithms.correction import importance_weights
-from cohort.algorithms.losses import kl_k3
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig
-from samples import NAN, loss_inputs, scored
-
-
-def test_kl_k3():
-    # d = reference - policy = ln 2: 2 - ln 2 - 1
-    kl = kl_k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0 + math.log(2), -1.0]))
-    torch.testing.assert_close(kl, torch.tensor([1 - math.log(2), 0.0]))
-
-
-def test_kl_enters_the_loss_with_beta():
-    algorithm = build_algorithm(AlgorithmConfig(beta=0.5), max_completion_tokens=8)
-    assert algorithm.needs_reference
-    out = algorithm.policy_loss(loss_inputs([1.0], [1.0], reference=[math.log(2)]))
-    assert out.per_token_loss.item() == pytest.approx(-1 + 0.5 * (1 - math.log(2)))
-    assert out.token_metrics["kl"].item() == pytest.approx(1 - math.log(2))
-    assert not build_algorithm(AlgorithmConfig(), max_completion_tokens=8).needs_reference
+from samples import NAN, scored
 
 
 @pytest.mark.parametrize(

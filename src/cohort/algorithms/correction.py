@@ -51,9 +51,7 @@ def importance_weights(
 
 
 def with_correction(policy_loss: PolicyLoss, correction: Correction, *, cap: float) -> PolicyLoss:
-    """`policy_loss` times the importance weights, unless `correction` is none."""
-    if correction == "none":
-        return policy_loss
+    """`policy_loss` times the importance weights."""
     per_sequence, masks = correction.startswith("sequence"), correction.endswith("mask")
 
     def corrected_loss(x: LossInputs) -> LossOutput:

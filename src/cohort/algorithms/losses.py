@@ -1,4 +1,4 @@
-"""Policy losses and the KL term, per token and not reduced. T scored tokens.
+"""Policy losses, per token and not reduced. T scored tokens.
 
 The ratio is that of the current policy's probability to the old one's. Its logarithm is bounded by `MAX_LOG_RATIO`, so
 that no exponential overflows: a token that neither weighs anything nor has an advantage cannot make the sum NaN.
@@ -107,15 +107,6 @@ def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
 def reinforce(x: LossInputs) -> LossOutput:
     """The policy gradient itself, without a ratio: -advantage * logprob (REINFORCE, Williams 1992)."""
     return _output(-x.advantages * x.logprobs)
-
-
-def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) per token: exp(d) - d - 1 with d = reference - policy.
-
-    Never negative, unbiased, low variance (Schulman, "Approximating KL Divergence", 2020: k3).
-    """
-    difference = reference_logprobs - logprobs
-    return torch.expm1(difference) - difference
 
 
 def _log_ratio(x: LossInputs) -> Tensor:

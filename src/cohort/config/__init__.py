@@ -1,7 +1,7 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
 from cohort.config.algorithm import AlgorithmConfig
-from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
+from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
@@ -16,6 +16,7 @@ from cohort.config.schema import (
     EvalConfig,
     HardwareConfig,
     ModelConfig,
+    ReferenceConfig,
     RewardConfig,
     RunConfig,
     TrainConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "LocalRolloutConfig",
     "ModelConfig",
     "NamedAlgorithm",
+    "ReferenceConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -42,6 +44,7 @@ __all__ = [
     "TrainConfig",
     "VllmRolloutConfig",
     "config_from_dict",
+    "is_users_own",
     "load_config",
     "to_yaml",
 ]

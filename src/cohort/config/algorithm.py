@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, is_users_own
 from cohort.config.section import Section
+from cohort.config.terms import ALL_TOKENS, check_terms, term_defaults
 
 CORRECTION_CAP = 2.0
 
@@ -60,7 +61,64 @@ class AlgorithmConfig(Section):
     at_k: int | None = Field(
         None, ge=2, description="The best of so many completions counts; at most rollout.num_generations."
     )
-    beta: float = Field(0.0, ge=0, description="Weight of the KL term (k3). Above 0 a reference model is loaded.")
+    beta: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL divergence from the reference, per token. Above 0 a reference model is loaded.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="Of the KL divergence, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, "
+        "k3 = exp(-d) - 1 + d. On policy the gradient of k2 in the loss is that of the KL divergence; k3's is that of "
+        "the reverse one, KL(reference || policy). Default: k3.",
+    )
+    kl_in: Literal["loss", "reward"] | None = Field(
+        None,
+        description="loss: beta * KL is added to each token's loss. reward: it is taken from each token's reward "
+        "before the advantage, where only k1 has the gradient of the KL divergence. Default: loss.",
+    )
+    kl_unbiased: bool | None = Field(
+        None,
+        description="With kl_in: loss: the estimate is multiplied by the ratio of the current to the old policy, "
+        "gradient included, which makes the gradient of k1 and k3 that of the KL divergence. Default: false.",
+    )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Adapts beta, from its value here on: after each update beta *= 1 + clip(kl / kl_target - 1, "
+        "-0.2, 0.2) * completions / kl_horizon. Default: beta is fixed.",
+    )
+    kl_horizon: int | None = Field(
+        None, ge=1, description="With kl_target: completions over which beta adapts. Default: 10000."
+    )
+    entropy_coef: float = Field(
+        0.0, ge=0, description="Weight of the entropy bonus: each token's loss less entropy_coef * entropy, in nats."
+    )
+    entropy_target: float | None = Field(
+        None,
+        gt=0,
+        description="Adapts entropy_coef, from its value here on: after each update it goes up by entropy_coef_delta "
+        "where the entropy of the step is at most this, else down; above this there is no bonus. Default: it is fixed.",
+    )
+    entropy_coef_delta: float | None = Field(
+        None, gt=0, description="With entropy_target: step of entropy_coef. Default: 0.005."
+    )
+    entropy_coef_max: float | None = Field(
+        None, gt=0, description="With entropy_target: largest entropy_coef. Default: 1.0."
+    )
+    top_entropy_quantile: float = Field(
+        ALL_TOKENS,
+        gt=0,
+        le=1,
+        description="Share of the step's tokens, those of highest entropy, that have a policy gradient. Denominators, "
+        "KL and the entropy bonus still are over all tokens. Costs a forward pass of the policy; 1.0: all tokens.",
+    )
+    off_policy_mask_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="Completions of negative advantage have no policy gradient where the mean over their tokens of "
+        "log sampling policy - log current policy is above this. Default: off.",
+    )
     mask_truncated_completions: bool = Field(
         False, description="Completions that hit the token limit get no loss and do not count in its denominator."
     )
@@ -89,6 +147,7 @@ class AlgorithmConfig(Section):
             is_its_own = name_of_part == getattr(named, kind)
             for component in _components({kind: name_of_part}):
                 defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
+        defaults |= term_defaults(given)
         return {"name": name, **chosen, **defaults, **given}
 
     @field_validator("name")
@@ -125,6 +184,7 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
             )
+        check_terms(self)
         return self
 
     def components(self) -> list[Component]:
@@ -141,11 +201,13 @@ class AlgorithmConfig(Section):
     @property
     def needs_whole_completions(self) -> str | None:
         """The key for which all logprobs of a completion must be there before any of its losses, with its value."""
-        loss = COMPONENTS["policy_loss"].get(self.policy_loss)
-        if loss is None or loss.whole_completions:
+        loss = COMPONENTS["policy_loss"].get(self.policy_loss)  # what one's own looks at is found by trying it
+        if loss is not None and loss.whole_completions:
             return f"policy_loss: {self.policy_loss}"
         if self.sampling_correction.startswith("sequence"):
             return f"sampling_correction: {self.sampling_correction}"
+        if self.off_policy_mask_threshold is not None:
+            return f"off_policy_mask_threshold: {self.off_policy_mask_threshold}"
         return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.algorithms import Algorithm
+from cohort.algorithms import Algorithm, Coefficients
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
 from cohort.distributed import Ranks
@@ -97,13 +97,18 @@ class Crew:
         finally:
             self._send = None
 
-    def forward_backward(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
+    def forward_backward(self, batches: Sequence[TrainBatch] | None, coefficients: Coefficients) -> TrainResult:
         """The gradient of a step.
 
         Args:
             batches: one per rank; None for another update on the same ones.
+            coefficients: of the loss's terms.
         """
-        return self._all("forward_backward", batches)[0]
+        return self._all("forward_backward", batches, coefficients=coefficients)[0]
+
+    def refresh_reference(self, mix: float) -> None:
+        """Move the reference towards the policy, by `mix` of the way."""
+        self._all("refresh_reference", mix=mix)
 
     def optim_step(self) -> OptimResult:
         """One optimizer step.
@@ -223,8 +228,11 @@ class Crew:
         finally:  # the other ranks take part in all of it, whatever has become of the receivers
             deque(weights, maxlen=0)
 
-    def _forward_backward_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
-        return self.engine.forward_backward(batch, self.algorithm.policy_loss)
+    def _forward_backward_on_rank(self, batch: TrainBatch | None = None, *, coefficients: Coefficients) -> TrainResult:
+        return self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients))
+
+    def _refresh_reference_on_rank(self, *, mix: float) -> None:
+        self.engine.refresh_reference(mix)
 
     def _optim_step_on_rank(self) -> OptimResult:
         with must_fit(

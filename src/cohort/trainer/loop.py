@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from cohort.algorithms import assign_advantages, bare_sequences, with_gradient
+from cohort.algorithms import Control, assign_advantages, bare_sequences, mean_reference_kl, with_gradient
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
 from cohort.config import Config
@@ -125,6 +125,8 @@ class _Training:
         self.first_step = run.state.steps_done if run.state else 0
         self.num_tokens = run.state.num_tokens if run.state else 0
         self.seconds_before = run.state.seconds if run.state else 0.0  # until it was last interrupted
+        first_control = run.crew.algorithm.first_control
+        self.control = Control(**run.state.control) if run.state else first_control  # of the loss's coefficients
         self.started = time.perf_counter()
         self.warned_of_long_sequences = False
         self.warned_of_different_logprobs = False
@@ -164,17 +166,30 @@ class _Training:
         with phase("estimate"):
             estimates = crew.estimate(bare_sequences(gathered.groups), crew.algorithm.estimates)
         with phase("pack"):
-            sequences = assign_advantages(gathered.groups, crew.algorithm, estimates, parts.inputs.rewards.weights)
+            sequences = assign_advantages(
+                gathered.groups,
+                crew.algorithm,
+                estimates,
+                parts.inputs.rewards.weights,
+                crew.algorithm.coefficients(self.control),
+            )
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
         self._warn_of_long_sequences(batches[0])
         updates = []
         for update in range(self.plan.updates_per_rollout):
+            coefficients = crew.algorithm.coefficients(self.control)
             with phase("train"):
-                losses = crew.forward_backward(None if update else batches)
+                losses = crew.forward_backward(None if update else batches, coefficients)
             with phase("optim"):
                 optim = crew.optim_step()
-            updates.append((losses, optim))
+            self.control = crew.algorithm.updated(self.control, losses.metrics, len(sequences))
+            told = {**losses.metrics, **asdict(optim), **crew.algorithm.as_metrics(coefficients)}
+            updates.append((losses, told))
             self._tell_of_memory(losses)
+        kl_of_rewards = mean_reference_kl(crew.algorithm, estimates)
+        self.control = crew.algorithm.updated(self.control, kl_of_rewards, len(sequences))
+        with phase("optim"):
+            self._refresh_reference_where_due(step + 1)
         with phase("publish"):
             parts.rollout.load_weights(policy_version=crew.engine.updates_done)
             parity = self._check_parity(step + 1)
@@ -187,7 +202,8 @@ class _Training:
             metrics={
                 **gathered.metrics,
                 **parity,
-                **_means([{**losses.metrics, **asdict(optim)} for losses, optim in updates]),
+                **_means([told for _, told in updates]),
+                **kl_of_rewards,
                 **self._costs(batches[0], [losses for losses, _ in updates], sequences, gathered),
             },
             groups=gathered.groups,
@@ -198,6 +214,11 @@ class _Training:
         self._evaluate_where_due(step + 1)
         if self.plan.saves_at(step + 1):
             self._save(step + 1)
+
+    def _refresh_reference_where_due(self, steps_done: int) -> None:
+        reference = self.config.reference
+        if reference is not None and reference.mix is not None and steps_done % reference.refresh_every == 0:
+            self.parts.crew.refresh_reference(reference.mix)
 
     def _find_budget(self) -> None:
         """Where the configuration leaves the budget to us, and no earlier part of the run has found it."""
@@ -298,7 +319,7 @@ class _Training:
                 "pairs": done.attention_pairs,
             }
             total += self.flops.forward_backward(**sizes)
-            if self.parts.crew.engine.has_reference and update == 0:
+            if self.parts.crew.engine.reference_in_loss and update == 0:
                 total += self.flops.forward(**sizes)
         return total
 
@@ -330,6 +351,7 @@ class _Training:
                 micro_batch_tokens=self.parts.crew.engine.micro_batch_tokens,
                 micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
                 processes=self.parts.crew.ranks.world_size,
+                control=asdict(self.control),
             ),
             keep=self.config.run.keep_checkpoints,
         )

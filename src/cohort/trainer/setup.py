@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cohort.algorithms import build_algorithm
+from cohort.algorithms import Algorithm, build_algorithm
 from cohort.checkpoint import TrainerState, load_engine_state
 from cohort.config import Config
 from cohort.data import PromptStream
@@ -92,7 +92,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         max_completion_tokens=rollout.max_completion_tokens,
         auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
     )
-    reference = load(config.model, trainable=False) if algorithm.needs_reference else None
+    reference = build_reference(config, algorithm, load)
     factor = partial(
         learning_rate_factor,
         warmup=train.warmup_steps * train.updates_per_rollout,
@@ -106,6 +106,8 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         learning_rate=lambda updates_done: train.learning_rate * factor(updates_done),
         temperature=rollout.temperature,
         reference=reference,
+        reference_in_loss=algorithm.needs_reference,
+        reference_changes=config.reference is not None and config.reference.refresh_every > 0,
         ranks=ranks,
     )
     if order.checkpoint is not None:
@@ -122,6 +124,22 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         tokenizer=tokenizer,
         memory=PeakMemory(device),
     )
+
+
+def build_reference(config: Config, algorithm: Algorithm, load: Callable[..., Policy]) -> Policy | None:
+    """The model that a KL divergence is measured from: the one that the run began with; None where nothing asks for it.
+
+    Args:
+        config: of the run.
+        algorithm: may look at a reference in the loss, or before it.
+        load: makes a policy of a `model` section.
+    """
+    if not algorithm.needs_reference and "reference_logprobs" not in algorithm.estimates:
+        return None
+    reference = load(config.model, trainable=False)
+    if config.reference is not None and config.reference.device == "cpu":
+        reference.park()
+    return reference
 
 
 def _check_head(config: Config, policy: Policy) -> None:
@@ -212,10 +230,12 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` pointless.
+        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` or `reference` pointless.
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
+    if config.reference is not None and config.reference.device == "cpu":
+        _check_parking(device, ranks)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
@@ -228,6 +248,24 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
+
+
+def _check_parking(device: torch.device, ranks: Ranks) -> None:
+    """Compare `reference.device: cpu` with the device and the processes of the run.
+
+    Raises:
+        UserError: it has no effect, or does not work.
+    """
+    if device.type == "cpu":
+        raise UserError(
+            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
+            "remove it"
+        )
+    if ranks.world_size > 1:
+        raise UserError(
+            f"reference.device: cpu works in one process, and this run has {ranks.world_size}, over which the "
+            f"reference is spread already; use reference.device: auto"
+        )
 
 
 def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
@@ -265,10 +303,12 @@ def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
         UserError: names what is needed and what is free.
     """
     weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    # A checkpoint is the weights and AdamW's two moments; one more is being written while the kept ones are there.
+    # A checkpoint is the weights and AdamW's two moments, and a reference that is refreshed; one more is being written
+    # while the kept ones are there.
+    copies = 4 if config.reference is not None and config.reference.refresh_every > 0 else 3
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
-    needed = weights * (3 * kept + 1) - existing
+    needed = weights * (copies * kept + 1) - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
