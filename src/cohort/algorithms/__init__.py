@@ -1,6 +1,7 @@
 """Algorithms: each is an advantage, a policy loss and a loss weight, all pure functions."""
 
 from cohort.algorithms.assign import assign_advantages, bare_sequences, with_gradient
+from cohort.algorithms.critic import value_metrics, with_returns
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.table import Algorithm, build_algorithm
 
@@ -10,5 +11,7 @@ __all__ = [
     "assign_advantages",
     "bare_sequences",
     "build_algorithm",
+    "value_metrics",
     "with_gradient",
+    "with_returns",
 ]

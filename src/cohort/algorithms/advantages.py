@@ -7,6 +7,7 @@ completion, or [P, G, L], one for each.
 import torch
 from torch import Tensor
 
+from cohort.algorithms.critic import gae as gae
 from cohort.algorithms.inputs import AdvantageInputs
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cohort.algorithms import advantages, losses, weights
 from cohort.algorithms.correction import Correction, with_correction
+from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.losses import PolicyLoss
 from cohort.batch import LossInputs, LossOutput
@@ -28,6 +29,7 @@ class Algorithm:
     advantage: Advantage
     policy_loss: PolicyLoss
     loss_weight: LossWeight
+    critic: CriticFunctions | None  # None: no critic is trained
     mask_truncated: bool
     estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
     needs_reference: bool  # in the loss
@@ -39,6 +41,7 @@ def build_algorithm(
     *,
     max_completion_tokens: int,
     auto_correction: Correction = "none",
+    value_clip: float = 0.2,
 ) -> Algorithm:
     """The algorithm that `config` describes, with its numbers filled in.
 
@@ -46,6 +49,7 @@ def build_algorithm(
         config: the `algorithm` section.
         max_completion_tokens: longest completion.
         auto_correction: what `sampling_correction: auto` means; none where the sampler computes as the trainer does.
+        value_clip: of the critic, where the algorithm has one.
     """
     parts = {kind: _function(config, kind) for kind in MODULES}
     if config.loss_weight == "constant":  # the one number that is another section's
@@ -56,8 +60,9 @@ def build_algorithm(
         advantage=parts["advantage"],
         policy_loss=_with_kl(loss, beta=config.beta) if config.beta > 0 else loss,
         loss_weight=parts["loss_weight"],
+        critic=_critic(config, value_clip=value_clip) if config.needs_critic else None,
         mask_truncated=config.mask_truncated_completions,
-        estimates=frozenset(),
+        estimates=frozenset({"values"} if config.needs_critic else ()),
         needs_reference=config.beta > 0,
         learns_without_advantage=config.beta > 0,
     )
@@ -69,6 +74,14 @@ def _function(config: AlgorithmConfig, kind: str) -> Any:
     function = getattr(MODULES[kind], name)
     keys = COMPONENTS[kind][name].keys
     return partial(function, **{key: getattr(config, key) for key in keys})
+
+
+def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
+    assert config.gamma is not None and config.gae_lambda is not None, "filled in by what reads them"
+    return CriticFunctions(
+        returns=partial(gae_returns, gamma=config.gamma, gae_lambda=config.gae_lambda),
+        loss=partial(clipped_value, value_clip=value_clip),
+    )
 
 
 def _with_kl(policy_loss: PolicyLoss, *, beta: float) -> PolicyLoss:

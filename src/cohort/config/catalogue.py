@@ -18,6 +18,7 @@ class Component:
     keys: Mapping[str, Any] = field(default_factory=dict)  # that it reads, and their defaults
     min_generations: int = 1  # completions of a prompt that it takes
     whole_completions: bool = False  # a token's loss depends on the other tokens of its completion
+    needs_critic: bool = False  # it looks at values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,12 @@ ADVANTAGES: dict[str, Component] = {
         min_generations=2,
     ),
     "group_mean": Component(formula="r - mean(group)", source="arXiv:2503.20783", min_generations=2),
+    "gae": Component(
+        formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k))",
+        source="arXiv:1506.02438",
+        keys={"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": True},
+        needs_critic=True,
+    ),
 }
 POLICY_LOSSES: dict[str, Component] = {
     "clipped": Component(
@@ -87,6 +94,14 @@ ALGORITHMS: dict[str, NamedAlgorithm] = {
         loss_weight="token_mean",
         defaults={"clip_high": 0.28},
     ),
+    "ppo": NamedAlgorithm(
+        title="PPO",
+        source="arXiv:1707.06347",
+        when="one completion per prompt, and memory for a critic",
+        advantage="gae",
+        policy_loss="clipped",
+        loss_weight="token_mean",
+    ),
 }
 
 
@@ -98,3 +113,8 @@ def is_users_own(component: str) -> bool:
 def with_one_completion() -> list[str]:
     """The algorithms that learn from one completion of a prompt."""
     return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].min_generations == 1]
+
+
+def with_a_critic() -> list[str]:
+    """The algorithms that train a critic beside the policy."""
+    return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].needs_critic]

@@ -6,7 +6,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
-from cohort.config.catalogue import with_one_completion
+from cohort.config.catalogue import with_a_critic, with_one_completion
+from cohort.config.critic import CriticConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
 
@@ -275,6 +276,7 @@ class Config(Section):
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     rollout: RolloutConfig = Field(default_factory=LocalRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig | None = None
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
@@ -329,10 +331,20 @@ class Config(Section):
         if generations < algorithm.min_generations:
             others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
             raise ValueError(
-                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name}: a group of one has no "
-                f"peers to be judged against, so its advantage is always 0 and nothing would be learned; use at "
+                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} and advantage: "
+                f"{algorithm.advantage}: a group of one has no peers to be judged against, so its advantage is always 0 and nothing would be learned; use at "
                 f"least {algorithm.min_generations} (8 is usual)"
                 + (f", or {others}, which need no peers" if others else "")
+            )
+        if generations == 1 and self.rollout.resample:
+            raise ValueError(
+                f"rollout.resample: {self.rollout.resample} with rollout.num_generations: 1: the rewards of a group of "
+                f"one are all equal, so every group would be replaced; use resample: 0, or more generations"
+            )
+        if self.critic is not None and not algorithm.needs_critic:
+            raise ValueError(
+                f"critic has no effect with algorithm.name: {algorithm.name}, which trains none; remove the section, "
+                f"or use algorithm.name: {' or '.join(with_a_critic())}"
             )
         if self.train.gradients_in_forward and algorithm.needs_whole_completions:
             raise ValueError(

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from cohort.algorithms import assign_advantages, bare_sequences, with_gradient
+from cohort.algorithms import assign_advantages, bare_sequences, value_metrics, with_gradient, with_returns
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
 from cohort.config import Config
@@ -86,7 +86,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             others_wait = False
             crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
             others_wait = True
-            check_disk_space(config, crew.policy, folder.path)
+            check_disk_space(config, crew, folder.path)
             for note in crew.policy.notes():
                 display.note(note)
             folder.rewind(state.steps_done if state else 0)
@@ -166,15 +166,17 @@ class _Training:
         with phase("pack"):
             sequences = assign_advantages(gathered.groups, crew.algorithm, estimates, parts.inputs.rewards.weights)
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
+            for_critic = crew.pack_for_critic(with_returns(sequences))
         self._warn_of_long_sequences(batches[0])
         updates = []
         for update in range(self.plan.updates_per_rollout):
             with phase("train"):
+                critic = crew.train_critic(None if update else for_critic)
                 losses = crew.forward_backward(None if update else batches)
             with phase("optim"):
                 optim = crew.optim_step()
-            updates.append((losses, optim))
-            self._tell_of_memory(losses)
+            updates.append((losses, critic, optim))
+            self._tell_of_memory(losses.num_out_of_memory + critic.num_out_of_memory)
         with phase("publish"):
             parts.rollout.load_weights(policy_version=crew.engine.updates_done)
             parity = self._check_parity(step + 1)
@@ -187,8 +189,9 @@ class _Training:
             metrics={
                 **gathered.metrics,
                 **parity,
-                **_means([{**losses.metrics, **asdict(optim)} for losses, optim in updates]),
-                **self._costs(batches[0], [losses for losses, _ in updates], sequences, gathered),
+                **_means([{**losses.metrics, **critic.metrics, **asdict(optim)} for losses, critic, optim in updates]),
+                **value_metrics(sequences, estimates.values),
+                **self._costs(batches[0], [losses for losses, _, _ in updates], sequences, gathered),
             },
             groups=gathered.groups,
         )
@@ -222,11 +225,11 @@ class _Training:
             )
         return metrics
 
-    def _tell_of_memory(self, losses: TrainResult) -> None:
-        if losses.num_out_of_memory:
+    def _tell_of_memory(self, num_out_of_memory: int) -> None:
+        if num_out_of_memory:
             budget = self.parts.crew.engine.micro_batch_tokens
             self.display.note(
-                f"out of memory in {losses.num_out_of_memory} micro-batches, which were computed again in parts: the "
+                f"out of memory in {num_out_of_memory} micro-batches, which were computed again in parts: the "
                 f"gradient is the same, and the budget is {budget} tokens from here on"
             )
 
