@@ -331,9 +331,9 @@ class Config(Section):
         if generations < algorithm.min_generations:
             others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
             raise ValueError(
-                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} and advantage: "
-                f"{algorithm.advantage}: a group of one has no peers to be judged against, so its advantage is always 0 and nothing would be learned; use at "
-                f"least {algorithm.min_generations} (8 is usual)"
+                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
+                f"{algorithm.advantage}): a group of one has no peers to be judged against, so its advantage is always "
+                f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual)"
                 + (f", or {others}, which need no peers" if others else "")
             )
         if generations == 1 and self.rollout.resample:
@@ -345,6 +345,12 @@ class Config(Section):
             raise ValueError(
                 f"critic has no effect with algorithm.name: {algorithm.name}, which trains none; remove the section, "
                 f"or use algorithm.name: {' or '.join(with_a_critic())}"
+            )
+        steps, waits = self.train.steps, self.critic.warmup_steps if self.critic else 0
+        if steps is not None and waits >= steps:
+            raise ValueError(
+                f"critic.warmup_steps: {waits} of train.steps: {steps} leave none in which the policy learns; use at "
+                f"most {steps - 1}"
             )
         if self.train.gradients_in_forward and algorithm.needs_whole_completions:
             raise ValueError(

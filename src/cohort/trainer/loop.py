@@ -12,7 +12,7 @@ from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, wri
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, StepReport
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import TrainResult
+from cohort.engine import OptimResult, TrainResult
 from cohort.errors import OutOfStepError, TrainingError, UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
@@ -130,6 +130,8 @@ class _Training:
         self.warned_of_different_logprobs = False
         policy = run.crew.policy
         self.flops = flops_of(policy.model)
+        critic = run.crew.critic
+        self.critic_flops = None if critic is None else flops_of(critic.policy.model)
         self.device_peak = device_peak_flops(policy.device, policy.compute_dtype or policy.dtype)
         self.metrics = MetricsWriter(
             folder.path,
@@ -191,7 +193,7 @@ class _Training:
                 **parity,
                 **_means([{**losses.metrics, **critic.metrics, **asdict(optim)} for losses, critic, optim in updates]),
                 **value_metrics(sequences, estimates.values),
-                **self._costs(batches[0], [losses for losses, _, _ in updates], sequences, gathered),
+                **self._costs(batches[0], updates, sequences, gathered),
             },
             groups=gathered.groups,
         )
@@ -260,12 +262,13 @@ class _Training:
     def _costs(
         self,
         batch: TrainBatch,
-        losses: Sequence[TrainResult],
+        updates: Sequence[tuple[TrainResult, TrainResult, OptimResult]],
         sequences: Sequence[TrainSequence],
         gathered: Gathered,
     ) -> dict[str, float]:
-        """What the step took: tokens, time, memory."""
+        """What the step took: tokens, time, memory. Tokens are the policy's; a critic computes the same."""
         crew, times = self.parts.crew, self.clock.take()
+        losses, of_critic = [policy for policy, *_ in updates], [critic for _, critic, _ in updates]
         sampled = gathered.num_completion_tokens
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
         num_positions = sum(p.num_positions for p in losses)
@@ -277,13 +280,13 @@ class _Training:
             "padding_fraction": 1 - sum(p.num_inputs for p in losses) / num_positions if num_positions else 0.0,
             "micro_batches": losses[-1].num_micro_batches,
             "micro_batch_tokens": crew.engine.micro_batch_tokens,
-            "out_of_memory": sum(p.num_out_of_memory for p in losses),
+            "out_of_memory": sum(p.num_out_of_memory for p in (*losses, *of_critic)),
             "sequences_over_budget": batch.num_over_budget,
             "processes": crew.ranks.world_size,
             "time/move_s": crew.seconds_moving(),
             **crew.peak_memory(),
             **speed_metrics(
-                self._train_flops(batch, losses),
+                self._train_flops(batch, losses) + self._critic_flops(of_critic),
                 seconds=times["time/train_s"],
                 num_processes=crew.ranks.world_size,
                 peak=self.device_peak,
@@ -304,6 +307,14 @@ class _Training:
             if self.parts.crew.engine.has_reference and update == 0:
                 total += self.flops.forward(**sizes)
         return total
+
+    def _critic_flops(self, done: Sequence[TrainResult]) -> float:
+        """Operations of the critic's passes, there and back; its head's are none to speak of."""
+        if self.critic_flops is None:
+            return 0.0
+        return sum(
+            self.critic_flops.forward_backward(tokens=d.num_inputs, scored=0, pairs=d.attention_pairs) for d in done
+        )
 
     def _evaluate_where_due(self, steps_done: int) -> None:
         evaluation = self.parts.inputs.evaluation
