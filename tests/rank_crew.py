@@ -55,7 +55,7 @@ def commanded(crew: Crew, command: Callable[[], dict[str, Any]]) -> dict[str, An
 def run_logprobs(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """The logprobs of a step, by index."""
     crew = crew_of(make_engine(model, ranks, reference=reference), ranks)
-    return commanded(crew, lambda: {"logprobs": crew.logprobs(sequences())})
+    return commanded(crew, lambda: {"logprobs": crew.estimate(sequences(), {"logprobs"}).logprobs})
 
 
 def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def run_waiting(ranks: Ranks, model: str, reference: str, keeps_waiting: str) ->
                 crew.keep_waiting()
                 counts += 1
             time.sleep(0.01)
-        return {"counts": counts, "logprobs": len(crew.logprobs(sequences()))}
+        return {"counts": counts, "logprobs": len(crew.estimate(sequences(), {"logprobs"}).logprobs)}
 
     said, done = "", {}
     try:

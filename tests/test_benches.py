@@ -33,6 +33,16 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert (tmp_path / "gpu.json").stat().st_size > 0
 
 
+def test_the_algorithms_benchmark_keeps_what_it_has_run(tmp_path):
+    command = [sys.executable, str(BENCH / "algorithms.py"), "--out", str(tmp_path), "--only", "grpo", "--seeds", "0"]
+    first = run(*command, "--steps", "1")
+    file = tmp_path / "grpo-16-seed0-1.json"
+    assert "| grpo | 16 | 19.9% |" in first
+    written = file.stat().st_mtime_ns
+    assert run(*command, "--steps", "1").splitlines() == first.splitlines()[-3:]
+    assert file.stat().st_mtime_ns == written
+
+
 def test_the_training_step_benchmark_finds_the_same_gradients():
     methods = ["full-logits", "shared"]
     out = run(

@@ -242,7 +242,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         (
             {"algorithm": {"betta": 0.1}},
-            "algorithm.betta: unknown key; did you mean beta? algorithm has: name, advantage, policy_loss, loss_weight, ",
+            "algorithm.betta: unknown key; did you mean beta? algorithm has: name, advantage, policy_loss, ",
         ),
         (
             {"algorithm": {"name": "dr_grpo", "std_epsilon": 1}},

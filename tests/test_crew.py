@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cohort.distributed import ALONE
+from cohort.records import Estimates
 from rank_crew import crew_of, sequences
 from rank_engine import make_engine
 from ranks import run_ranks
@@ -43,12 +44,23 @@ def assert_right(logprobs: dict[int, np.ndarray], path: str) -> None:
         np.testing.assert_allclose(logprobs[s.index], expected.numpy(), rtol=0, atol=1e-6)  # RMSNorm is in float32
 
 
-def test_logprobs_of_one_rank_are_the_engines_own(model: str):
+def test_estimates_of_one_rank_are_the_engines_own(model: str):
     engine = make_engine(model, ALONE, reference=model)
-    logprobs = crew_of(engine, ALONE).logprobs(sequences())
-    own = engine.logprobs(sequences())
-    assert all(np.array_equal(logprobs[s.index], own[s.index].numpy()) for s in sequences())
-    assert_right(logprobs, model)
+    estimates = crew_of(engine, ALONE).estimate(sequences(), {"logprobs", "entropies", "reference_logprobs"})
+    own = engine.estimate(sequences(), {"logprobs"})["logprobs"]
+    assert all(np.array_equal(estimates.logprobs[s.index], own[s.index].numpy()) for s in sequences())
+    for logprobs in (estimates.logprobs, estimates.reference_logprobs):
+        assert_right(logprobs, model)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    for s in sequences():
+        with torch.no_grad():
+            _, entropy = naive_logprobs(loaded, s, temperature=0.9)
+        np.testing.assert_allclose(estimates.entropies[s.index], entropy.numpy(), rtol=0, atol=1e-6)
+    assert not estimates.values
+
+
+def test_nothing_is_computed_for_an_algorithm_that_asks_for_nothing(model: str):
+    assert crew_of(make_engine(model, ALONE, reference=model), ALONE).estimate(sequences(), frozenset()) == Estimates()
 
 
 def test_logprobs_over_three_ranks_are_those_of_one(three: dict[str, dict[str, Any]], model: str):
