@@ -68,6 +68,9 @@ def test_defaults(tmp_path, monkeypatch):
             "policy_loss": "clipped",
             "loss_weight": "sequence_mean",
             "std_epsilon": 1e-4,
+            "gamma": None,
+            "gae_lambda": None,
+            "whiten_advantages": None,
             "clip_low": 0.2,
             "clip_high": 0.2,
             "beta": 0.0,
@@ -75,6 +78,7 @@ def test_defaults(tmp_path, monkeypatch):
             "sampling_correction": "auto",
             "sampling_correction_cap": 2.0,
         },
+        "critic": None,
         "train": {
             "steps": None,
             "epochs": None,
@@ -235,7 +239,10 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         ({"num_generations": 4}, "num_generations: unknown key; did you mean rollout.num_generations?"),
         ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
-        ({"zzz": 1}, "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, train, eval"),
+        (
+            {"zzz": 1},
+            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, critic, train",
+        ),
         (
             {"rewards": [{"use": "math", "wieght": 1}]},
             "rewards.0.wieght: unknown key; did you mean weight? rewards.0 has: use, weight, name, args, timeout_s",
@@ -254,7 +261,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         # unknown algorithm
         (
             {"algorithm": {"name": "gpro"}},
-            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo; did you mean grpo?",
+            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo, ppo; did you mean grpo?",
         ),
         ({"algorithm": {"name": None}}, "algorithm.name: None: input should be a valid string"),
         ({"algorithm": "dapo"}, "algorithm: 'dapo': a section is a mapping of keys: name, advantage, "),
@@ -303,8 +310,9 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: input should be greater than or equal to 1"),
         (
             {"rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: grpo: a group of one has no peers to be judged against, "
-            "so its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual)",
+            "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.name: ppo",
         ),
         # two keys that do not go together
         (

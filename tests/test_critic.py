@@ -25,6 +25,7 @@ from cohort.errors import UserError
 from cohort.policy import Critic, load_critic
 from cohort.policy.layout import Layout
 from cohort.records import Estimates, TrainSequence
+from cohort.trainer.crew import Crew
 from rank_critic import PLACES, STEPS, critic_gradient, critic_sequences, make_crew, run_critic_steps
 from rank_engine import out_of_memory_over
 from ranks import run_ranks
@@ -386,7 +387,7 @@ def test_a_run_with_a_critic_and_what_it_leaves_behind(tmp_path: Path):
 
 def test_resumed_with_a_critic_is_uninterrupted_bit_for_bit(tmp_path: Path):
     config = changed(ppo_inputs(tmp_path, warmup_steps=1), train={"lr_schedule": "cosine", "updates_per_rollout": 2})
-    config = changed(config, model={"gradient_checkpointing": True})
+    config = changed(config, model={"gradient_checkpointing": True}, critic={"updates": 2})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
     with pytest.raises(KeyboardInterrupt):
         cohort.train(config, display=stop_after(5))
@@ -396,6 +397,25 @@ def test_resumed_with_a_critic_is_uninterrupted_bit_for_bit(tmp_path: Path):
     assert_same_weights(actual.run_dir / last, expected.run_dir / last)
     for name in ("loss", "reward", "value_loss", "value/mean", "value/grad_norm", "value/learning_rate"):
         assert metric(actual.run_dir, name) == metric(expected.run_dir, name), name
+
+
+def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
+    """As many passes over the same returns, of which the first has the old values."""
+    folder = save_model_folder(tmp_path / "m")
+    once, thrice = (replace_updates(make_crew(str(folder), ALONE, dtype="float32"), updates) for updates in (1, 3))
+    batches = once.pack_for_critic(critic_sequences([[3, 14, 9]], seed=0))
+    single = [once.train_critic(None if update else batches) for update in range(3)]
+    done = thrice.train_critic(batches)
+    for name, value in done.metrics.items():
+        assert value == pytest.approx(np.mean([result.metrics[name] for result in single]), rel=1e-12), name
+    assert done.num_inputs == sum(result.num_inputs for result in single)
+    actual, expected = (crew.critic.policy.model.state_dict() for crew in (thrice, once) if crew.critic)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def replace_updates(crew: Crew, updates: int) -> Crew:
+    crew.critic_updates = updates
+    return crew
 
 
 def test_a_critic_that_does_not_fit_the_policy(tmp_path: Path):

@@ -40,6 +40,7 @@ class Crew:
     algorithm: Algorithm
     engine: TrainEngine
     critic: CriticEngine | None = None  # None: the algorithm has none
+    critic_updates: int = 1  # for each one of the policy
     sampler: Sampler
     tokenizer: Any  # rank 0's; None elsewhere
     memory: PeakMemory
@@ -115,10 +116,13 @@ class Crew:
         return self._all("forward_backward", batches)[0]
 
     def train_critic(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
-        """One update of the critic, gradient and optimizer step; nothing without one.
+        """The updates of the critic that go with one of the policy, gradient and optimizer step; nothing without one.
 
         Args:
-            batches: one per rank, of `pack_for_critic`; None for another update on the same ones.
+            batches: one per rank, of `pack_for_critic`; None for more updates on the same ones.
+
+        Returns:
+            metrics as means over the updates, and counts of all of them.
 
         Raises:
             TrainingError: the gradient is NaN or infinite; the weights are as before.
@@ -258,18 +262,14 @@ class Crew:
     def _train_critic_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
         """The gradient is gone before the policy's is there: memory never has both."""
         assert self.critic is not None and self.algorithm.critic is not None
-        result = self.critic.forward_backward(batch, self.algorithm.critic.loss)
-        self._keep_one_budget()
-        with _update_must_fit():
-            optim = self.critic.optim_step()
-        metrics = {
-            **result.metrics,
-            "value_loss": result.metrics["loss"],
-            "value/grad_norm": optim.grad_norm,
-            "value/learning_rate": optim.learning_rate,
-        }
-        del metrics["loss"]
-        return replace(result, metrics=metrics)
+        total = TrainResult.nothing()
+        for update in range(self.critic_updates):
+            result = self.critic.forward_backward(None if update else batch, self.algorithm.critic.loss)
+            self._keep_one_budget()
+            with _update_must_fit():
+                optim = self.critic.optim_step()
+            total += replace(result, metrics=_value_metrics(result, optim))
+        return replace(total, metrics={name: value / self.critic_updates for name, value in total.metrics.items()})
 
     def _keep_one_budget(self) -> None:
         """What has run out of memory for one model is the budget of both: it is one number in a checkpoint."""
@@ -331,3 +331,13 @@ def _update_must_fit() -> AbstractContextManager[None]:
         "in the update: weights, gradients and the optimizer's state do not fit together; use more processes, or "
         "model.dtype: bfloat16"
     )
+
+
+def _value_metrics(result: TrainResult, optim: OptimResult) -> dict[str, float]:
+    """A critic's metrics under names of their own."""
+    renamed = {"loss": "value_loss"}
+    return {
+        **{renamed.get(name, name): value for name, value in result.metrics.items()},
+        "value/grad_norm": optim.grad_norm,
+        "value/learning_rate": optim.learning_rate,
+    }

@@ -101,7 +101,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         policy,
         train,
         micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=_learning_rate(train, train.learning_rate, num_steps=order.num_steps, waits=waits),
+        learning_rate=_learning_rate(train, num_steps=order.num_steps, waits=waits),
         temperature=rollout.temperature,
         reference=reference,
         ranks=ranks,
@@ -112,6 +112,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         algorithm=algorithm,
         engine=engine,
         critic=None if critic is None else _critic_engine(config, critic_config, critic, order, ranks),
+        critic_updates=critic_config.updates,
         sampler=Sampler(
             policy,
             end_token_ids=ranks.first(lambda: end_token_ids(policy, tokenizer)),
@@ -168,30 +169,31 @@ def _critic_engine(
         critic,
         train,
         micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=_learning_rate(train, train.learning_rate, num_steps=order.num_steps),
+        learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
         temperature=1.0,
         reference=None,
         ranks=ranks,
     )
 
 
-def _learning_rate(train: TrainConfig, peak: float, *, num_steps: int, waits: int = 0) -> Callable[[int], float]:
+def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, updates: int = 1) -> Callable[[int], float]:
     """Number of updates done -> learning rate of the next.
 
     Args:
         train: the `train` section.
-        peak: learning rate.
         num_steps: of the run.
         waits: steps before the schedule begins, in which nothing is learned.
+        updates: for each one of the policy.
     """
-    waits *= train.updates_per_rollout
+    per_step = train.updates_per_rollout * updates
+    waits *= per_step
     factor = partial(
         learning_rate_factor,
-        warmup=train.warmup_steps * train.updates_per_rollout,
-        total=num_steps * train.updates_per_rollout - waits,
+        warmup=train.warmup_steps * per_step,
+        total=num_steps * per_step - waits,
         schedule=train.lr_schedule,
     )
-    return lambda updates_done: 0.0 if updates_done < waits else peak * factor(updates_done - waits)
+    return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
 
 
 def _check_head(config: Config, policy: Policy) -> None:
