@@ -19,6 +19,8 @@ from cohort.algorithms.advantages import gae
 from cohort.algorithms.critic import clipped_value, gae_returns
 from cohort.batch import ValueInputs
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
+from cohort.demo.run import demo_config, write_data
+from cohort.display import Display
 from cohort.distributed import ALONE
 from cohort.engine import CriticEngine, find_budget
 from cohort.errors import UserError
@@ -397,6 +399,25 @@ def test_resumed_with_a_critic_is_uninterrupted_bit_for_bit(tmp_path: Path):
     assert_same_weights(actual.run_dir / last, expected.run_dir / last)
     for name in ("loss", "reward", "value_loss", "value/mean", "value/grad_norm", "value/learning_rate"):
         assert metric(actual.run_dir, name) == metric(expected.run_dir, name), name
+
+
+@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}])
+def test_values_in_bfloat16(tmp_path: Path, model: dict[str, str]):
+    """Values are float32; weights and moments keep their dtype."""
+    run = train(changed(ppo_inputs(tmp_path), model=model, train={"steps": 2})).run_dir
+    assert np.isfinite(metric(run, "value_loss")).all() and metric(run, "value/mean")[1] != 0
+    dtypes = {t.dtype for t in weights(run / "checkpoints" / "step-2" / "critic").values()}
+    assert dtypes == {getattr(torch, model.get("dtype", "float32"))}
+
+
+@pytest.mark.slow
+def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
+    raw = demo_config(tmp_path / "run", seed=0).model_dump(mode="json")
+    raw = changed(raw, rollout={"num_generations": 1}, train={"prompts_per_step": 256, "steps": 5})
+    config = config_from_dict({**raw, "algorithm": {"name": "ppo"}, "critic": {"learning_rate": 1e-3}})
+    write_data(tmp_path / "run", config, seed=0)
+    summary = cohort.train(config, display=Display()).summary
+    assert summary["accuracy_before"] < 0.25 and summary["accuracy_after"] > 0.5
 
 
 def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):

@@ -138,28 +138,18 @@ def load_policy(
     )
 
 
-def load_critic(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    tokenizer: Any,
-    ranks: Ranks = ALONE,
-    collectives: Collectives | None = None,
-    longest_sequence_tokens: int | None = None,
-) -> Critic:
-    """Load a critic to train, as `load_policy` does a policy: of a causal language model, whose head is left away, or
-    of a critic that was saved.
+def load_critic(config: ModelConfig, **how: Any) -> Critic:
+    """Load a critic to train: a causal language model without its head, or a critic that was saved.
+
+    Args:
+        config: the `model` section, its path that of the critic.
+        how: the keyword arguments of `load_policy`.
+
+    Raises:
+        UserError: as `load_policy`.
+        Stopped: likewise.
     """
-    return _load(
-        Critic,
-        config,
-        device=device,
-        tokenizer=tokenizer,
-        trainable=True,
-        ranks=ranks,
-        collectives=collectives,
-        longest_sequence_tokens=longest_sequence_tokens,
-    )
+    return _load(Critic, config, **how)
 
 
 def _load(
@@ -168,10 +158,10 @@ def _load(
     *,
     device: torch.device,
     tokenizer: Any,
-    trainable: bool,
-    ranks: Ranks,
-    collectives: Collectives | None,
-    longest_sequence_tokens: int | None,
+    trainable: bool = True,
+    ranks: Ranks = ALONE,
+    collectives: Collectives | None = None,
+    longest_sequence_tokens: int | None = None,
 ) -> _Kind:
     compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
     if ranks.world_size == 1:

@@ -140,7 +140,8 @@ def _load_critic(
     own = critic_config.path or config.model.path
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
-        critic = load_critic(config.model.model_copy(update={"path": path}), **how)
+        # trained whole, whatever the policy is: its head begins at 0, and its body has another task
+        critic = load_critic(config.model.model_copy(update={"path": path, "adapter": None}), **how)
     except UserError as error:
         if critic_config.path is None:
             raise
