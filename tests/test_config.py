@@ -68,6 +68,9 @@ def test_defaults(tmp_path, monkeypatch):
             "policy_loss": "clipped",
             "loss_weight": "sequence_mean",
             "std_epsilon": 1e-4,
+            "gamma": None,
+            "gae_lambda": None,
+            "whiten_advantages": None,
             "clip_low": 0.2,
             "clip_high": 0.2,
             "delta": None,
@@ -95,6 +98,7 @@ def test_defaults(tmp_path, monkeypatch):
             "sampling_correction_cap": 2.0,
         },
         "reference": None,
+        "critic": None,
         "train": {
             "steps": None,
             "epochs": None,
@@ -269,7 +273,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
         (
             {"zzz": 1},
-            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, reference, train",
+            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, reference, critic",
         ),
         (
             {"rewards": [{"use": "math", "wieght": 1}]},
@@ -361,8 +365,9 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: input should be greater than or equal to 1"),
         (
             {"rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: grpo: a group of one has no peers to be judged against, "
-            "so its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual)",
+            "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.name: ppo",
         ),
         # two keys that do not go together
         (

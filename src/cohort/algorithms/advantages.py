@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from cohort.algorithms.critic import gae as gae
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.errors import UserError
 

@@ -74,6 +74,7 @@ def assign_advantages(
     lengths_N = x.lengths.flatten().numpy()
     included_N = ~x.rewards.flatten().isnan().numpy()
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
+    returns_NL = None if algorithm.critic is None else algorithm.critic.returns(x).flatten(0, 1).numpy()
     if algorithm.mask_truncated:
         included_N &= np.array([c.finish_reason == "stop" for group in groups for c in group.completions])
     weights_N = algorithm.loss_weight(lengths_N, included_N)
@@ -86,6 +87,7 @@ def assign_advantages(
             sequence,
             loss_weights=np.full(length, weight),
             advantages=advantages[:length] if included else np.zeros(length),
+            returns=np.zeros(0) if returns_NL is None or not included else returns_NL[sequence.index, :length],
         )
         for sequence, length, weight, included, advantages in zip(
             sequences, lengths_N, weights_N, included_N, advantages_NL, strict=True

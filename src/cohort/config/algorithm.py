@@ -32,6 +32,17 @@ class AlgorithmConfig(Section):
         description=f"{', '.join(COMPONENTS['loss_weight'])}, or `file.py:function`. Default: the algorithm's.",
     )
     std_epsilon: float | None = Field(None, ge=0, description="Added to the standard deviation.")
+    gamma: float | None = Field(None, gt=0, le=1, description="Discount per token of what comes later.")
+    gae_lambda: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="1: the reward less the critic's value, without bias; lower: more of the critic's word, with less "
+        "variance.",
+    )
+    whiten_advantages: bool | None = Field(
+        None, description="Advantages with mean 0 and standard deviation 1 over the tokens of a step."
+    )
     clip_low: float | None = Field(
         None,
         ge=0,
@@ -197,6 +208,11 @@ class AlgorithmConfig(Section):
         keys = [component.min_generations_key for component in self.components()]
         given = [getattr(self, key) for key in keys if key is not None]
         return max([*(component.min_generations for component in self.components()), *given], default=1)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a second model, which foresees rewards, is trained beside the policy."""
+        return any(component.needs_critic for component in self.components())
 
     @property
     def needs_whole_completions(self) -> str | None:

@@ -19,6 +19,7 @@ class Component:
     min_generations: int = 1  # completions of a prompt that it takes
     min_generations_key: str | None = None  # a key whose value is such a number too
     whole_completions: bool = False  # a token's loss depends on the other tokens of its completion
+    needs_critic: bool = False  # it looks at values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,12 @@ ADVANTAGES: dict[str, Component] = {
         keys={"at_k": 4},
         min_generations=2,
         min_generations_key="at_k",
+    ),
+    "gae": Component(
+        formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k))",
+        source="arXiv:1506.02438",
+        keys={"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": True},
+        needs_critic=True,
     ),
 }
 POLICY_LOSSES: dict[str, Component] = {
@@ -258,6 +265,12 @@ ALGORITHMS: dict[str, NamedAlgorithm] = {
         ("max_at_k", "clipped", "constant"),
         "only the best of at_k attempts counts",
     ),
+    "ppo": _named(
+        "PPO",
+        "arXiv:1707.06347",
+        ("gae", "clipped", "token_mean"),
+        "one completion of a prompt, and memory for a critic",
+    ),
 }
 
 
@@ -274,3 +287,8 @@ def with_one_completion() -> list[str]:
 def readers(key: str) -> list[str]:
     """The components that read a key."""
     return [name for known in COMPONENTS.values() for name, component in known.items() if key in component.keys]
+
+
+def with_a_critic() -> list[str]:
+    """The algorithms that train a critic beside the policy."""
+    return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].needs_critic]
