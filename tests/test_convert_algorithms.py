@@ -49,6 +49,13 @@ def converted(tmp_path: Path, name: str, text: str) -> tuple[AlgorithmConfig, st
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {"name": "cispo", "clip_high": 4.0}),
         ({"loss_type": "sapo", "sapo_temperature_neg": 1.5}, {"name": "sapo", "tau_negative": 1.5}),
         ({"loss_type": "vespo", "vespo_k_pos": 1.0}, {"name": "vespo", "vespo_k_positive": 1.0}),
+        ({"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": "true"}, {"beta": 0.1, "kl_unbiased": True}),
+        ({"loss_type": "grpo", "top_entropy_quantile": 0.2}, {"top_entropy_quantile": 0.2}),
+        ({"loss_type": "grpo", "off_policy_mask_threshold": 0.5}, {"off_policy_mask_threshold": 0.5}),
+        (
+            {"loss_type": "grpo", "entropy_coef": 0.01, "use_adaptive_entropy": "true", "entropy_coef_max": 0.5},
+            {"entropy_coef": 0.01, "entropy_target": 0.2, "entropy_coef_max": 0.5},
+        ),
     ],
 )
 def test_trl(tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]):
@@ -85,6 +92,13 @@ def test_swift(tmp_path: Path, said: str, expected: tuple[str, str]):
     assert "no equivalent: advantage" not in notes and "no equivalent: loss" not in notes
 
 
+def test_swift_takes_the_kl_from_the_reward(tmp_path: Path):
+    text = SWIFT.replace("--beta 0.0", "--beta 0.05") + "--kl_in_reward true --top_entropy_quantile 0.2\n"
+    algorithm, _ = converted(tmp_path, "swift.sh", text)
+    assert (algorithm.beta, algorithm.kl_in, algorithm.kl_estimator) == (0.05, "reward", "k1")
+    assert algorithm.top_entropy_quantile == 0.2
+
+
 def test_a_loss_that_nobody_here_has(tmp_path: Path):
     algorithm, notes = converted(tmp_path, "swift.sh", SWIFT + "--loss_type fipo\n")
     assert algorithm == AlgorithmConfig() and "no equivalent: loss fipo; grpo stands in its place" in notes
@@ -112,6 +126,31 @@ def test_a_loss_that_nobody_here_has(tmp_path: Path):
             "algorithm.adv_estimator=rloo actor_rollout_ref.actor.policy_loss.loss_mode=gpg "
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
             {"name": "rloo"},
+        ),
+        (
+            "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 "
+            "algorithm.kl_ctrl.type=adaptive",
+            {
+                "name": "dapo",
+                "clip_high": 0.2,
+                "delta": 3.0,
+                "beta": 0.01,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+                "kl_target": 0.1,
+            },
+        ),
+        (
+            "algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True "
+            "actor_rollout_ref.actor.kl_loss_type=mse actor_rollout_ref.actor.entropy_coeff=0.001",
+            {
+                "name": "dapo",
+                "clip_high": 0.2,
+                "delta": 3.0,
+                "beta": 0.001,
+                "kl_estimator": "k2",
+                "entropy_coef": 0.001,
+            },
         ),
     ],
 )

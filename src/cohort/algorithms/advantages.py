@@ -73,7 +73,7 @@ def max_likelihood(x: AdvantageInputs) -> Tensor:
     if (x.rewards < 0).any():
         raise UserError(
             f"algorithm.advantage: max_likelihood takes rewards of at least 0, and one is {_smallest(x.rewards):.4g}; "
-            f"use rewards of 0 and 1, or advantage: group_mean_std"
+            f"use rewards of 0 and 1 and no kl_in: reward, or advantage: group_mean_std"
         )
     centered = _centered(x.rewards, dim=1)
     return torch.where(centered == 0, centered, centered / x.rewards.nanmean(dim=1, keepdim=True))

@@ -139,7 +139,7 @@ class Draft:
             loss: their name, which decides between algorithms of the same components.
             parts: advantage, policy loss and loss weight.
             beta: weight of the KL term.
-            keys: of the `algorithm` section; what no component reads is left out.
+            keys: of the `algorithm` section; those of other components are left out.
         """
 
         def fits(name: str) -> tuple[int, bool]:
@@ -151,7 +151,8 @@ class Draft:
             self.put(f"algorithm.{kind}", part if getattr(ALGORITHMS[name], kind) != part else None)
         self.put("algorithm.beta", beta)
         for key, value in keys.items():
-            if any(key in COMPONENTS[kind][part].keys for kind, part in parts.items()):
+            of_components = any(key in known[part].keys for known in COMPONENTS.values() for part in known)
+            if not of_components or any(key in COMPONENTS[kind][part].keys for kind, part in parts.items()):
                 self.put(f"algorithm.{key}", value)
 
     def reward_scale(self, default: str) -> str:

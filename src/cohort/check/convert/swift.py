@@ -62,13 +62,18 @@ def _algorithm(draft: Draft) -> None:
         draft.note(f"no equivalent: loss {loss}; grpo stands in its place")
     policy_loss, loss_weight = _LOSSES.get(loss, _LOSSES["grpo"])
     policy_loss = draft.ratio_level(loss, policy_loss)
+    beta = settings.number("beta", 0.04)
+    in_reward = settings.flag("kl_in_reward") and beta > 0
     draft.algorithm(
         loss,
         {"advantage": _advantage(draft), "policy_loss": policy_loss, "loss_weight": loss_weight},
-        beta=settings.number("beta", 0.04),
+        beta=beta,
+        kl_in="reward" if in_reward else None,
+        kl_estimator="k1" if in_reward else None,
         **draft.bounds(loss, policy_loss),
         tau_positive=settings.number("tau_pos", None),
         tau_negative=settings.number("tau_neg", None),
+        top_entropy_quantile=settings.number("top_entropy_quantile", None),
     )
 
 

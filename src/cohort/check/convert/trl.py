@@ -12,6 +12,7 @@ _NUMBERS = {
     "vespo_k_negative": "vespo_k_neg",
     "vespo_lambda_negative": "vespo_lambda_neg",
 }
+_TERMS = ("top_entropy_quantile", "off_policy_mask_threshold", "entropy_coef")  # of the same name here
 _BATCH = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -66,13 +67,19 @@ def _algorithm(draft: Draft, version: Version) -> None:
     advantage = SCALES.get(draft.reward_scale("group"), "group_mean_std")
     if settings.text("multi_objective_aggregation") == "normalize_then_sum":
         advantage = "per_reward_mean_std"
+    beta = settings.number("beta", 0.0 if version >= (0, 19) else 0.04)
     draft.algorithm(
         loss,
         {"advantage": advantage, "policy_loss": policy_loss, "loss_weight": loss_weight},
-        beta=settings.number("beta", 0.0 if version >= (0, 19) else 0.04),
+        beta=beta,
         **draft.bounds(loss, policy_loss),
         **{ours: settings.number(theirs, None) for ours, theirs in _NUMBERS.items()},
+        kl_unbiased=True if beta and settings.flag("use_bias_correction_kl") else None,
     )
+    draft.copy({f"algorithm.{key}": (key, "number") for key in _TERMS})
+    if settings.flag("use_adaptive_entropy"):
+        draft.put("algorithm.entropy_target", settings.number("entropy_target", 0.2))
+        draft.copy({f"algorithm.{key}": (key, "number") for key in ("entropy_coef_delta", "entropy_coef_max")})
 
 
 def _precision(draft: Draft) -> None:

@@ -1,5 +1,7 @@
 """verl to Cohort."""
 
+from typing import Any
+
 from cohort.check.convert.draft import Draft
 from cohort.check.rules.start import Start
 
@@ -26,6 +28,7 @@ _ADVANTAGES = {
     "reinforce_plus_plus": "batch_mean_std",
     "reinforce_plus_plus_baseline": "group_mean_whitened",
 }
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _NAMES = {"reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
 
 
@@ -72,6 +75,32 @@ def from_verl(draft: Draft, start: Start | None) -> None:
         draft.note(f"no equivalent: rollout engine {settings.text(f'{_ROLLOUT}.name')}")
 
 
+def _kl(draft: Draft) -> dict[str, Any]:
+    """Where the KL term is, and how it is estimated and controlled."""
+    settings = draft.settings
+    in_loss, in_reward = settings.flag(f"{_ACTOR}.use_kl_loss"), settings.flag("algorithm.use_kl_in_reward")
+    if in_loss and in_reward:
+        draft.note("no equivalent: KL in the reward and in the loss at once; the one in the loss is kept")
+    if in_loss:
+        form = settings.text(f"{_ACTOR}.kl_loss_type", "low_var_kl")
+        if _ESTIMATORS.get(form, "k1") == "k1":
+            draft.note(f"no equivalent: kl_loss_type {form} as a loss has no gradient in expectation; k3 is")
+        coefficient = settings.number(f"{_ACTOR}.kl_loss_coef", 0.001)
+        estimator = "k2" if _ESTIMATORS.get(form) == "k2" else "k3"
+        return {"beta": coefficient, "kl_estimator": estimator if coefficient else None}
+    coefficient = settings.number("algorithm.kl_ctrl.kl_coef", 0.001)
+    if not in_reward or not coefficient:
+        return {"beta": 0.0}
+    adapts = settings.text("algorithm.kl_ctrl.type", "fixed") == "adaptive"
+    return {
+        "beta": coefficient,
+        "kl_in": "reward",
+        "kl_estimator": _ESTIMATORS.get(settings.text("algorithm.kl_penalty", "kl"), "k1"),
+        "kl_target": settings.number("algorithm.kl_ctrl.target_kl", 0.1) if adapts else None,
+        "kl_horizon": settings.whole("algorithm.kl_ctrl.horizon", 10_000, maximum=10**9) if adapts else None,
+    }
+
+
 def _algorithm(draft: Draft) -> None:
     settings = draft.settings
     estimator = settings.text("algorithm.adv_estimator", "gae")
@@ -90,8 +119,6 @@ def _algorithm(draft: Draft) -> None:
     loss_weight = _AGGREGATIONS.get(summed, "token_mean")
     if policy_loss in ("gspo_token", "gmpo", "sapo"):  # which sum in a way of their own there, whatever is said
         loss_weight = "sequence_mean"
-    if settings.flag("algorithm.use_kl_in_reward"):
-        draft.note("no equivalent: algorithm.use_kl_in_reward; algorithm.beta is a term of the loss")
     clip = settings.number(f"{_ACTOR}.clip_ratio", 0.2)
     high = settings.number(f"{_ACTOR}.clip_ratio_high", clip)
     dual = settings.number(f"{_ACTOR}.clip_ratio_c", 3.0)
@@ -102,7 +129,8 @@ def _algorithm(draft: Draft) -> None:
     draft.algorithm(
         _NAMES.get(estimator, policy_loss),
         {"advantage": advantage, "policy_loss": policy_loss, "loss_weight": loss_weight},
-        beta=settings.number(f"{_ACTOR}.kl_loss_coef", 0.001) if settings.flag(f"{_ACTOR}.use_kl_loss") else 0.0,
+        **_kl(draft),
+        entropy_coef=settings.number(f"{_ACTOR}.entropy_coeff", None),
         clip_low=settings.number(f"{_ACTOR}.clip_ratio_low", clip),
         clip_high=high,
         delta=dual if dual > 1 + high else None,
