@@ -10,16 +10,17 @@ import torch
 from cohort.algorithms import build_algorithm, check_own_functions
 from cohort.config import AlgorithmConfig, load_config
 from cohort.errors import UserError
-from test_algorithms import inputs, judged
+from samples import judged, loss_inputs
 from test_training import assert_same_weights, changed, make_inputs, train
 
 OWN = """
     import numpy as np
     import torch
+    from cohort.algorithms.advantages import group_mean
     from cohort.batch import LossOutput
 
     def centred(x):
-        return x.rewards - x.rewards.nanmean(dim=1, keepdim=True)
+        return group_mean(x)
 
     def reinforce(x):
         ratio = torch.exp(x.logprobs - x.old_logprobs)
@@ -127,7 +128,7 @@ def test_an_advantage_that_needs_peers_is_refused_alone(own: Path):
 
 def test_an_own_loss_is_used_as_one_of_ours(own: Path):
     algorithm = build_algorithm(AlgorithmConfig(policy_loss=f"{own}:with_metrics"), max_completion_tokens=8)
-    out = algorithm.policy_loss(inputs([1.5, 0.5], [1.0, 1.0]))
+    out = algorithm.policy_loss(loss_inputs([1.5, 0.5], [1.0, 1.0]))
     torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.2, -0.5], dtype=torch.float64))
     assert out.token_metrics["mine"].tolist() == pytest.approx(np.log([1.5, 0.5]).tolist())
     weights = build_algorithm(AlgorithmConfig(loss_weight="own.py:per_step"), max_completion_tokens=8).loss_weight

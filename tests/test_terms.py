@@ -15,7 +15,7 @@ from cohort.algorithms.terms import k1, k2, k3, with_off_policy_mask
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AlgorithmConfig
 from cohort.records import Estimates
-from test_algorithms import inputs, scored
+from samples import loss_inputs, scored
 
 LN2 = math.log(2)
 
@@ -35,7 +35,7 @@ def test_kl_estimators():
 def test_kl_enters_the_loss_with_beta():
     algorithm = build(beta=0.5)
     assert algorithm.needs_reference
-    out = algorithm.policy_loss(inputs([1.0], [1.0], reference=[LN2]))
+    out = algorithm.policy_loss(loss_inputs([1.0], [1.0], reference=[LN2]))
     assert out.per_token_loss.item() == pytest.approx(-1 + 0.5 * (1 - LN2))
     assert out.token_metrics["kl"].item() == pytest.approx(1 - LN2)
     assert not build().needs_reference
@@ -92,7 +92,7 @@ def test_which_estimators_have_the_gradient_of_the_divergence_on_policy():
 
 def test_terms_pass_gradcheck():
     algorithm = build(beta=0.5, kl_unbiased=True, entropy_coef=0.25)
-    x = inputs([1.1, 0.7, 1.3], [1.0, -2.0, 0.0], reference=[0.3, -0.2, 0.1])
+    x = loss_inputs([1.1, 0.7, 1.3], [1.0, -2.0, 0.0], reference=[0.3, -0.2, 0.1])
 
     def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
         return algorithm.policy_loss(replace(x, logprobs=logprobs, entropy=entropy)).per_token_loss
@@ -104,7 +104,7 @@ def test_terms_pass_gradcheck():
 def test_the_entropy_bonus_is_taken_from_the_loss():
     algorithm = build(entropy_coef=0.5)
     assert algorithm.learns_without_advantage
-    x = replace(inputs([1.0, 1.0], [1.0, 0.0]), entropy=torch.tensor([2.0, 3.0], dtype=torch.float64))
+    x = replace(loss_inputs([1.0, 1.0], [1.0, 0.0]), entropy=torch.tensor([2.0, 3.0], dtype=torch.float64))
     assert algorithm.policy_loss(x).per_token_loss.tolist() == [-2.0, -1.5]
     sequences = assign_advantages([scored([1.0, 1.0], [2, 2])], algorithm)
     assert len(with_gradient(sequences, algorithm)) == 2
@@ -226,7 +226,7 @@ def test_the_coefficient_of_entropy_adapts():
 
 def test_the_loss_has_the_coefficients_of_the_moment():
     algorithm = build(beta=0.5, kl_target=1.0)
-    x = inputs([1.0], [1.0], reference=[LN2])
+    x = loss_inputs([1.0], [1.0], reference=[LN2])
     later = algorithm.coefficients(Control(kl=2.0, entropy=0.0))
     assert algorithm.loss_at(later)(x).per_token_loss.item() == pytest.approx(-1 + 2 * (1 - LN2))
 

@@ -78,8 +78,17 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueInputs:
+    """One micro-batch at the time of the critic's loss."""
+
+    values: Tensor  # [T] of the current critic, carry the gradient
+    old_values: Tensor  # [T] of the critic at the first update of this rollout
+    returns: Tensor  # [T] what they are to be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """What a policy loss returns: a loss per token, not reduced, and numbers to average over the step's tokens."""
+    """What a loss returns: a loss per token, not reduced, and numbers to average over the step's tokens."""
 
     per_token_loss: Tensor  # [T]
     token_metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T], detached

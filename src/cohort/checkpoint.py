@@ -1,10 +1,9 @@
 """Checkpoints that are either whole or not there.
 
 A checkpoint is a model folder (weights, config, tokenizer) with the trainer's state beside it: `trainer_state.json`,
-and the engine's state (the optimizer's; the weights of
-a reference that changes) as torch.distributed.checkpoint writes it, every rank its shards, so that any number of ranks
-can read it. It is written under a temporary name, flushed to disk, and renamed: a kill at any instant leaves the last
-whole one.
+the critic's folder where there is one, and the engine's state (the optimizers'; the weights of a reference that
+changes) as torch.distributed.checkpoint writes it, every rank its shards, so that any number of ranks can read it. It
+is written under a temporary name, flushed to disk, and renamed: a kill at any instant leaves the last whole one.
 """
 
 import errno
@@ -28,9 +27,10 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import TrainingError, UserError
 
 if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transformers
-    from cohort.policy import Policy
+    from cohort.policy import Critic, Policy
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer"
+CRITIC = "critic"  # its folder in a checkpoint's
 _WRITING = ".writing-"  # before the name of a folder that is not whole yet
 
 
@@ -67,6 +67,7 @@ def save_checkpoint(
     root: Path,
     *,
     policy: "Policy",
+    critic: "Critic | None" = None,
     tokenizer: Any,
     engine_state: Mapping[str, Any],
     state: TrainerState,
@@ -83,6 +84,8 @@ def save_checkpoint(
         with disk_errors(folder):
             _save_engine_state(engine_state, folder / _OPTIMIZER, ranks)
             save_model(policy, tokenizer, folder, ranks)
+            if critic is not None:
+                save_model(critic, tokenizer, folder / CRITIC, ranks)
 
     def write_first(folder: Path) -> None:
         others_know.append(ranks.broadcast(folder))

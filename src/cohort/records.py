@@ -84,6 +84,8 @@ class TrainSequence:
     sampling_logprobs: FloatArray  # [C]
     loss_weights: FloatArray  # [C] fixed over the whole step; 0 masks a token
     advantages: FloatArray  # [C] the same for all tokens where the completion has one
+    # [C] what a critic is to say of each token; empty without one, and where it is to learn nothing from the completion
+    returns: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     @property
     def num_completion_tokens(self) -> int:

@@ -74,6 +74,7 @@ def assign_advantages(
     lengths_N = x.lengths.flatten().numpy()
     included_N = ~x.rewards.flatten().isnan().numpy()
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
+    returns_NL = None if algorithm.critic is None else algorithm.critic.returns(x).flatten(0, 1).numpy()
     if algorithm.mask_truncated:
         included_N &= np.array([c.finish_reason == "stop" for group in groups for c in group.completions])
     weights_N = algorithm.loss_weight(lengths_N, included_N)
@@ -86,6 +87,7 @@ def assign_advantages(
             sequence,
             loss_weights=np.full(length, weight),
             advantages=advantages[:length] if included else np.zeros(length),
+            returns=np.zeros(0) if returns_NL is None or not included else returns_NL[sequence.index, :length],
         )
         for sequence, length, weight, included, advantages in zip(
             sequences, lengths_N, weights_N, included_N, advantages_NL, strict=True
@@ -137,8 +139,13 @@ def advantage_inputs(
         estimates: of all completions, where the algorithm asks for them.
         reward_weights: of each part of the reward.
         penalties: [C] by index, taken from the reward of each token.
+
+    Raises:
+        TrainingError: a completion has no tokens.
     """
     lengths_PG = np.array([[len(c.token_ids) for c in group.completions] for group in groups], dtype=np.int64)
+    if not lengths_PG.all():
+        raise TrainingError("rollout: a completion has no tokens; one that says nothing is an end-of-sequence token")
     rewards_PG = np.stack([group.rewards for group in groups])
     judged_PG = ~np.isnan(rewards_PG)
     tokens_PGL = np.zeros((*lengths_PG.shape, lengths_PG.max()))
@@ -146,10 +153,11 @@ def advantage_inputs(
     tokens_PGL[last_PG] = np.where(judged_PG, rewards_PG, 0.0)
     if penalties:
         tokens_PGL -= np.where(judged_PG[..., None], _padded(penalties, lengths_PG), 0.0)
-    parts = [w * np.stack([g.reward_parts[name] for g in groups]) for name, w in reward_weights.items()]
+    parts = [np.stack([g.reward_parts[name] for g in groups]) for name in reward_weights]
     return AdvantageInputs(
         rewards=torch.from_numpy(np.where(judged_PG, tokens_PGL.sum(axis=-1), np.nan)),
         reward_parts=torch.from_numpy(np.stack(parts, axis=-1) if parts else rewards_PG[..., None]),
+        reward_weights=torch.tensor([*reward_weights.values()] or [1.0], dtype=torch.float64),
         token_rewards=torch.from_numpy(tokens_PGL),
         lengths=torch.from_numpy(lengths_PG),
         values=torch.from_numpy(_padded(estimates.values, lengths_PG)) if estimates.values else None,

@@ -208,7 +208,11 @@ def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor) -> AdvantageInputs
     tokens_PGL = torch.zeros(*lengths_PG.shape, int(lengths_PG.max()), dtype=torch.float64)
     tokens_PGL.scatter_(-1, (lengths_PG - 1).unsqueeze(-1), rewards_PG.nan_to_num(0.0).unsqueeze(-1))
     return AdvantageInputs(
-        rewards=rewards_PG, reward_parts=rewards_PG.unsqueeze(-1), token_rewards=tokens_PGL, lengths=lengths_PG
+        rewards=rewards_PG,
+        reward_parts=rewards_PG.unsqueeze(-1),
+        reward_weights=torch.ones(1, dtype=torch.float64),
+        token_rewards=tokens_PGL,
+        lengths=lengths_PG,
     )
 
 

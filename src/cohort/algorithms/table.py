@@ -11,6 +11,7 @@ from torch import Tensor
 from cohort.algorithms import advantages, losses, own, terms, weights
 from cohort.algorithms.control import Control, as_metrics, coefficients, has_entropy_bonus, updated
 from cohort.algorithms.correction import Correction, with_correction
+from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.losses import PolicyLoss
 from cohort.algorithms.terms import Coefficients, Estimator, Term
@@ -36,6 +37,7 @@ class Algorithm:
     advantage: Advantage
     loss_at: Callable[[Coefficients], PolicyLoss]  # the policy loss with its terms
     loss_weight: LossWeight
+    critic: CriticFunctions | None  # None: no critic is trained
     mask_truncated: bool
     estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
     needs_reference: bool  # in the loss
@@ -58,6 +60,7 @@ def build_algorithm(
     *,
     max_completion_tokens: int,
     auto_correction: Correction = "none",
+    value_clip: float = 0.2,
 ) -> Algorithm:
     """The algorithm that `config` describes, with its numbers filled in.
 
@@ -65,6 +68,7 @@ def build_algorithm(
         config: the `algorithm` section.
         max_completion_tokens: longest completion.
         auto_correction: what `sampling_correction: auto` means; none where the sampler computes as the trainer does.
+        value_clip: of the critic, where the algorithm has one.
 
     Raises:
         UserError: a function of the user's does not load, or breaks a rule.
@@ -77,11 +81,13 @@ def build_algorithm(
         "logprobs": kl_in_reward,
         "reference_logprobs": kl_in_reward,
         "entropies": config.top_entropy_quantile < 1,
+        "values": config.needs_critic,
     }
     return Algorithm(
         advantage=parts["advantage"],
         loss_at=partial(_composed, parts["policy_loss"], _terms(config, auto_correction)),
         loss_weight=parts["loss_weight"],
+        critic=_critic(config, value_clip=value_clip) if config.needs_critic else None,
         mask_truncated=config.mask_truncated_completions,
         estimates=frozenset(name for name, is_needed in asks_for.items() if is_needed),
         needs_reference=config.kl_in == "loss",
@@ -132,6 +138,14 @@ def _function(config: AlgorithmConfig, kind: str) -> Any:
         return OWN[kind](name)
     keys = COMPONENTS[kind][name].keys
     return partial(getattr(MODULES[kind], name), **{key: getattr(config, key) for key in keys})
+
+
+def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
+    assert config.gamma is not None and config.gae_lambda is not None, "filled in by what reads them"
+    return CriticFunctions(
+        returns=partial(gae_returns, gamma=config.gamma, gae_lambda=config.gae_lambda),
+        loss=partial(clipped_value, value_clip=value_clip),
+    )
 
 
 def _terms(config: AlgorithmConfig, auto_correction: Correction) -> list[Term]:

@@ -2,6 +2,7 @@
 
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
+from cohort.config.critic import CriticConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
@@ -30,6 +31,7 @@ __all__ = [
     "AlgorithmConfig",
     "Component",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
     "HardwareConfig",

@@ -32,15 +32,45 @@ class AlgorithmConfig(Section):
         description=f"{', '.join(COMPONENTS['loss_weight'])}, or `file.py:function`. Default: the algorithm's.",
     )
     std_epsilon: float | None = Field(None, ge=0, description="Added to the standard deviation.")
+    gamma: float | None = Field(None, gt=0, le=1, description="Discount per token of what comes later.")
+    gae_lambda: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="1: the reward less the critic's value, without bias; lower: more of the critic's word, with less "
+        "variance.",
+    )
+    whiten_advantages: bool | None = Field(
+        None, description="Advantages with mean 0 and standard deviation 1 over the tokens of a step."
+    )
     clip_low: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="The ratio is clipped from below at 1 - clip_low. It "
+        description="The ratio is clipped from below at 1 - clip_low (gmpo: at exp(-clip_low)). It "
         "is exactly 1 at the first update of a rollout, so this matters with `train.updates_per_rollout` above 1.",
     )
     clip_high: float | None = Field(
-        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (as clip_low)."
+        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (gmpo: exp(clip_high)), as clip_low."
+    )
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Dual clip: bounds the ratio of tokens of negative advantage from above. Must be above "
+        "1 + clip_high, where it begins to act; 3 is usual. Default: no such bound.",
+    )
+    tau_positive: float | None = Field(None, gt=0, description="Steepness of the gate where the advantage is above 0.")
+    tau_negative: float | None = Field(None, gt=0, description="Steepness of the gate elsewhere.")
+    vespo_k_positive: float | None = Field(
+        None, ge=0, description="Exponent of the completion's ratio, where the advantage is 0 or above."
+    )
+    vespo_lambda_positive: float | None = Field(
+        None, gt=0, description="How fast large ratios lose weight, where the advantage is 0 or above."
+    )
+    vespo_k_negative: float | None = Field(None, ge=0, description="The exponent for negative advantages.")
+    vespo_lambda_negative: float | None = Field(None, gt=0, description="The decay for negative advantages.")
+    at_k: int | None = Field(
+        None, ge=2, description="The best of so many completions counts; at most rollout.num_generations."
     )
     beta: float = Field(
         0.0,
@@ -124,8 +154,10 @@ class AlgorithmConfig(Section):
         given = {key: value for key, value in values.items() if value not in (None, "")}
         chosen = {kind: given.get(kind, getattr(named, kind)) for kind in COMPONENTS}
         defaults: dict[str, Any] = {}
-        for component in _components(chosen):
-            defaults |= {key: named.defaults.get(key, value) for key, value in component.keys.items()}
+        for kind, name_of_part in chosen.items():
+            is_its_own = name_of_part == getattr(named, kind)
+            for component in _components({kind: name_of_part}):
+                defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
         defaults |= term_defaults(given)
         return {"name": name, **chosen, **defaults, **given}
 
@@ -133,7 +165,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         if name not in ALGORITHMS:
-            raise ValueError(_not_one_of(name, ALGORITHMS))
+            raise ValueError(not_one_of(name, ALGORITHMS))
         return name
 
     @field_validator(*COMPONENTS)
@@ -141,7 +173,7 @@ class AlgorithmConfig(Section):
     def _is_a_component(cls, component: str, info: ValidationInfo) -> str:
         known = COMPONENTS[str(info.field_name)]
         if component and component not in known and not is_users_own(component):
-            raise ValueError(_not_one_of(component, known) + ", or a function of your own as file.py:function")
+            raise ValueError(not_one_of(component, known) + ", or a function of your own as file.py:function")
         return component
 
     @model_validator(mode="after")
@@ -155,6 +187,10 @@ class AlgorithmConfig(Section):
                         f"{key}: {getattr(self, key)} has no effect with {kind}: {getattr(self, kind)}; remove it, or "
                         f"use {kind}: {readers}"
                     )
+        if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta: {self.delta} must be above 1 + clip_high, which is {1 + self.clip_high:g}; 3 is usual"
+            )
         if self.sampling_correction == "none" and self.sampling_correction_cap != CORRECTION_CAP:
             raise ValueError(
                 "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
@@ -169,7 +205,14 @@ class AlgorithmConfig(Section):
     @property
     def min_generations(self) -> int:
         """Completions of a prompt that it takes to learn something."""
-        return max((component.min_generations for component in self.components()), default=1)
+        keys = [component.min_generations_key for component in self.components()]
+        given = [getattr(self, key) for key in keys if key is not None]
+        return max([*(component.min_generations for component in self.components()), *given], default=1)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a second model, which foresees rewards, is trained beside the policy."""
+        return any(component.needs_critic for component in self.components())
 
     @property
     def needs_whole_completions(self) -> str | None:
@@ -189,6 +232,8 @@ def _components(chosen: dict[str, Any]) -> list[Component]:
     return [component for component in found if component is not None]
 
 
-def _not_one_of(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def not_one_of(name: str, known: Any) -> str:
+    """What is wrong with a name that is not known, and the nearest one that is."""
+    near = difflib.get_close_matches(name, known, n=3)
+    near.sort(key=lambda other: sorted(other) != sorted(name))  # gpro is grpo with two letters swapped, and not gspo
     return f"is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

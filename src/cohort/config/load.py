@@ -267,6 +267,8 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
         # not resolved: the python of an environment is a link to another one, and knows itself by the link's name
         files = (str((folder / python).absolute()) for folder in folders if os.path.isfile(folder / python))
         updates["rollout"] = config.rollout.model_copy(update={"vllm_python": next(files, python)})
+    if config.critic is not None and config.critic.path is not None:
+        updates["critic"] = config.critic.model_copy(update={"path": found(config.critic.path)})
     if config.eval is not None:
         updates["eval"] = config.eval.model_copy(update={"path": found(config.eval.path)})
     return config.model_copy(update=updates)

@@ -6,7 +6,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
-from cohort.config.catalogue import with_one_completion
+from cohort.config.catalogue import with_a_critic, with_one_completion
+from cohort.config.critic import CriticConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
 
@@ -309,6 +310,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=LocalRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reference: ReferenceConfig | None = None
+    critic: CriticConfig | None = None
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
@@ -383,11 +385,32 @@ class Config(Section):
         algorithm, generations = self.algorithm, self.rollout.num_generations
         if generations < algorithm.min_generations:
             others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
+            if generations > 1:
+                raise ValueError(
+                    f"rollout.num_generations: {generations} is less than algorithm.at_k: {algorithm.at_k}, so that "
+                    f"nothing would be learned; use at least {algorithm.min_generations}, or a smaller at_k"
+                )
             raise ValueError(
-                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name}: a group of one has no "
-                f"peers to be judged against, so its advantage is always 0 and nothing would be learned; use at "
-                f"least {algorithm.min_generations} (8 is usual)"
+                f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
+                f"{algorithm.advantage}): a group of one has no peers to be judged against, so its advantage is always "
+                f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual)"
                 + (f", or {others}, which need no peers" if others else "")
+            )
+        if generations == 1 and self.rollout.resample:
+            raise ValueError(
+                f"rollout.resample: {self.rollout.resample} with rollout.num_generations: 1: the rewards of a group of "
+                f"one are all equal, so every group would be replaced; use resample: 0, or more generations"
+            )
+        if self.critic is not None and not algorithm.needs_critic:
+            raise ValueError(
+                f"critic has no effect with algorithm.name: {algorithm.name}, which trains none; remove the section, "
+                f"or use algorithm.name: {' or '.join(with_a_critic())}"
+            )
+        steps, waits = self.train.steps, self.critic.warmup_steps if self.critic else 0
+        if steps is not None and waits >= steps:
+            raise ValueError(
+                f"critic.warmup_steps: {waits} of train.steps: {steps} leave none in which the policy learns; use at "
+                f"most {steps - 1}"
             )
         if self.train.gradients_in_forward and algorithm.needs_whole_completions:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cohort.engine.engine import TrainEngine
-from cohort.engine.loss import PolicyLoss
+from cohort.engine.loss import PerTokenLoss
 from cohort.records import TrainSequence
 
 _CLOSE_ENOUGH = 1.1  # the search ends when what fits and what does not differ by less than this factor
@@ -17,7 +17,14 @@ _MARGIN = 0.9  # of what fits: a fresh allocator fits a little more than one tha
 _HOST_SHARE = 0.5  # of the host's free memory, which the system would rather overbook than refuse
 
 
-def find_budget(engine: TrainEngine, policy_loss: PolicyLoss, *, longest_sequence_tokens: int, most_tokens: int) -> int:
+def find_budget(
+    engine: TrainEngine,
+    per_token_loss: PerTokenLoss,
+    *,
+    longest_sequence_tokens: int,
+    most_tokens: int,
+    reserved_bytes: int = 0,
+) -> int:
     """The most tokens of a micro-batch that fit on every rank; every rank calls this and gets the same.
 
     Forward and backward passes are tried on sequences that nothing is learned from, with room kept for the optimizer's
@@ -26,17 +33,18 @@ def find_budget(engine: TrainEngine, policy_loss: PolicyLoss, *, longest_sequenc
 
     Args:
         engine: before its first step. Its budget is what is found from here on.
-        policy_loss: of the run.
+        per_token_loss: of the run.
         longest_sequence_tokens: input tokens of the longest sequence there can be; trials are made of such.
         most_tokens: more there never is to compute at a time.
+        reserved_bytes: that something else will take on this rank, and has not yet.
     """
     longest = longest_sequence_tokens
     if engine.policy.device.type == "cpu":
-        most_tokens = max(longest, min(most_tokens, _most_on_host(engine, policy_loss, longest)))
+        most_tokens = max(longest, min(most_tokens, _most_on_host(engine, per_token_loss, longest)))
     most_tokens = int(engine.ranks.smallest(most_tokens))
 
     def fits(tokens: int) -> bool:
-        return engine.fits(_sequences(tokens, longest), policy_loss)
+        return engine.fits(_sequences(tokens, longest), per_token_loss, reserved_bytes=reserved_bytes)
 
     engine.micro_batch_tokens = _largest(fits, longest, most_tokens)
     return engine.micro_batch_tokens
@@ -56,7 +64,7 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     return max(least, int(low * _MARGIN))
 
 
-def _most_on_host(engine: TrainEngine, policy_loss: PolicyLoss, longest: int) -> int:
+def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, longest: int) -> int:
     """How many tokens this process's share of the host's free memory has room for."""
     kept: dict[int, int] = {}
     weights = {p.data_ptr() for p in engine.policy.model.parameters()}  # there whatever the micro-batch
@@ -68,7 +76,7 @@ def _most_on_host(engine: TrainEngine, policy_loss: PolicyLoss, longest: int) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.fits(_sequences(longest, longest), policy_loss)
+        engine.fits(_sequences(longest, longest), per_token_loss)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return int(_HOST_SHARE * _free_host_bytes() / processes / (sum(kept.values()) / longest))
 
@@ -99,6 +107,7 @@ def _sequences(tokens: int, longest: int) -> tuple[TrainSequence, ...]:
             sampling_logprobs=np.zeros(length),
             loss_weights=np.zeros(length),
             advantages=np.ones(length),
+            returns=np.ones(length),
         )
         for n, length in enumerate(lengths)
     )

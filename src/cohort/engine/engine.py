@@ -30,8 +30,9 @@ from cohort.engine.accumulation import (
     is_out_of_memory,
 )
 from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
-from cohort.engine.loss import PerSequence, PolicyLoss, StepLoss, per_sequence
+from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
 from cohort.engine.passes import Passes
+from cohort.engine.totals import COUNTS
 from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.policy import OpenPrompt, Policy
@@ -50,6 +51,17 @@ class TrainResult:
     attention_pairs: int  # of an input and one that it sees, itself included
     num_micro_batches: int  # of each rank, empty ones included
     num_out_of_memory: int  # micro-batches that had to be computed again, in parts
+
+    @classmethod
+    def nothing(cls) -> "TrainResult":
+        """Of a pass that was not made."""
+        return cls(metrics={}, num_micro_batches=0, **dict.fromkeys(COUNTS, 0))
+
+    def __add__(self, other: "TrainResult") -> "TrainResult":
+        """Counts and metrics of both, added up."""
+        names = (*COUNTS, "num_micro_batches")
+        metrics = {n: self.metrics.get(n, 0.0) + other.metrics.get(n, 0.0) for n in {**self.metrics, **other.metrics}}
+        return TrainResult(metrics=metrics, **{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,7 @@ class TrainEngine:
         self._temperature = temperature
         self.ranks = ranks
         self._batch = TrainBatch(micro_batches=(), num_sequences=0, num_scored_tokens=0, num_over_budget=0)
-        self.old_logprobs: dict[int, Tensor] = {}  # sequence index -> [C], of the policy before the batch's first pass
+        self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the policy before the batch's first pass
         self._reference_logprobs: PerSequence | None = None
         self._parameters = parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: Accumulation = (
@@ -126,7 +138,7 @@ class TrainEngine:
     def forward_backward(
         self,
         batch: TrainBatch | None,
-        policy_loss: PolicyLoss,
+        per_token_loss: PerTokenLoss,
         *,
         old_logprobs: Mapping[int, Tensor] | None = None,
     ) -> TrainResult:
@@ -137,7 +149,7 @@ class TrainEngine:
         Args:
             batch: this rank's micro-batches; how the step was split over ranks and micro-batches does not change the
                 sum. None for another pass over the last one, whose old logprobs are those of its first pass.
-            policy_loss: per-token loss, not reduced.
+            per_token_loss: not reduced.
             old_logprobs: sequence index -> [C], of a policy before the current one. By default the current policy is
                 the old one in the first pass over a batch.
 
@@ -146,20 +158,21 @@ class TrainEngine:
         """
         num_out_of_memory = 0
         if batch is not None:
-            self._batch, self.old_logprobs = batch, dict(old_logprobs or {})
+            self._batch, self.old_outputs = batch, dict(old_logprobs or {})
             if self.reference_in_loss:
                 assert self._reference_forward is not None, "a loss that looks at a reference was built without one"
                 reference = self._reference_forward.compute(batch.sequences, micro_batch_tokens=self.micro_batch_tokens)
                 self._reference_logprobs, num_out_of_memory = reference.logprobs, reference.num_out_of_memory
-        loss = self._step_loss(policy_loss, is_old=batch is not None and old_logprobs is None)
+        is_old = batch is not None and old_logprobs is None
+        loss = self._step_loss(per_token_loss, is_old=is_old)
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
         torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.rank))
         passes = Passes(loss, self._accumulation)
         passes.totals.count({"num_out_of_memory": num_out_of_memory})
         num_micro_batches = self._run(passes, is_packed=batch is not None)
-        if loss.old_logprobs is None:
-            self.old_logprobs = passes.logprobs
+        if is_old:
+            self.old_outputs = passes.outputs
         self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
         metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
         return TrainResult(metrics=metrics, num_micro_batches=num_micro_batches, **counts)
@@ -194,13 +207,23 @@ class TrainEngine:
                     prompt = None
         return num_micro_batches
 
-    def fits(self, sequences: Sequences, policy_loss: PolicyLoss) -> bool:
+    @property
+    def num_state_bytes(self) -> int:
+        """What the optimizer keeps on this rank: AdamW's two moments."""
+        return sum(2 * p.numel() * p.element_size() for p in map(_local, self._parameters))
+
+    def fits(self, sequences: Sequences, per_token_loss: PerTokenLoss, *, reserved_bytes: int = 0) -> bool:
         """Whether a micro-batch of these sequences fits into the memory of every rank; nothing is learned.
 
         Every rank calls this. To be asked before the first step, and with sequences of loss weight 0.
+
+        Args:
+            sequences: of the micro-batch.
+            per_token_loss: of the run.
+            reserved_bytes: that something else will take, and has not yet.
         """
         self.policy.model.train()
-        states = sum(2 * p.numel() * p.element_size() for p in map(_local, self._parameters))
+        states = self.num_state_bytes + reserved_bytes
         try:
             room = torch.empty(states, dtype=torch.uint8, device=self.policy.device)  # for the optimizer's state
             for parameter in self._parameters:  # and for the gradients, which all micro-batches but the first find
@@ -215,11 +238,11 @@ class TrainEngine:
         if self.reference_in_loss:
             zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = per_sequence(zeros, sequences)
-        passes = Passes(self._step_loss(policy_loss, is_old=True), self._accumulation)
+        passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation)
         done = passes.compute(Piece(sequences=sequences), None)
         del room
         self._optimizer.zero_grad(set_to_none=True)
-        self.old_logprobs, self._reference_logprobs = {}, None
+        self.old_outputs, self._reference_logprobs = {}, None
         return self.ranks.largest(done is not None) == 0
 
     def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> dict[Estimate, PerSequence]:
@@ -248,6 +271,8 @@ class TrainEngine:
     def optim_step(self) -> OptimResult:
         """Clip the gradient, update the weights, forget the gradient.
 
+        At a learning rate of 0 the optimizer's moments stay as they are too.
+
         Raises:
             TrainingError: the gradient is NaN or infinite; the weights are as before. Every rank raises it.
         """
@@ -264,7 +289,8 @@ class TrainEngine:
                 f"the gradient's norm is {grad_norm} at optimizer step {self.updates_done + 1}; the weights were not "
                 f"changed. Lower train.learning_rate (now {learning_rate:.3g}) or look at the completions"
             )
-        self._optimizer.step()
+        if learning_rate > 0:
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
@@ -300,13 +326,18 @@ class TrainEngine:
         if self._reference is not None and self._reference_changes:
             set_model_state_dict(self._reference.model, state["reference"])
 
-    def _step_loss(self, policy_loss: PolicyLoss, *, is_old: bool) -> StepLoss:
+    @property
+    def old_logprobs(self) -> PerSequence:
+        """Sequence index -> [C], of the policy before the last batch's first pass."""
+        return self.old_outputs
+
+    def _step_loss(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> AnyStepLoss:
         """The loss of this step's sequences; `is_old`: the policy has not been updated since they were sampled."""
         return StepLoss(
             policy=self.policy,
-            policy_loss=policy_loss,
+            policy_loss=per_token_loss,
             temperature=self._temperature,
-            old_logprobs=None if is_old else self.old_logprobs,
+            old_logprobs=None if is_old else self.old_outputs,
             reference_logprobs=self._reference_logprobs,
             gradients_in_forward=self._config.gradients_in_forward,
         )

@@ -5,6 +5,7 @@ T scored tokens of a micro-batch, C of a completion.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from cohort.batch import LossInputs, LossOutput, MicroBatch
 from cohort.policy import Branch, Policy
 from cohort.records import TrainSequence
 
+_DIFFERENCE = "sampling/sampling_logp_difference"  # between the old policy's logprobs and the sampler's
 # With gradients in forward it is given some consecutive tokens at a time: a token's loss depends on no other's logprob.
 PolicyLoss = Callable[[LossInputs], LossOutput]
+PerTokenLoss = Callable[[Any], LossOutput]  # of `LossInputs` for a policy, of `ValueInputs` for a critic
 PerSequence = Mapping[int, Tensor]  # sequence index -> [C]
 
 
@@ -23,8 +26,24 @@ class MicroBatchLoss:
     """What a micro-batch comes to."""
 
     loss: Tensor  # [] sum of loss weight times per-token loss; carries the gradient
-    old_logprobs: Tensor  # [T]
+    outputs: Tensor  # [T] what the old model says of each token: a policy its logprob, a critic a value
     sums: Mapping[str, Tensor]  # over its tokens, of what is reported
+    largest: Mapping[str, Tensor]  # of its tokens, of what is reported; 0 where it has none
+
+
+class AnyStepLoss(Protocol):
+    """The loss of any of a step's sequences, and the model that it is of."""
+
+    @property
+    def policy(self) -> Policy:
+        """The model."""
+        ...
+
+    def __call__(
+        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], branch: Branch | None
+    ) -> MicroBatchLoss:
+        """Forward pass of a micro-batch, which may go on from a prompt that was computed before."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +67,8 @@ class StepLoss:
             sequences: that it is made of.
             branch: the prompt that it goes on from, where that was computed before.
         """
-        old = _joined(self.old_logprobs, sequences, micro_batch.loss_weights)
-        reference = _joined(self.reference_logprobs, sequences, micro_batch.loss_weights)
+        old = joined(self.old_logprobs, sequences, micro_batch.loss_weights)
+        reference = joined(self.reference_logprobs, sequences, micro_batch.loss_weights)
         sums: dict[str, Tensor] = {}
 
         def token_loss(logprobs: Tensor, entropy: Tensor | None, tokens: slice) -> Tensor:
@@ -75,8 +94,13 @@ class StepLoss:
         else:
             logprobs, entropy = self.policy.logprobs(micro_batch, temperature=self.temperature, branch=branch)
             loss = token_loss(logprobs, entropy, slice(None)).sum()
+        old = logprobs.detach() if old is None else old
+        differences = (old - micro_batch.sampling_logprobs).abs()
         return MicroBatchLoss(
-            loss=loss, old_logprobs=logprobs.detach() if old is None else old, sums={"loss": loss.detach(), **sums}
+            loss=loss,
+            outputs=old,
+            sums={"loss": loss.detach(), **sums, f"{_DIFFERENCE}/mean": differences.sum()},
+            largest={f"{_DIFFERENCE}/max": torch.cat([differences, differences.new_zeros(1)]).max()},
         )
 
 
@@ -86,7 +110,7 @@ def per_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> dict[int
     return {s.index: part for s, part in zip(sequences, parts, strict=True)}
 
 
-def _joined(values: PerSequence | None, sequences: Sequence[TrainSequence], like: Tensor) -> Tensor | None:
+def joined(values: PerSequence | None, sequences: Sequence[TrainSequence], like: Tensor) -> Tensor | None:
     """The values of sequences one after the other, [T]."""
     if values is None:
         return None

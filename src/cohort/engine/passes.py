@@ -8,7 +8,7 @@ import torch
 
 from cohort.batch import MicroBatch
 from cohort.engine.accumulation import Accumulation, Done, attempt, must_fit
-from cohort.engine.loss import StepLoss, per_sequence
+from cohort.engine.loss import AnyStepLoss, per_sequence
 from cohort.engine.totals import Totals
 from cohort.engine.work import Piece, Sequences, Stream
 from cohort.packing import collate, collate_part, collate_prompt
@@ -19,7 +19,7 @@ from cohort.records import TrainSequence
 class Passes:
     """Adds the gradient of pieces and streams to the parameters', and keeps what comes out of them."""
 
-    def __init__(self, loss: StepLoss, accumulation: Accumulation):
+    def __init__(self, loss: AnyStepLoss, accumulation: Accumulation):
         """Of one pass over a step's sequences.
 
         Args:
@@ -27,7 +27,7 @@ class Passes:
             accumulation: of the gradients.
         """
         self.totals = Totals()
-        self.logprobs: dict[int, torch.Tensor] = {}  # sequence index -> [C], of the old policy
+        self.outputs: dict[int, torch.Tensor] = {}  # sequence index -> [C], of the old model
         self._loss = loss
         self._policy = loss.policy
         self._accumulation = accumulation
@@ -78,8 +78,8 @@ class Passes:
         out = self._loss(micro_batch, sequences, branch)
         if out.loss.requires_grad:
             (out.loss * self._accumulation.scale).backward()
-        self.logprobs |= per_sequence(out.old_logprobs, sequences)
-        self.totals.add(out.sums, differences=(out.old_logprobs - micro_batch.sampling_logprobs).abs())
+        self.outputs |= per_sequence(out.outputs, sequences)
+        self.totals.add(out.sums, largest=out.largest)
         if sequences:
             self.totals.count(_counts(on_host, sequences, self._policy))
         if prompt is not None and branch is not None:

@@ -23,7 +23,7 @@ class Totals:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._largest_difference = torch.zeros((), dtype=torch.float64)
+        self._largest: dict[str, Tensor] = {}
         self._counts = dict.fromkeys(COUNTS, 0)
 
     def count(self, counts: Mapping[str, int]) -> None:
@@ -31,17 +31,17 @@ class Totals:
         for name, count in counts.items():
             self._counts[name] += count
 
-    def add(self, sums: Mapping[str, Tensor], *, differences: Tensor) -> None:
+    def add(self, sums: Mapping[str, Tensor], *, largest: Mapping[str, Tensor]) -> None:
         """One micro-batch.
 
         Args:
             sums: by name, over its scored tokens; `loss` is a weighted sum.
-            differences: [T] between the old policy's logprobs and the sampler's.
+            largest: by name, of its scored tokens, and not below 0.
         """
-        for name, value in {**sums, "difference": differences.sum()}.items():
+        for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
-        if len(differences):
-            self._largest_difference = torch.maximum(self._largest_difference.to(differences.device), differences.max())
+        for name, value in largest.items():
+            self._largest[name] = torch.maximum(self._largest.get(name, value), value)
 
     def over(self, ranks: Ranks, *, num_tokens: int) -> tuple[dict[str, float], dict[str, int]]:
         """The sums of all ranks.
@@ -51,14 +51,12 @@ class Totals:
             num_tokens: scored tokens of the step, of all ranks.
 
         Returns:
-            metrics as means over the step's tokens; and the counts of all ranks.
+            metrics as means over the step's tokens, or the largest of all; and the counts of all ranks.
         """
         names = sorted(self._sums)
         added = ranks.sums([*(self._sums[name].item() for name in names), *self._counts.values()])
         sums = dict(zip(names, added, strict=False))
         metrics = {name: value / num_tokens for name, value in sums.items() if name != "loss"} if num_tokens else {}
         metrics["loss"] = sums.get("loss", 0.0)
-        if "difference" in metrics:
-            metrics["sampling/sampling_logp_difference/mean"] = metrics.pop("difference")
-        metrics["sampling/sampling_logp_difference/max"] = ranks.largest(self._largest_difference.item())
+        metrics |= {name: ranks.largest(self._largest[name].item()) for name in sorted(self._largest)}
         return metrics, dict(zip(COUNTS, map(int, added[len(names) :]), strict=True))

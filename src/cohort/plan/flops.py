@@ -88,7 +88,7 @@ def _is_embedding(name: str) -> bool:
 
 
 def _is_head(name: str) -> bool:
-    return name.endswith(("lm_head.weight", "embed_out.weight"))
+    return name.endswith(("lm_head.weight", "embed_out.weight", "value_head.weight"))
 
 
 def _share_used(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> float:

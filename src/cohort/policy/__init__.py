@@ -1,11 +1,14 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
+from cohort.policy.critic import Critic
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.load import (
     check_lengths,
+    check_model_folder,
     check_vocabulary,
     end_token_ids,
+    load_critic,
     load_policy,
     load_tokenizer,
     quiet_transformers,
@@ -19,17 +22,20 @@ from cohort.policy.stream import Branch, OpenPrompt
 __all__ = [
     "Branch",
     "Collectives",
+    "Critic",
     "LinearLoss",
     "ModelTraits",
     "OpenPrompt",
     "Policy",
     "TensorSpec",
     "check_lengths",
+    "check_model_folder",
     "check_offload",
     "check_vocabulary",
     "end_token_ids",
     "linear_logprobs",
     "linear_loss",
+    "load_critic",
     "load_policy",
     "load_tokenizer",
     "quiet_transformers",

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,12 +13,23 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.plan import defaults
 from cohort.policy.activations import prepare_activations
+from cohort.policy.critic import Critic
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
-from cohort.policy.skeleton import empty_model, fill_model, keep_first_layers, local_weights, match, quiet_transformers
+from cohort.policy.skeleton import (
+    VALUE_HEAD,
+    empty_model,
+    fill_model,
+    keep_first_layers,
+    local_weights,
+    match,
+    quiet_transformers,
+    rows_to_read,
+)
 from cohort.policy.weights import StoredTensor, check_embedding, digest, read_rows, stored_weights
 from cohort.records import Prompt
 
+_Kind = TypeVar("_Kind", bound=Policy)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -115,11 +126,48 @@ def load_policy(
         UserError: the model cannot be loaded, or some of its weights are missing from the files.
         Stopped: on the other ranks then.
     """
+    return _load(
+        Policy,
+        config,
+        device=device,
+        tokenizer=tokenizer,
+        trainable=trainable,
+        ranks=ranks,
+        collectives=collectives,
+        longest_sequence_tokens=longest_sequence_tokens,
+    )
+
+
+def load_critic(config: ModelConfig, **how: Any) -> Critic:
+    """Load a critic to train: a causal language model without its head, or a critic that was saved.
+
+    Args:
+        config: the `model` section, its path that of the critic.
+        how: the keyword arguments of `load_policy`.
+
+    Raises:
+        UserError: as `load_policy`.
+        Stopped: likewise.
+    """
+    return _load(Critic, config, **how)
+
+
+def _load(
+    kind: type[_Kind],
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    tokenizer: Any,
+    trainable: bool = True,
+    ranks: Ranks = ALONE,
+    collectives: Collectives | None = None,
+    longest_sequence_tokens: int | None = None,
+) -> _Kind:
     compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
     if ranks.world_size == 1:
-        model = _load_whole(config, device)
+        model = _load_whole(kind, config, device)
         _prepare(model, config, trainable=trainable)
-        return Policy(
+        return kind(
             model,
             device=device,
             compute_dtype=compute_dtype,
@@ -129,13 +177,13 @@ def load_policy(
     assert collectives is not None, "several ranks need to count their collectives"
     whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
     traits, pad, files = ranks.first(
-        lambda: _look_at_model(config, tokenizer, whole, device, compute_dtype, longest_sequence_tokens)
+        lambda: _look_at_model(kind, config, tokenizer, whole, device, compute_dtype, longest_sequence_tokens)
     )
-    model = empty_model(config)
+    model = _empty(kind, config)
     model.set_attn_implementation(traits.attention)
     places = _agreed_places(config, model, files, ranks)
     if places is None:
-        ranks.first(lambda: whole.extend([] if whole else [_read_model(config)]))
+        ranks.first(lambda: whole.extend([] if whole else [_read_model(kind, config)]))
     _prepare(model, config, trainable=trainable)
     sharding = Sharding(model, collectives, device=device, compute_dtype=compute_dtype)
     sharding.allocate(device)
@@ -143,20 +191,28 @@ def load_policy(
         sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
     else:
         _read_together(sharding, places, ranks)
-    return Policy(model, device=device, compute_dtype=compute_dtype, pad_token_id=pad, traits=traits, sharding=sharding)
+    return kind(model, device=device, compute_dtype=compute_dtype, pad_token_id=pad, traits=traits, sharding=sharding)
 
 
-def _load_whole(config: ModelConfig, device: torch.device) -> Any:
-    """The model with its weights on `device`, read one tensor after another where the files allow it."""
+def _empty(kind: type[Policy], config: ModelConfig) -> Any:
+    """The model without memory for its weights, as its kind has it."""
     model = empty_model(config)
+    kind.adapt(model)
+    return model
+
+
+def _load_whole(kind: type[Policy], config: ModelConfig, device: torch.device) -> Any:
+    """The model with its weights on `device`, read one tensor after another where the files allow it."""
+    model = _empty(kind, config)
     places = match(model, local_weights(config.path, download=True))
     if places is None:
-        return _read_model(config).to(device)
+        return _read_model(kind, config).to(device)
     fill_model(model, places, device)
     return model
 
 
 def _look_at_model(
+    kind: type[Policy],
     config: ModelConfig,
     tokenizer: Any,
     whole: list[Any],
@@ -170,16 +226,16 @@ def _look_at_model(
     many as it takes to have one of each kind. If the files cannot be read in parts, the whole model is read here, and
     put into `whole`.
     """
-    model = empty_model(config)
+    model = _empty(kind, config)
     places = match(model, local_weights(config.path, download=True))
     if places is None:
-        model, device = _read_model(config), torch.device("cpu")
+        model, device = _read_model(kind, config), torch.device("cpu")
         whole.append(model)
     else:
         keep_first_layers(model)
         fill_model(model, places, device)
     pad = _padding(model, tokenizer)
-    policy = Policy(
+    policy = kind(
         model,
         device=device,
         compute_dtype=compute_dtype,
@@ -211,7 +267,7 @@ def _read_together(sharding: Sharding, places: dict[str, StoredTensor], ranks: R
     """
     problem = None
     try:
-        read_rows((places[name], into, first_row) for name, into, first_row in sharding.own_rows())
+        read_rows(rows_to_read(places, sharding.own_rows()))
     except UserError as error:
         problem = str(error)
     problems = ranks.gather(problem)
@@ -225,8 +281,8 @@ def _read_together(sharding: Sharding, places: dict[str, StoredTensor], ranks: R
     sharding.ready()
 
 
-def _read_model(config: ModelConfig) -> Any:
-    """The model as the library loads it, in host memory."""
+def _read_model(kind: type[Policy], config: ModelConfig) -> Any:
+    """The model as the library loads it, in host memory, as its kind has it."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -239,12 +295,17 @@ def _read_model(config: ModelConfig) -> Any:
             )
     except Exception as error:  # the loader raises many types; all mean the same to the user
         raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    before = set(model.state_dict())
+    kind.adapt(model)
+    gone = before - set(model.state_dict())  # a critic that was saved has no head for tokens
+    missing = sorted(set(info["missing_keys"]) - gone)
+    if missing:
         raise UserError(
             f"model.path: {config.path!r}: {len(missing)} weights are missing from its files and would be random: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         )
+    stored = local_weights(config.path)
+    read_rows((stored[n], p, 0) for n, p in model.named_parameters() if n.startswith(f"{VALUE_HEAD}.") and n in stored)
     return model
 
 

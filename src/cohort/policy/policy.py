@@ -85,6 +85,10 @@ class Policy:
             sharding.add_forward("token_loss", self._loss)
             sharding.add_forward("prompt_hidden", self._prompt_hidden)
 
+    @staticmethod
+    def adapt(model: Any) -> None:
+        """Make of a causal language model what this class computes with: of a policy's, nothing else than it is."""
+
     @property
     def layout(self) -> Layout:
         """How micro-batches are computed."""

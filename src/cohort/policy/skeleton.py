@@ -1,6 +1,6 @@
 """A model before its weights: built without memory for them, and matched with the tensors of its files."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.policy.weights import INDEX, SINGLE, StoredTensor, read_rows, stored_weights
+
+VALUE_HEAD = "value_head"  # of a critic; a model that is none has no weights for it
 
 
 @contextmanager
@@ -90,6 +92,8 @@ def local_weights(path: str, *, download: bool = False) -> dict[str, StoredTenso
 def match(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor] | None:
     """The stored tensor of each parameter (a tied one once) and of each buffer that is saved.
 
+    A value head that the files lack is left out: it stays as it was made.
+
     Returns:
         None where the files do not hold each of them as it is: the library has to rename, convert or refuse then.
 
@@ -99,7 +103,7 @@ def match(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTen
     if not stored or not _is_loaded_as_stored(model):
         return None
     prefix = f"{model.base_model_prefix}."
-    wanted = dict(saved_tensors(model))
+    wanted = {n: t for n, t in saved_tensors(model) if n in stored or not n.startswith(f"{VALUE_HEAD}.")}
     if any(name in stored for name in model.state_dict() if name not in wanted):
         return None  # both of a tied pair: they are tied only if they are equal
     places = {}
@@ -127,7 +131,7 @@ def fill_model(model: Any, places: Mapping[str, StoredTensor], device: torch.dev
 
     Args:
         model: from `empty_model`; it may have lost layers since.
-        places: of at least its tensors.
+        places: of at least its tensors; one without a place becomes 0.
         device: where the weights and the buffers go.
 
     Raises:
@@ -137,7 +141,18 @@ def fill_model(model: Any, places: Mapping[str, StoredTensor], device: torch.dev
         memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, memory)
     model.to(device)
-    read_rows((places[name], tensor, 0) for name, tensor in saved_tensors(model))
+    read_rows(rows_to_read(places, ((name, tensor, 0) for name, tensor in saved_tensors(model))))
+
+
+def rows_to_read(
+    places: Mapping[str, StoredTensor], rows: Iterable[tuple[str, Tensor, int]]
+) -> Iterator[tuple[StoredTensor, Tensor, int]]:
+    """What to read of tensors' rows (name, place, number of the first row); rows that are stored nowhere become 0."""
+    for name, into, first_row in rows:
+        if name in places:
+            yield places[name], into, first_row
+        else:
+            into.detach().zero_()
 
 
 def saved_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from cohort.algorithms import Algorithm, Coefficients
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
 from cohort.distributed import Ranks
-from cohort.engine import OptimResult, TrainEngine, TrainResult, find_budget, must_fit
+from cohort.engine import CriticEngine, OptimResult, TrainEngine, TrainResult, find_budget, must_fit
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
@@ -27,7 +27,8 @@ from cohort.policy import Policy, stream_weights
 from cohort.records import Estimate, Estimates, FloatArray, TrainSequence
 from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
 
-_PHASES = {"sample": "rollout", "forward_backward": "train", "optim_step": "optim"}  # verb -> phase of a step
+# verb -> phase of a step
+_PHASES = {"sample": "rollout", "forward_backward": "train", "train_critic": "train", "optim_step": "optim"}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +39,8 @@ class Crew:
     policy: Policy
     algorithm: Algorithm
     engine: TrainEngine
+    critic: CriticEngine | None = None  # None: the algorithm has none
+    critic_updates: int = 1  # for each one of the policy
     sampler: Sampler
     tokenizer: Any  # rank 0's; None elsewhere
     memory: PeakMemory
@@ -53,13 +56,20 @@ class Crew:
         return merge_shares(requests, self._all("sample", shares, sampling=sampling, key=key))
 
     def pack(self, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
-        """A step's sequences as one batch per rank, under the budget as it is now."""
+        """A step's sequences as one batch per rank for the policy, under the budget as it is now."""
+        return self._packed_for(self.engine, sequences)
+
+    def pack_for_critic(self, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
+        """The same for the critic; nothing without one."""
+        return () if self.critic is None else self._packed_for(self.critic, sequences)
+
+    def _packed_for(self, engine: TrainEngine, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
         return pack(
             sequences,
-            micro_batch_tokens=self.engine.micro_batch_tokens,
+            micro_batch_tokens=engine.micro_batch_tokens,
             world_size=self.ranks.world_size,
-            share_prompts=self.policy.shares_prompts,
-            padded=self.policy.layout == "padded",
+            share_prompts=engine.policy.shares_prompts,
+            padded=engine.policy.layout == "padded",
         )
 
     def keep_waiting(self) -> None:
@@ -109,6 +119,20 @@ class Crew:
     def refresh_reference(self, mix: float) -> None:
         """Move the reference towards the policy, by `mix` of the way."""
         self._all("refresh_reference", mix=mix)
+
+    def train_critic(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
+        """The updates of the critic that go with one of the policy, gradient and optimizer step; nothing without one.
+
+        Args:
+            batches: one per rank, of `pack_for_critic`; None for more updates on the same ones.
+
+        Returns:
+            metrics as means over the updates, and counts of all of them.
+
+        Raises:
+            TrainingError: the gradient is NaN or infinite; the weights are as before.
+        """
+        return TrainResult.nothing() if self.critic is None else self._all("train_critic", batches)[0]
 
     def optim_step(self) -> OptimResult:
         """One optimizer step.
@@ -217,7 +241,10 @@ class Crew:
     def _estimate_on_rank(
         self, sequences: Sequence[TrainSequence], *, wanted: Set[Estimate]
     ) -> dict[Estimate, dict[int, FloatArray]]:
-        estimates = self.engine.estimate(sequences, wanted)
+        estimates = self.engine.estimate(sequences, wanted - {"values"})
+        if "values" in wanted:
+            assert self.critic is not None, "an algorithm that asks for values was built without a critic"
+            estimates |= self.critic.estimate(sequences, {"values"})
         return {name: {i: x.double().cpu().numpy() for i, x in of.items()} for name, of in estimates.items()}
 
     def _send_weights_on_rank(self, *, dtype: torch.dtype) -> None:
@@ -229,24 +256,42 @@ class Crew:
             deque(weights, maxlen=0)
 
     def _forward_backward_on_rank(self, batch: TrainBatch | None = None, *, coefficients: Coefficients) -> TrainResult:
-        return self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients))
+        result = self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients))
+        self._keep_one_budget()
+        return result
 
     def _refresh_reference_on_rank(self, *, mix: float) -> None:
         self.engine.refresh_reference(mix)
 
     def _optim_step_on_rank(self) -> OptimResult:
-        with must_fit(
-            "in the update: weights, gradients and the optimizer's state do not fit together; use more processes, or "
-            "model.dtype: bfloat16"
-        ):
+        with _update_must_fit():
             return self.engine.optim_step()
+
+    def _train_critic_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
+        """The gradient is gone before the policy's is there: memory never has both."""
+        assert self.critic is not None and self.algorithm.critic is not None
+        total = TrainResult.nothing()
+        for update in range(self.critic_updates):
+            result = self.critic.forward_backward(None if update else batch, self.algorithm.critic.loss)
+            self._keep_one_budget()
+            with _update_must_fit():
+                optim = self.critic.optim_step()
+            total += replace(result, metrics=_value_metrics(result, optim))
+        return replace(total, metrics={name: value / self.critic_updates for name, value in total.metrics.items()})
+
+    def _keep_one_budget(self) -> None:
+        """What has run out of memory for one model is the budget of both: it is one number in a checkpoint."""
+        if self.critic is not None:
+            smaller = min(self.engine.micro_batch_tokens, self.critic.micro_batch_tokens)
+            self.engine.micro_batch_tokens = self.critic.micro_batch_tokens = smaller
 
     def _save_on_rank(self, *, root: Path, state: TrainerState, keep: int) -> None:
         save_checkpoint(
             root,
             policy=self.policy,
             tokenizer=self.tokenizer,
-            engine_state=self.engine.state_dict(),
+            critic=None if self.critic is None else self.critic.policy,
+            engine_state=self.engine_state(),
             state=state,
             keep=keep,
             ranks=self.ranks,
@@ -256,13 +301,51 @@ class Crew:
         with disk_errors(folder):
             save_model(self.policy, self.tokenizer, folder, self.ranks)
 
+    def engine_state(self) -> dict[str, Any]:
+        """The state of all optimizers, for a checkpoint. Every rank calls this."""
+        return self.engine.state_dict() | ({} if self.critic is None else {"critic": self.critic.state_dict()})
+
+    def load_engine_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `engine_state` gave. Every rank calls this."""
+        self.engine.load_state_dict(state)
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+
     def _find_budget_on_rank(self, *, longest_sequence_tokens: int, most_tokens: int) -> int:
-        return find_budget(
+        """The critic and its optimizer are there while the policy is trained, and the other way round."""
+        longest, critic, functions = longest_sequence_tokens, self.critic, self.algorithm.critic
+        room = 0 if critic is None else critic.num_state_bytes
+        found = find_budget(
             self.engine,
             self.algorithm.policy_loss,
-            longest_sequence_tokens=longest_sequence_tokens,
+            longest_sequence_tokens=longest,
             most_tokens=most_tokens,
+            reserved_bytes=room,
         )
+        if critic is not None and functions is not None:
+            room = self.engine.num_state_bytes
+            found = find_budget(
+                critic, functions.loss, longest_sequence_tokens=longest, most_tokens=found, reserved_bytes=room
+            )
+        self._keep_one_budget()
+        return found
 
     def _peak_memory_on_rank(self) -> dict[str, int]:
         return self.memory.take()
+
+
+def _update_must_fit() -> AbstractContextManager[None]:
+    return must_fit(
+        "in the update: weights, gradients and the optimizer's state do not fit together; use more processes, or "
+        "model.dtype: bfloat16"
+    )
+
+
+def _value_metrics(result: TrainResult, optim: OptimResult) -> dict[str, float]:
+    """A critic's metrics under names of their own."""
+    renamed = {"loss": "value_loss"}
+    return {
+        **{renamed.get(name, name): value for name, value in result.metrics.items()},
+        "value/grad_norm": optim.grad_norm,
+        "value/learning_rate": optim.learning_rate,
+    }

@@ -13,6 +13,7 @@ from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
 from cohort.policy import (
     check_lengths,
+    check_model_folder,
     load_tokenizer,
 )
 from cohort.rewards import RewardRunner, build_rewards, check_columns
@@ -85,6 +86,8 @@ def read_inputs(config: Config) -> Inputs:
     if config.eval:
         _check_eval_columns(columns_besides(eval_rows, config.eval.prompt or config.data.prompt), rewards)
     tokenizer = load_tokenizer(config.model)
+    if config.critic is not None and config.critic.path is not None:
+        check_model_folder(config.critic.path, field="critic.path")
     prompts = build_prompts(
         rows,
         _renderer(config, tokenizer, config.data.prompt),

@@ -3,10 +3,18 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from cohort.algorithms import Control, assign_advantages, bare_sequences, mean_reference_kl, with_gradient
+from cohort.algorithms import (
+    Control,
+    assign_advantages,
+    bare_sequences,
+    mean_reference_kl,
+    value_metrics,
+    with_gradient,
+    with_returns,
+)
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
 from cohort.config import Config
@@ -86,7 +94,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             others_wait = False
             crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
             others_wait = True
-            check_disk_space(config, crew.policy, folder.path)
+            check_disk_space(config, crew, folder.path)
             for note in crew.policy.notes():
                 display.note(note)
             folder.rewind(state.steps_done if state else 0)
@@ -112,6 +120,15 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             ranks.command(None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What one optimizer step gave."""
+
+    of_policy: TrainResult
+    of_critic: TrainResult
+    metrics: Mapping[str, float]
+
+
 class _Training:
     """One run under way."""
 
@@ -132,6 +149,8 @@ class _Training:
         self.warned_of_different_logprobs = False
         policy = run.crew.policy
         self.flops = flops_of(policy.model)
+        critic = run.crew.critic
+        self.critic_flops = None if critic is None else flops_of(critic.policy.model)
         self.device_peak = device_peak_flops(policy.device, policy.compute_dtype or policy.dtype)
         self.metrics = MetricsWriter(
             folder.path,
@@ -174,18 +193,25 @@ class _Training:
                 crew.algorithm.coefficients(self.control),
             )
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
+            for_critic = crew.pack_for_critic(with_returns(sequences))
         self._warn_of_long_sequences(batches[0])
         updates = []
         for update in range(self.plan.updates_per_rollout):
             coefficients = crew.algorithm.coefficients(self.control)
             with phase("train"):
-                losses = crew.forward_backward(None if update else batches, coefficients)
+                of_critic = crew.train_critic(None if update else for_critic)
+                of_policy = crew.forward_backward(None if update else batches, coefficients)
             with phase("optim"):
                 optim = crew.optim_step()
-            self.control = crew.algorithm.updated(self.control, losses.metrics, len(sequences))
-            told = {**losses.metrics, **asdict(optim), **crew.algorithm.as_metrics(coefficients)}
-            updates.append((losses, told))
-            self._tell_of_memory(losses)
+            self.control = crew.algorithm.updated(self.control, of_policy.metrics, len(sequences))
+            metrics = {
+                **of_policy.metrics,
+                **of_critic.metrics,
+                **asdict(optim),
+                **crew.algorithm.as_metrics(coefficients),
+            }
+            updates.append(_Update(of_policy=of_policy, of_critic=of_critic, metrics=metrics))
+            self._tell_of_memory(of_policy.num_out_of_memory + of_critic.num_out_of_memory)
         kl_of_rewards = mean_reference_kl(crew.algorithm, estimates)
         self.control = crew.algorithm.updated(self.control, kl_of_rewards, len(sequences))
         with phase("optim"):
@@ -202,9 +228,10 @@ class _Training:
             metrics={
                 **gathered.metrics,
                 **parity,
-                **_means([told for _, told in updates]),
+                **_means([update.metrics for update in updates]),
                 **kl_of_rewards,
-                **self._costs(batches[0], [losses for losses, _ in updates], sequences, gathered),
+                **value_metrics(sequences, estimates.values),
+                **self._costs(batches[0], updates, sequences, gathered),
             },
             groups=gathered.groups,
         )
@@ -243,11 +270,11 @@ class _Training:
             )
         return metrics
 
-    def _tell_of_memory(self, losses: TrainResult) -> None:
-        if losses.num_out_of_memory:
+    def _tell_of_memory(self, num_out_of_memory: int) -> None:
+        if num_out_of_memory:
             budget = self.parts.crew.engine.micro_batch_tokens
             self.display.note(
-                f"out of memory in {losses.num_out_of_memory} micro-batches, which were computed again in parts: the "
+                f"out of memory in {num_out_of_memory} micro-batches, which were computed again in parts: the "
                 f"gradient is the same, and the budget is {budget} tokens from here on"
             )
 
@@ -278,12 +305,13 @@ class _Training:
     def _costs(
         self,
         batch: TrainBatch,
-        losses: Sequence[TrainResult],
+        updates: Sequence[_Update],
         sequences: Sequence[TrainSequence],
         gathered: Gathered,
     ) -> dict[str, float]:
-        """What the step took: tokens, time, memory."""
+        """What the step took: tokens, time, memory. Tokens are the policy's; a critic computes the same."""
         crew, times = self.parts.crew, self.clock.take()
+        losses, of_critic = [update.of_policy for update in updates], [update.of_critic for update in updates]
         sampled = gathered.num_completion_tokens
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
         num_positions = sum(p.num_positions for p in losses)
@@ -295,13 +323,13 @@ class _Training:
             "padding_fraction": 1 - sum(p.num_inputs for p in losses) / num_positions if num_positions else 0.0,
             "micro_batches": losses[-1].num_micro_batches,
             "micro_batch_tokens": crew.engine.micro_batch_tokens,
-            "out_of_memory": sum(p.num_out_of_memory for p in losses),
+            "out_of_memory": sum(p.num_out_of_memory for p in (*losses, *of_critic)),
             "sequences_over_budget": batch.num_over_budget,
             "processes": crew.ranks.world_size,
             "time/move_s": crew.seconds_moving(),
             **crew.peak_memory(),
             **speed_metrics(
-                self._train_flops(batch, losses),
+                self._train_flops(batch, losses) + self._critic_flops(of_critic),
                 seconds=times["time/train_s"],
                 num_processes=crew.ranks.world_size,
                 peak=self.device_peak,
@@ -322,6 +350,14 @@ class _Training:
             if self.parts.crew.engine.reference_in_loss and update == 0:
                 total += self.flops.forward(**sizes)
         return total
+
+    def _critic_flops(self, done: Sequence[TrainResult]) -> float:
+        """Operations of the critic's passes, there and back; its head's are none to speak of."""
+        if self.critic_flops is None:
+            return 0.0
+        return sum(
+            self.critic_flops.forward_backward(tokens=d.num_inputs, scored=0, pairs=d.attention_pairs) for d in done
+        )
 
     def _evaluate_where_due(self, steps_done: int) -> None:
         evaluation = self.parts.inputs.evaluation

@@ -12,20 +12,22 @@ from typing import Any
 import torch
 
 from cohort.algorithms import Algorithm, build_algorithm
-from cohort.checkpoint import TrainerState, load_engine_state
-from cohort.config import Config
+from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
+from cohort.config import Config, CriticConfig, TrainConfig
 from cohort.data import PromptStream
 from cohort.distributed import Ranks, Stopped
-from cohort.engine import TrainEngine, learning_rate_factor
+from cohort.engine import CriticEngine, TrainEngine, learning_rate_factor
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
 from cohort.plan import RunPlan
 from cohort.policy import (
     Collectives,
+    Critic,
     Policy,
     check_offload,
     check_vocabulary,
     end_token_ids,
+    load_critic,
     load_policy,
     resolve_device,
 )
@@ -74,56 +76,127 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         UserError: on rank 0, where the model cannot be used, or a machine does not see the run folder.
         Stopped: on the other ranks then.
     """
-    rollout, train = config.rollout, config.train
+    rollout, train, critic_config = config.rollout, config.train, config.critic or CriticConfig()
     _check_folder_is_shared(order.folder, ranks)
     path = config.model.path if order.checkpoint is None else str(order.checkpoint)
-    load = partial(
-        load_policy,
+    how = dict[str, Any](
         device=device,
         tokenizer=tokenizer,
         ranks=ranks,
         collectives=Collectives(),
         longest_sequence_tokens=order.longest_sequence_tokens,
     )
-    policy = load(config.model.model_copy(update={"path": path}))
+    policy = load_policy(config.model.model_copy(update={"path": path}), **how)
     ranks.first(lambda: _check_head(config, policy))
     algorithm = build_algorithm(
         config.algorithm,
         max_completion_tokens=rollout.max_completion_tokens,
         auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
+        value_clip=critic_config.value_clip,
     )
-    reference = build_reference(config, algorithm, load)
-    factor = partial(
-        learning_rate_factor,
-        warmup=train.warmup_steps * train.updates_per_rollout,
-        total=order.num_steps * train.updates_per_rollout,
-        schedule=train.lr_schedule,
-    )
+    reference = build_reference(config, algorithm, partial(load_policy, **how))
+    critic = _load_critic(config, critic_config, policy, order, how) if algorithm.critic else None
+    waits = critic_config.warmup_steps if critic else 0
     engine = TrainEngine(
         policy,
         train,
         micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=lambda updates_done: train.learning_rate * factor(updates_done),
+        learning_rate=_learning_rate(train, num_steps=order.num_steps, waits=waits),
         temperature=rollout.temperature,
         reference=reference,
         reference_in_loss=algorithm.needs_reference,
         reference_changes=config.reference is not None and config.reference.refresh_every > 0,
         ranks=ranks,
     )
-    if order.checkpoint is not None:
-        engine_state = engine.state_dict()
-        load_engine_state(order.checkpoint, engine_state, ranks)
-        engine.load_state_dict(engine_state)
-    ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
-    return Crew(
+    crew = Crew(
         ranks=ranks,
         policy=policy,
         algorithm=algorithm,
         engine=engine,
-        sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
+        critic=None if critic is None else _critic_engine(config, critic_config, critic, order, ranks),
+        critic_updates=critic_config.updates,
+        sampler=Sampler(
+            policy,
+            end_token_ids=ranks.first(lambda: end_token_ids(policy, tokenizer)),
+            max_num_seqs=rollout.max_num_seqs,
+        ),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
     )
+    if order.checkpoint is not None:
+        engine_state = crew.engine_state()
+        load_engine_state(order.checkpoint, engine_state, ranks)
+        crew.load_engine_state(engine_state)
+    return crew
+
+
+def _load_critic(
+    config: Config, critic_config: CriticConfig, policy: Policy, order: BuildOrder, how: dict[str, Any]
+) -> Critic:
+    """The critic, of the checkpoint or of where it begins.
+
+    Raises:
+        UserError: on rank 0, where it cannot be used.
+        Stopped: on the other ranks then.
+    """
+    own = critic_config.path or config.model.path
+    path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
+    try:
+        # trained whole, whatever the policy is: its head begins at 0, and its body has another task
+        critic = load_critic(config.model.model_copy(update={"path": path, "adapter": None}), **how)
+    except UserError as error:
+        if critic_config.path is None:
+            raise
+        raise UserError(str(error).replace("model.path", "critic.path", 1)) from error
+    rows, wanted = (p.model.get_input_embeddings().num_embeddings for p in (critic, policy))
+
+    def check() -> None:
+        if rows < wanted:
+            raise UserError(
+                f"critic.path: {path!r} has embeddings for {rows} tokens, and the policy for {wanted}; they have to "
+                f"have the same tokenizer"
+            )
+
+    how["ranks"].first(check)
+    return critic
+
+
+def _critic_engine(
+    config: Config, critic_config: CriticConfig, critic: Critic, order: BuildOrder, ranks: Ranks
+) -> CriticEngine:
+    """The policy's `train` section holds for the critic, but for the learning rate, and for what its head has not."""
+    train = config.train.model_copy(
+        update={"learning_rate": critic_config.learning_rate, "gradients_in_forward": False}
+    )
+    return CriticEngine(
+        critic,
+        train,
+        micro_batch_tokens=order.micro_batch_tokens,
+        learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
+        temperature=1.0,
+        reference=None,
+        ranks=ranks,
+    )
+
+
+def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, updates: int = 1) -> Callable[[int], float]:
+    """Number of updates done -> learning rate of the next.
+
+    Args:
+        train: the `train` section.
+        num_steps: of the run.
+        waits: steps before the schedule begins, in which nothing is learned.
+        updates: for each one of the policy.
+    """
+    per_step = train.updates_per_rollout * updates
+    waits *= per_step
+    factor = partial(
+        learning_rate_factor,
+        warmup=train.warmup_steps * per_step,
+        total=num_steps * per_step - waits,
+        schedule=train.lr_schedule,
+    )
+    return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
 
 
 def build_reference(config: Config, algorithm: Algorithm, load: Callable[..., Policy]) -> Policy | None:
@@ -296,19 +369,20 @@ def first_budget(config: Config, inputs: Inputs, state: TrainerState | None, wor
     return wanted
 
 
-def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
+def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
     """Refuse to start a run whose checkpoints and final model cannot fit on the disk.
 
     Raises:
         UserError: names what is needed and what is free.
     """
-    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    weights = _num_bytes(crew.policy)
+    learned = weights + (0 if crew.critic is None else _num_bytes(crew.critic.policy))
+    refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
     # A checkpoint is the weights and AdamW's two moments, and a reference that is refreshed; one more is being written
     # while the kept ones are there.
-    copies = 4 if config.reference is not None and config.reference.refresh_every > 0 else 3
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
-    needed = weights * (copies * kept + 1) - existing
+    needed = (3 * learned + refreshed) * kept + weights - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -317,3 +391,7 @@ def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
             + "; free some space, or give another folder"
             + (f", or lower run.keep_checkpoints (now {config.run.keep_checkpoints})" if kept else "")
         )
+
+
+def _num_bytes(policy: Policy) -> int:
+    return sum(p.numel() * p.element_size() for p in policy.model.parameters())
