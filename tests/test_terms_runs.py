@@ -1,12 +1,15 @@
 """Whole runs with KL, entropy and a reference that is refreshed: what they tell, and that they go on exactly."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import cohort
 from cohort.errors import UserError
@@ -120,3 +123,19 @@ def test_a_reference_in_host_memory_comes_to_compute_and_is_unchanged():
                 parameter.data = parameter.data + 1  # what is on the device is a copy
     assert inside == policy.device
     assert all(torch.equal(weight, before[name]) for name, weight in other.model.state_dict().items())
+
+
+def test_two_processes_have_the_terms_of_one(tmp_path: Path):
+    """Coefficients that adapt, a reference that is refreshed and a loss of one's own reach every rank."""
+    (tmp_path / "own.py").write_text("def loss(x): return -x.advantages * (x.logprobs - x.old_logprobs).exp()\n")
+    config = changed(make_inputs(tmp_path), **QUIET, **CASES["kl in the loss, refreshed"], model={"dtype": "float64"})
+    config = changed(config, algorithm={"policy_loss": f"{tmp_path}/own.py:loss", "entropy_coef": 0.01})
+    for processes in (1, 2):
+        hardware = {"processes": processes, "device": "cpu"}
+        file = tmp_path / f"config-{processes}.yaml"
+        run = {"dir": str(tmp_path / f"run-{processes}")}
+        file.write_text(yaml.safe_dump(changed(config, train={"steps": 4}, run=run, hardware=hardware)))
+        subprocess.run([sys.executable, "-m", "cohort", "train", str(file)], check=True, capture_output=True)
+    for name in ("loss", "grad_norm", "kl", "kl_coef", "entropy"):
+        one, two = (metric(tmp_path / f"run-{processes}", name) for processes in (1, 2))
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-9, err_msg=name)
