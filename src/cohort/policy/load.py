@@ -146,8 +146,7 @@ def load_critic(config: ModelConfig, **how: Any) -> Critic:
         how: the keyword arguments of `load_policy`.
 
     Raises:
-        UserError: as `load_policy`.
-        Stopped: likewise.
+        UserError, Stopped: as `load_policy`.
     """
     return _load(Critic, config, **how)
 
