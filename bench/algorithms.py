@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cohort.config import ALGORITHMS, Config, config_from_dict
-from cohort.config.catalogue import with_one_completion
+from cohort.config.catalogue import with_a_critic, with_one_completion
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch import train
@@ -98,6 +98,7 @@ def configuration(folder: Path, name: str, num_generations: int, *, seed: int, s
         "prompts_per_step": SAMPLES // num_generations,
         "updates_per_rollout": UPDATES,
     }
+    raw["critic"] = {"learning_rate": 1e-3} if name in with_a_critic() else None
     raw["eval"]["every"] = EVALUATE_EVERY
     raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "completions_every": 0, "show_completions_every": 0}
     return config_from_dict(raw)

@@ -146,8 +146,7 @@ def load_critic(config: ModelConfig, **how: Any) -> Critic:
         how: the keyword arguments of `load_policy`.
 
     Raises:
-        UserError: as `load_policy`.
-        Stopped: likewise.
+        UserError, Stopped: as `load_policy`.
     """
     return _load(Critic, config, **how)
 
@@ -304,8 +303,10 @@ def _read_model(kind: type[Policy], config: ModelConfig) -> Any:
             f"model.path: {config.path!r}: {len(missing)} weights are missing from its files and would be random: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         )
-    stored = local_weights(config.path)
-    read_rows((stored[n], p, 0) for n, p in model.named_parameters() if n.startswith(f"{VALUE_HEAD}.") and n in stored)
+    own = [(name, place) for name, place in model.named_parameters() if name.startswith(f"{VALUE_HEAD}.")]
+    if own:  # of a critic, and what it was saved with
+        stored = local_weights(config.path)
+        read_rows((stored[name], place, 0) for name, place in own if name in stored)
     return model
 
 
