@@ -4,7 +4,9 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from cohort.algorithms.advantages import (
 )
 from cohort.config import COMPONENTS, AlgorithmConfig
 from cohort.errors import TrainingError, UserError
+from cohort.records import Estimates
 from samples import NAN, judged, scored
 
 ALL = COMPONENTS["advantage"]
@@ -32,7 +35,14 @@ ALL = COMPONENTS["advantage"]
 def of(name: str, x: AdvantageInputs, **keys: float) -> torch.Tensor:
     """An advantage with the catalogue's defaults, as [P, G] where all tokens of a completion have the same."""
     function: Callable[..., torch.Tensor] = getattr(advantages, name)
+    if ALL[name].needs_critic:  # one that expects nothing
+        x = replace(x, values=torch.zeros_like(x.token_rewards))
     return function(x, **{**ALL[name].keys, "at_k": 2, **keys} if name == "max_at_k" else {**ALL[name].keys, **keys})
+
+
+def expecting_nothing(lengths: list[int]) -> Estimates:
+    """Of a critic that expects a return of 0 everywhere."""
+    return Estimates(values={n: np.zeros(length) for n, length in enumerate(lengths)})
 
 
 def close(actual: torch.Tensor, expected: list) -> None:
@@ -225,7 +235,7 @@ def test_unjudged_completions_take_no_part(name: str):
 def test_a_step_in_which_nobody_was_judged_teaches_nothing(name: str):
     config = AlgorithmConfig.model_validate({"advantage": name, **({"at_k": 2} if name == "max_at_k" else {})})
     algorithm = build_algorithm(config, max_completion_tokens=9)
-    for sequence in assign_advantages([scored([NAN, NAN], [2, 3])], algorithm):
+    for sequence in assign_advantages([scored([NAN, NAN], [2, 3])], algorithm, expecting_nothing([2, 3])):
         assert not sequence.advantages.any() and not sequence.loss_weights.any()
 
 
@@ -234,7 +244,7 @@ def test_infinite_rewards_are_refused(name: str):
     config = AlgorithmConfig.model_validate({"advantage": name, **({"at_k": 2} if name == "max_at_k" else {})})
     algorithm = build_algorithm(config, max_completion_tokens=9)
     with pytest.raises(TrainingError, match="advantage of a judged completion is NaN or infinite"):
-        assign_advantages([scored([0.0, math.inf, 1.0], [2, 3, 1])], algorithm)
+        assign_advantages([scored([0.0, math.inf, 1.0], [2, 3, 1])], algorithm, expecting_nothing([2, 3, 1]))
 
 
 def test_rewards_reach_gdpo_by_name_and_weight():

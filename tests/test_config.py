@@ -309,9 +309,9 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         (
             {"algorithm": {"name": "rloo"}, "rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: rloo: a group of one has no peers to be judged against, "
-            "so its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual), or algorithm.name:"
-            " reinforce_pp or algorithm.name: reinforce, which need no peers",
+            "rollout.num_generations: 1 with algorithm.name: rloo (advantage: leave_one_out): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
         ),
         # unknown algorithm
         (
@@ -367,7 +367,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             {"rollout": {"num_generations": 1}},
             "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has no "
             "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
-            "is usual), or algorithm.name: ppo",
+            "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
         ),
         # two keys that do not go together
         (

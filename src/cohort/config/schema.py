@@ -384,7 +384,7 @@ class Config(Section):
     def _algorithm_suits_the_run(self) -> Self:
         algorithm, generations = self.algorithm, self.rollout.num_generations
         if generations < algorithm.min_generations:
-            others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
+            others = " or ".join(with_one_completion())
             if generations > 1:
                 raise ValueError(
                     f"rollout.num_generations: {generations} is less than algorithm.at_k: {algorithm.at_k}, so that "
@@ -394,7 +394,7 @@ class Config(Section):
                 f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
                 f"{algorithm.advantage}): a group of one has no peers to be judged against, so its advantage is always "
                 f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual)"
-                + (f", or {others}, which need no peers" if others else "")
+                f", or algorithm.name: {others}, which need no peers"
             )
         if generations == 1 and self.rollout.resample:
             raise ValueError(
