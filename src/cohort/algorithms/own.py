@@ -85,7 +85,8 @@ def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
     function = _Own("loss_weight", use)
 
     def loss_weight(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
-        weights_N = np.asarray(function(lengths_N.copy(), included_N.copy()), dtype=np.float64)
+        with np.errstate(all="ignore"):  # what comes of it is looked at
+            weights_N = np.asarray(function(lengths_N.copy(), included_N.copy()), dtype=np.float64)
         if weights_N.shape != lengths_N.shape or not np.isfinite(weights_N).all():
             raise function.error(
                 f"gave {weights_N.tolist()} for {len(lengths_N)} completions; it must be one finite number for each"

@@ -4,6 +4,7 @@ from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
 from cohort.config.critic import CriticConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
+from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
     LocalRolloutConfig,
@@ -17,7 +18,6 @@ from cohort.config.schema import (
     EvalConfig,
     HardwareConfig,
     ModelConfig,
-    ReferenceConfig,
     RewardConfig,
     RunConfig,
     TrainConfig,

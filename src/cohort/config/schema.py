@@ -8,6 +8,7 @@ from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
 from cohort.config.catalogue import with_a_critic, with_one_completion
 from cohort.config.critic import CriticConfig
+from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
 
@@ -107,38 +108,6 @@ class RewardConfig(Section):
     name: str | None = Field(None, min_length=1, description="Name in the metrics. Default: the function's name.")
     args: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments for the function.")
     timeout_s: float = Field(300.0, gt=0, description="Deadline in seconds for scoring the completions of one step.")
-
-
-class ReferenceConfig(Section):
-    """The model that a KL divergence is measured from (`algorithm.beta` above 0): by default the model as it came."""
-
-    device: Literal["auto", "cpu"] = Field(
-        "auto",
-        description="Where its weights lie between uses. auto: beside the policy's. cpu: in host memory, from where "
-        "they are copied to the GPU for the one forward pass of a step, while there are no gradients; one process "
-        "on a GPU.",
-    )
-    refresh_every: int = Field(
-        0, ge=0, description="Every so many steps the reference moves towards the policy (TR-DPO); 0: never."
-    )
-    mix: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="With refresh_every: reference = mix * policy + (1 - mix) * reference. Default: 0.6.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, values: Any) -> Any:
-        refreshes = isinstance(values, dict) and values.get("refresh_every") not in (None, 0)
-        return {**values, "mix": 0.6} if refreshes and values.get("mix") is None else values
-
-    @model_validator(mode="after")
-    def _mix_has_an_effect(self) -> Self:
-        if self.refresh_every == 0 and self.mix is not None:
-            raise ValueError(f"mix: {self.mix} has no effect with refresh_every: 0; remove it, or set refresh_every")
-        return self
 
 
 class TrainConfig(Section):
