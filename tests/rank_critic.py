@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cohort.algorithms import assign_advantages, bare_sequences, build_algorithm, with_returns
+from cohort.algorithms import Coefficients, assign_advantages, bare_sequences, build_algorithm, with_returns
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TrainEngine
@@ -121,7 +121,7 @@ def run_critic_steps(ranks: Ranks, model: str) -> dict[str, Any]:
         metrics = []
         for update in range(3):
             critic = crew.train_critic(None if update else crew.pack_for_critic(with_returns(sequences)))
-            losses = crew.forward_backward(None if update else crew.pack(sequences))
+            losses = crew.forward_backward(None if update else crew.pack(sequences), Coefficients(kl=0.0, entropy=0.0))
             crew.optim_step()
             metrics.append((critic.metrics, losses.metrics["loss"]))
         return {"metrics": metrics}

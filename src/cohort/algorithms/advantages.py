@@ -12,29 +12,30 @@ from torch import Tensor
 
 from cohort.algorithms.critic import gae as gae
 from cohort.algorithms.inputs import AdvantageInputs
+from cohort.algorithms.statistics import center, count_judged, std, whiten, whiten_tokens
 from cohort.errors import UserError
 
 
 def group_mean(x: AdvantageInputs) -> Tensor:
     """Reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783)."""
-    return _centered(x.rewards, dim=1)
+    return center(x.rewards, dim=1)
 
 
 def group_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
     """Reward minus the mean, over the unbiased standard deviation of its group (GRPO, arXiv:2402.03300, eq. 3)."""
-    return _whitened(x.rewards, dim=1, std_epsilon=std_epsilon)
+    return whiten(x.rewards, dim=1, std_epsilon=std_epsilon)
 
 
 def leave_one_out(x: AdvantageInputs) -> Tensor:
     """Reward minus the mean of the others of its group (RLOO, arXiv:2402.14740, eq. 7)."""
-    num_judged = _num_judged(x.rewards, dim=1)
-    return _centered(x.rewards, dim=1) * num_judged / (num_judged - 1).clamp(min=1)
+    num_judged = count_judged(x.rewards, dim=1)
+    return center(x.rewards, dim=1) * num_judged / (num_judged - 1).clamp(min=1)
 
 
 def group_mean_batch_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
     """Reward minus the mean of its group, over the standard deviation of all rewards of the step (arXiv:2508.08221)."""
-    centered = _centered(x.rewards, dim=1)
-    return torch.where(centered == 0, centered, centered / (_std(x.rewards.flatten(), dim=0) + std_epsilon))
+    centered = center(x.rewards, dim=1)
+    return torch.where(centered == 0, centered, centered / (std(x.rewards.flatten(), dim=0) + std_epsilon))
 
 
 def batch_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
@@ -42,13 +43,13 @@ def batch_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
 
     No peers are asked for: one completion of a prompt is enough.
     """
-    return _whitened_tokens(_returns(x), x, std_epsilon)
+    return whiten_tokens(_returns(x), x, std_epsilon)
 
 
 def group_mean_whitened(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
     """As `batch_mean_std`, after the mean reward of the group was taken away (REINFORCE++ with baseline, as above)."""
     before = x.rewards.unsqueeze(-1) - _returns(x)  # what penalties at tokens before this one have added
-    return _whitened_tokens(_centered(x.rewards, dim=1).unsqueeze(-1) - before, x, std_epsilon)
+    return whiten_tokens(center(x.rewards, dim=1).unsqueeze(-1) - before, x, std_epsilon)
 
 
 def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
@@ -56,10 +57,10 @@ def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
 
     A reward that did not judge a completion adds nothing to it.
     """
-    each_PGK = _whitened(x.reward_parts, dim=1, std_epsilon=std_epsilon)
+    each_PGK = whiten(x.reward_parts, dim=1, std_epsilon=std_epsilon)
     each_PGK = each_PGK.where(~x.reward_parts.isnan(), 0.0)
     sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).where(~x.rewards.isnan(), math.nan)
-    return _whitened(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)
+    return whiten(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)
 
 
 def max_likelihood(x: AdvantageInputs) -> Tensor:
@@ -75,7 +76,7 @@ def max_likelihood(x: AdvantageInputs) -> Tensor:
             f"algorithm.advantage: max_likelihood takes rewards of at least 0, and one is {_smallest(x.rewards):.4g}; "
             f"use rewards of 0 and 1 and no kl_in: reward, or advantage: group_mean_std"
         )
-    centered = _centered(x.rewards, dim=1)
+    centered = center(x.rewards, dim=1)
     return torch.where(centered == 0, centered, centered / x.rewards.nanmean(dim=1, keepdim=True))
 
 
@@ -93,52 +94,16 @@ def max_at_k(x: AdvantageInputs, *, at_k: int) -> Tensor:
     sets_G = torch.tensor([math.comb(j, at_k - 2) for j in range(rewards_PG.shape[1])], dtype=rewards_PG.dtype)
     differences_PGG = ascending_PG.unsqueeze(2) - ascending_PG.unsqueeze(1)
     gains_PG = (differences_PGG.clamp(min=0).nan_to_num(nan=0.0, posinf=math.inf) * sets_G).tril(-1).sum(dim=2)
-    num_judged = _num_judged(rewards_PG, dim=1)
+    num_judged = count_judged(rewards_PG, dim=1)
     all_sets = torch.tensor([[math.comb(int(n), at_k)] for n in num_judged], dtype=rewards_PG.dtype)
     scaled_PG = gains_PG * num_judged / all_sets.clamp(min=1)
     advantages_PG = torch.zeros_like(rewards_PG).scatter(1, order_PG, scaled_PG.where(all_sets > 0, 0.0))
     return advantages_PG.where(~rewards_PG.isnan(), math.nan)
 
 
-def _centered(values: Tensor, *, dim: int) -> Tensor:
-    """Values minus their mean, NaN left out; 0 where they differ by rounding alone, which an std would blow up."""
-    judged = ~values.isnan()
-    base = values.where(judged, math.inf).amin(dim=dim, keepdim=True)  # equal values leave 0, and so does their mean
-    shifted = values - base
-    centered = shifted - shifted.nanmean(dim=dim, keepdim=True)
-    largest = values.where(judged, 0.0).abs().amax(dim=dim, keepdim=True)
-    rounding = 8 * torch.finfo(values.dtype).eps * largest
-    return torch.where(centered.abs() <= rounding, torch.zeros_like(centered), centered)
-
-
-def _std(values: Tensor, *, dim: int) -> Tensor:
-    """Unbiased standard deviation, NaN left out; 0 of a single value."""
-    squares = _centered(values, dim=dim).square().nansum(dim=dim, keepdim=True)
-    return (squares / (_num_judged(values, dim=dim) - 1).clamp(min=1)).sqrt()
-
-
-def _whitened(values: Tensor, *, dim: int, std_epsilon: float) -> Tensor:
-    """Values minus their mean over their standard deviation, NaN left out."""
-    centered = _centered(values, dim=dim)
-    return torch.where(centered == 0, centered, centered / (_std(values, dim=dim) + std_epsilon))
-
-
-def _num_judged(values: Tensor, *, dim: int) -> Tensor:
-    return (~values.isnan()).sum(dim=dim, keepdim=True)
-
-
 def _returns(x: AdvantageInputs) -> Tensor:
     """[P, G, L] the sum of token rewards from a token on."""
     return x.token_rewards.flip(-1).cumsum(dim=-1).flip(-1)
-
-
-def _whitened_tokens(values_PGL: Tensor, x: AdvantageInputs, std_epsilon: float) -> Tensor:
-    """[P, G, L] whitened over the tokens of judged completions; 0 elsewhere."""
-    mask = x.token_mask
-    if not mask.any():
-        return torch.zeros_like(values_PGL)
-    whitened = _whitened(values_PGL[mask], dim=0, std_epsilon=std_epsilon)
-    return torch.zeros_like(values_PGL).masked_scatter(mask, whitened)
 
 
 def _smallest(rewards: Tensor) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.inputs import AdvantageInputs
+from cohort.algorithms.statistics import whiten_tokens
 from cohort.algorithms.weights import token_mean
 from cohort.batch import LossOutput, ValueInputs
 from cohort.records import FloatArray, TrainSequence
@@ -29,7 +30,7 @@ class CriticFunctions:
 def gae(x: AdvantageInputs, *, gamma: float, gae_lambda: float, whiten_advantages: bool) -> Tensor:
     """Generalised advantage estimates (arXiv:1506.02438, eq. 16) [P, G, L], whitened over the step's judged tokens."""
     advantages = _unwhitened(x, gamma=gamma, gae_lambda=gae_lambda)
-    return whitened(advantages, x.token_mask) if whiten_advantages else advantages
+    return whiten_tokens(advantages, x, std_epsilon=1e-8) if whiten_advantages else advantages
 
 
 def gae_returns(x: AdvantageInputs, *, gamma: float, gae_lambda: float) -> Tensor:
@@ -51,20 +52,6 @@ def _unwhitened(x: AdvantageInputs, *, gamma: float, gae_lambda: float) -> Tenso
         after = deltas[..., t] + gamma * gae_lambda * after
         advantages[..., t] = after
     return advantages
-
-
-def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Advantages with mean 0 and standard deviation 1 over the tokens of `mask`, and 0 elsewhere; equal ones become 0.
-
-    Args:
-        advantages: [P, G, L]
-        mask: [P, G, L] bool
-    """
-    chosen = advantages[mask]
-    if not len(chosen):
-        return torch.zeros_like(advantages)
-    scale = (chosen.var(correction=0) + 1e-8).rsqrt()
-    return torch.where(mask, (advantages - chosen.mean()) * scale, 0.0)
 
 
 def clipped_value(x: ValueInputs, *, value_clip: float) -> LossOutput:
