@@ -76,7 +76,7 @@ def test_advantages_by_hand():
 
 
 def test_whitening_by_hand():
-    """Over the judged tokens 0.8, 0.6, 0.4, -0.2: mean 0.4, squares 0.56 over 3. The middle completion is not judged."""
+    """Over the judged tokens 0.8, 0.6, 0.4, -0.2: mean 0.4, squares 0.56 over 3. The middle one is not judged."""
     x = inputs([1.0, np.nan, 0.0], [[0.2, 0.4, 0.6], [9.0, 9.0], [0.2]])
     actual = gae(x, gamma=1.0, gae_lambda=1.0, whiten_advantages=True)
     expected = torch.tensor([[0.4, 0.2, 0.0], [0.0, 0.0, 0.0], [-0.6, 0.0, 0.0]]) / (0.56 / 3) ** 0.5
