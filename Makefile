@@ -19,7 +19,7 @@ help:
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
-	@echo "make docs      write docs/config.md from the configuration's schema"
+	@echo "make docs      write docs/config.md, algorithms.md and check.md, and README's table, from the code"
 	@echo "make bench     the benchmarks of docs/benchmarks.md"
 	@echo "make clean     remove .venv and caches"
 
@@ -68,6 +68,7 @@ check: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m cohort.config.docs > docs/config.md
+	@$(BIN)/python -m cohort.config.algorithm_docs docs/algorithms.md README.md
 	@$(BIN)/python -m cohort.check.docs > docs/check.md
 
 bench: $(READY)

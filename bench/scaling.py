@@ -142,7 +142,7 @@ def time_steps(config: Config, inputs, crew, ranks: Ranks) -> list[dict[str, flo
         times.append(time.perf_counter())
         batches = crew.pack(sequences)
         times.append(time.perf_counter())
-        crew.forward_backward(batches)
+        crew.forward_backward(batches, crew.algorithm.coefficients(crew.algorithm.first_control))
         crew.optim_step()
         times.append(time.perf_counter())
         rollout, _, pack, train = np.diff(times).tolist()

@@ -37,7 +37,13 @@ MANY = [[3, 14, 9], [10, 6, 2], [8, 12, 7], [5, 5, 5], [13, 1, 4]]
 
 
 def make_engine(
-    model: str, ranks: Ranks, *, reference: str, precision: dict[str, Any] | None = None, **train: Any
+    model: str,
+    ranks: Ranks,
+    *,
+    reference: str,
+    reference_changes: bool = False,
+    precision: dict[str, Any] | None = None,
+    **train: Any,
 ) -> TrainEngine:
     collectives = Collectives()
 
@@ -56,6 +62,7 @@ def make_engine(
         learning_rate=lambda _: config.learning_rate,
         temperature=0.9,
         reference=load(reference, trainable=False),
+        reference_changes=reference_changes,
         ranks=ranks,
     )
 
@@ -195,10 +202,17 @@ def nothing() -> Iterator[None]:
 
 
 def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: str) -> dict[str, Any]:
-    """Two updates, a checkpoint, two more; or the last two from the checkpoint."""
+    """Two updates, a checkpoint, two more; or the last two from the checkpoint. The reference follows the policy."""
     folder = Path(root) / "step-2"
     source = str(folder) if resume == "resume" else model
-    engine = make_engine(source, ranks, reference=reference, precision={"dtype": "float32"}, learning_rate=0.01)
+    engine = make_engine(
+        source,
+        ranks,
+        reference=reference,
+        reference_changes=True,
+        precision={"dtype": "float32"},
+        learning_rate=0.01,
+    )
     if resume == "resume":
         state = engine.state_dict()
         load_engine_state(folder, state, ranks)
@@ -207,6 +221,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
         algorithm, sequences = step_sequences("grpo_kl", *STEPS["uneven"], seed=update)
         engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
+        engine.refresh_reference(0.5)
         if update == 1 and resume != "resume":
             save_checkpoint(
                 Path(root),
@@ -222,6 +237,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
                     micro_batch_tokens=1,
                     micro_batch_tokens_wanted=1,
                     processes=ranks.world_size,
+                    control={},
                 ),
                 keep=1,
                 ranks=ranks,

@@ -1,161 +1,16 @@
-"""Each function against numbers worked out by hand, and the edges where elsewhere NaN appears."""
+"""What an algorithm is made of, put together: advantages and weights of a step, corrections, the KL term."""
 
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorithm
-from cohort.algorithms.advantages import group_mean, group_mean_std
+from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.algorithms.correction import importance_weights
-from cohort.algorithms.losses import clipped, kl_k3
-from cohort.algorithms.weights import constant, sequence_mean, token_mean
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig
-from cohort.records import Completion, FinishReason, Prompt, ScoredGroup
-
-NAN = float("nan")
-
-
-def inputs(ratios: list[float], advantages: list[float], reference: list[float] | None = None) -> LossInputs:
-    zeros = torch.zeros(len(ratios), dtype=torch.float64)
-    return LossInputs(
-        logprobs=torch.tensor(ratios, dtype=torch.float64).log(),
-        old_logprobs=zeros,
-        sampling_logprobs=zeros,
-        reference_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float64),
-        entropy=torch.zeros(1),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
-        sequence_ids=torch.arange(len(ratios)),
-    )
-
-
-def judged(rewards_PG: torch.Tensor) -> AdvantageInputs:
-    """Completions of one token."""
-    return AdvantageInputs(
-        rewards=rewards_PG,
-        reward_parts=rewards_PG.unsqueeze(-1),
-        token_rewards=rewards_PG.nan_to_num(0.0).unsqueeze(-1),
-        lengths=torch.ones_like(rewards_PG, dtype=torch.int64),
-    )
-
-
-def scored(rewards: list[float], lengths: list[int], finish: list[FinishReason] | None = None) -> ScoredGroup:
-    prompt = Prompt(id=0, epoch=0, content="q", token_ids=np.array([7, 8]), columns={})
-    completions = tuple(
-        Completion(
-            token_ids=np.arange(n),
-            sampling_logprobs=-np.ones(n),
-            finish_reason=reason,
-            policy_version=0,
-            text="",
-        )
-        for n, reason in zip(lengths, finish or ["stop"] * len(lengths), strict=True)
-    )
-    return ScoredGroup(prompt=prompt, completions=completions, rewards=np.array(rewards), reward_parts={})
-
-
-def test_group_mean_std():
-    # mean 1, squares 1 + 1 + 1 + 1 over G - 1 = 3: std sqrt(4/3)
-    advantages = group_mean_std(judged(torch.tensor([[0.0, 2.0, 0.0, 2.0]])), std_epsilon=0.0)
-    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 1.0, -1.0, 1.0]]) * math.sqrt(3 / 4))
-    # the epsilon is added to the standard deviation: 1 / (sqrt(2) + 0.1)
-    advantages = group_mean_std(judged(torch.tensor([[0.0, 2.0]])), std_epsilon=0.1)
-    torch.testing.assert_close(advantages, torch.tensor([[-0.66041, 0.66041]]), atol=1e-5, rtol=0)
-
-
-def test_group_mean():
-    torch.testing.assert_close(
-        group_mean(judged(torch.tensor([[0.0, 3.0, 0.0], [1.0, 1.0, 4.0]]))),
-        torch.tensor([[-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]]),
-    )
-
-
-@pytest.mark.parametrize("std_epsilon", [0.0, 1e-4])
-def test_equal_rewards_have_advantage_zero(std_epsilon: float):
-    for reward in (0.1, 0.7, 1.0, 1e6 / 3):  # the mean of three times 0.7 is not 0.7 to the last bit
-        for dtype in (torch.float32, torch.float64):
-            x = judged(torch.full((2, 3), reward, dtype=dtype))
-            assert group_mean_std(x, std_epsilon=std_epsilon).tolist() == [[0.0] * 3] * 2
-            assert group_mean(x).tolist() == [[0.0] * 3] * 2
-
-
-def test_unjudged_completions_take_no_part_in_their_group():
-    torch.testing.assert_close(
-        group_mean_std(judged(torch.tensor([[0.0, NAN, 2.0]])), std_epsilon=0.0),
-        torch.tensor([[-1.0, NAN, 1.0]]) / math.sqrt(2),
-        equal_nan=True,
-    )
-    # one judged completion has no peers; a group of none has no advantage
-    torch.testing.assert_close(
-        group_mean_std(judged(torch.tensor([[5.0, NAN], [NAN, NAN]])), std_epsilon=1e-4),
-        torch.tensor([[0.0, NAN], [NAN, NAN]]),
-        equal_nan=True,
-    )
-
-
-def test_clip_caps_gain_but_not_loss():
-    x = inputs([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0])
-    out = clipped(x, clip_low=0.2, clip_high=0.2)
-    torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.2, -0.5, 1.5, 0.8], dtype=torch.float64))
-    assert out.token_metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
-    assert out.token_metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
-    assert out.token_metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
-
-
-def test_clip_bounds_are_separate():
-    out = clipped(inputs([1.25, 0.7], [1.0, -1.0]), clip_low=0.2, clip_high=0.28)
-    torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.25, 0.8], dtype=torch.float64))
-
-
-def test_on_policy_gradient_is_the_policy_gradient():
-    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    x = LossInputs(
-        logprobs=logprobs,
-        old_logprobs=logprobs.detach(),
-        sampling_logprobs=logprobs.detach(),
-        reference_logprobs=None,
-        entropy=torch.zeros(1),
-        advantages=torch.tensor([2.0, -3.0], dtype=torch.float64),
-        sequence_ids=torch.zeros(2, dtype=torch.int64),
-    )
-    clipped(x, clip_low=0.2, clip_high=0.2).per_token_loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-2.0, 3.0]
-
-
-def test_kl_k3():
-    # d = reference - policy = ln 2: 2 - ln 2 - 1
-    kl = kl_k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0 + math.log(2), -1.0]))
-    torch.testing.assert_close(kl, torch.tensor([1 - math.log(2), 0.0]))
-
-
-def test_kl_enters_the_loss_with_beta():
-    algorithm = build_algorithm(AlgorithmConfig(beta=0.5), max_completion_tokens=8)
-    assert algorithm.needs_reference
-    out = algorithm.policy_loss(inputs([1.0], [1.0], reference=[math.log(2)]))
-    assert out.per_token_loss.item() == pytest.approx(-1 + 0.5 * (1 - math.log(2)))
-    assert out.token_metrics["kl"].item() == pytest.approx(1 - math.log(2))
-    assert not build_algorithm(AlgorithmConfig(), max_completion_tokens=8).needs_reference
-
-
-def test_loss_weights():
-    lengths, all_in = np.array([2, 4]), np.array([True, True])
-    assert sequence_mean(lengths, all_in).tolist() == [1 / 4, 1 / 8]
-    assert token_mean(lengths, all_in).tolist() == [1 / 6, 1 / 6]
-    assert constant(lengths, all_in, max_completion_tokens=10).tolist() == [1 / 20, 1 / 20]
-
-
-def test_loss_weights_of_completions_left_out():
-    lengths, first_out = np.array([2, 4]), np.array([False, True])
-    assert sequence_mean(lengths, first_out).tolist() == [0, 1 / 4]
-    assert token_mean(lengths, first_out).tolist() == [0, 1 / 4]
-    assert constant(lengths, first_out, max_completion_tokens=10).tolist() == [0, 1 / 20]
-    none_in = np.array([False, False])
-    for weight in (sequence_mean, token_mean):
-        assert weight(lengths, none_in).tolist() == [0, 0]
+from samples import NAN, scored
 
 
 @pytest.mark.parametrize(

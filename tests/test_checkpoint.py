@@ -48,6 +48,7 @@ def state(steps_done: int) -> TrainerState:
         micro_batch_tokens=512,
         micro_batch_tokens_wanted="auto",
         processes=3,
+        control={"kl": 0.1, "entropy": 0.0, "last_entropy": None},
     )
 
 

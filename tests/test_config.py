@@ -73,11 +73,31 @@ def test_defaults(tmp_path, monkeypatch):
             "whiten_advantages": None,
             "clip_low": 0.2,
             "clip_high": 0.2,
+            "delta": None,
+            "tau_positive": None,
+            "tau_negative": None,
+            "vespo_k_positive": None,
+            "vespo_lambda_positive": None,
+            "vespo_k_negative": None,
+            "vespo_lambda_negative": None,
+            "at_k": None,
             "beta": 0.0,
+            "kl_estimator": None,
+            "kl_in": None,
+            "kl_unbiased": None,
+            "kl_target": None,
+            "kl_horizon": None,
+            "entropy_coef": 0.0,
+            "entropy_target": None,
+            "entropy_coef_delta": None,
+            "entropy_coef_max": None,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
             "mask_truncated_completions": False,
             "sampling_correction": "auto",
             "sampling_correction_cap": 2.0,
         },
+        "reference": None,
         "critic": None,
         "train": {
             "steps": None,
@@ -144,12 +164,24 @@ def test_eval_defaults():
         ({"beta": 0.1}, AlgorithmConfig(beta=0.1)),
         ({"name": "dapo"}, AlgorithmConfig(name="dapo", clip_low=0.2, clip_high=0.28)),
         ({"name": "dr_grpo"}, AlgorithmConfig(name="dr_grpo", clip_low=0.2, clip_high=0.2)),
+        # the numbers of an algorithm are for its own components
+        ({"name": "dapo", "policy_loss": "gspo"}, AlgorithmConfig(name="dapo", policy_loss="gspo", clip_high=4e-4)),
+        (
+            {"name": "dapo", "loss_weight": "constant"},
+            AlgorithmConfig(loss_weight="constant", name="dapo", clip_high=0.28),
+        ),
     ],
 )
 def test_the_algorithm_is_grpo_unless_named(algorithm, expected):
     config = config_from_dict({**MINIMAL, "algorithm": algorithm})
     assert config.algorithm == expected
     assert type(config.algorithm) is type(expected)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce"])
+def test_one_completion_is_enough_for_what_needs_no_peers(name: str):
+    config = config_from_dict({**MINIMAL, "algorithm": {"name": name}, "rollout": {"num_generations": 1}})
+    assert config.rollout.num_generations == 1
 
 
 def test_frozen():
@@ -241,7 +273,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
         (
             {"zzz": 1},
-            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, critic, train",
+            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, reference, critic",
         ),
         (
             {"rewards": [{"use": "math", "wieght": 1}]},
@@ -258,10 +290,33 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
         ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
+        (
+            {"algorithm": {"name": "gspo", "delta": 3.0}},
+            "algorithm: delta: 3.0 has no effect with policy_loss: gspo; remove it, or use policy_loss: clipped",
+        ),
+        (
+            {"algorithm": {"delta": 1.2}},
+            "algorithm: delta: 1.2 must be above 1 + clip_high, which is 1.2; 3 is usual",
+        ),
+        (
+            {"algorithm": {"name": "pkpo"}, "rollout": {"num_generations": 3}},
+            "rollout.num_generations: 3 is less than algorithm.at_k: 4, so that nothing would be learned; use at least "
+            "4, or a smaller at_k",
+        ),
+        (
+            {"algorithm": {"name": "luspo"}, "train": {"gradients_in_forward": True}},
+            "algorithm.policy_loss: gspo needs the logprobs of whole completions before the loss of any token",
+        ),
+        (
+            {"algorithm": {"name": "rloo"}, "rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: rloo: a group of one has no peers to be judged against, "
+            "so its advantage is always 0 and nothing would be learned; use at least 2 (8 is usual), or algorithm.name:"
+            " reinforce_pp or algorithm.name: reinforce, which need no peers",
+        ),
         # unknown algorithm
         (
             {"algorithm": {"name": "gpro"}},
-            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo, ppo; did you mean grpo?",
+            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo, bnpo, ",
         ),
         ({"algorithm": {"name": None}}, "algorithm.name: None: input should be a valid string"),
         ({"algorithm": "dapo"}, "algorithm: 'dapo': a section is a mapping of keys: name, advantage, "),
@@ -518,7 +573,8 @@ raw_configs = st.fixed_dictionaries(
     },
     optional={
         "algorithm": st.fixed_dictionaries(
-            {"name": st.sampled_from(["grpo", "dr_grpo", "dapo"])}, optional={"beta": number, "clip_low": number}
+            {"name": st.sampled_from(["grpo", "dr_grpo", "dapo", "luspo", "gmpo"])},
+            optional={"beta": number, "clip_low": number},
         ),
         "train": st.fixed_dictionaries(
             {"learning_rate": number}, optional={"epochs": number, "micro_batch_tokens": number_or_auto}

@@ -29,6 +29,18 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "dapo": AlgorithmConfig(name="dapo"),
     "dapo_kl_masked": AlgorithmConfig(name="dapo", beta=0.1, mask_truncated_completions=True),
     "grpo_kl_corrected": AlgorithmConfig(beta=0.1, sampling_correction="token_mask", sampling_correction_cap=1.2),
+    "grpo_kl_unbiased": AlgorithmConfig(beta=0.1, kl_estimator="k1", kl_unbiased=True),
+    "dapo_kl_entropy": AlgorithmConfig(name="dapo", beta=0.1, kl_estimator="k2", entropy_coef=0.05),
+    "grpo_entropy_masked": AlgorithmConfig(entropy_coef=0.05, mask_truncated_completions=True),
+    "dr_grpo_off_policy_mask": AlgorithmConfig(name="dr_grpo", off_policy_mask_threshold=0.05),
+    "grpo_all_terms": AlgorithmConfig(
+        beta=0.1,
+        kl_unbiased=True,
+        entropy_coef=0.05,
+        off_policy_mask_threshold=0.05,
+        sampling_correction="token_truncate",
+        sampling_correction_cap=1.2,
+    ),
     "dapo_corrected": AlgorithmConfig(
         name="dapo", sampling_correction="sequence_truncate", sampling_correction_cap=1.5
     ),

@@ -28,6 +28,7 @@ from cohort.rewards.format import FormatReward
 from cohort.rewards.math import MathReward, gold_text, plain_verdict
 from cohort.rewards.math_client import MathWorker
 from cohort.rewards.math_worker import judge, latex_of_gold
+from cohort.rewards.overlong import OverlongReward
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -396,7 +397,7 @@ def test_loading_errors_say_what_works(folder):
     (folder / "unparsable.py").write_text("def f(:\n")
     (folder / "no_such_import.py").write_text("import no_such_package\n")
     for use, words in {
-        "maths": ["'maths'", "Did you mean 'math'?", "exact, format, math", "path/to/file.py:function"],
+        "maths": ["'maths'", "Did you mean 'math'?", "exact, format, math, overlong", "path/to/file.py:function"],
         "my_rewards.py": ["'my_rewards.py:function'"],
         "my_reward.py:brevity": ["no such file", str(folder), "cwd", "Did you mean 'my_rewards.py'?"],
         "my_rewards.py:brevety": ["has no 'brevety'", "Did you mean 'brevity'?", "level"],
@@ -421,7 +422,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
         RewardConfig(use="my_rewards.py:scaled", name="twice"),
         RewardConfig(use="my_rewards.py:judge"),
     ]
-    built = build_rewards(configs, base_dir=folder, columns=["answer", "difficulty"])
+    built = build_rewards(configs, base_dir=folder, columns=["answer", "difficulty"], max_completion_tokens=8)
     assert [(r.name, r.weight, dict(r.args), r.timeout_s) for r in built] == [
         ("math", 1.0, {}, 300.0),
         ("level", -0.5, {"scale": 3.0}, 5.0),
@@ -440,6 +441,12 @@ def test_build_rewards_names_weights_and_defaults(folder):
         ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "it has 0"]),
         ({"use": "format", "args": {"pattern": 5}}, ["pattern must be a string", "5"]),
         ({"use": "format", "args": {"pattern": "["}}, ["'['", "not a regular expression"]),
+        ({"use": "overlong"}, ["rewards[0].args: reward 'overlong'", "'buffer_tokens'"]),
+        (
+            {"use": "overlong", "args": {"buffer_tokens": 9}},
+            ["buffer_tokens: 9 must be a whole number from 1 to rollout.max_completion_tokens: 8"],
+        ),
+        ({"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}}, ["penalty: -1 must be a number above 0"]),
         ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "Did you mean 'scale'?"]),
         ({"use": "my_rewards.py:level", "args": {"prompts": 1}}, ["'prompts' is always passed"]),
         ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is a column of the dataset too"]),
@@ -448,7 +455,9 @@ def test_build_rewards_names_weights_and_defaults(folder):
 )
 def test_settings_that_cannot_work_fail_before_the_run(folder, settings, words):
     with pytest.raises(UserError) as caught:
-        build_rewards([RewardConfig(**settings)], base_dir=folder, columns=["answers", "difficulty"])
+        build_rewards(
+            [RewardConfig(**settings)], base_dir=folder, columns=["answers", "difficulty"], max_completion_tokens=8
+        )
     for word in ["rewards[0]", *words]:
         assert word in str(caught.value)
 
@@ -710,3 +719,12 @@ def test_a_worker_busy_when_its_parent_is_killed_ends_after_its_deadline():
     )
     assert done.returncode == -signal.SIGKILL
     assert gone(int(done.stdout))
+
+
+def test_overlong_is_the_soft_punishment_of_dapo():
+    """Limit 16, buffer 4: free up to 12 tokens, then a quarter of the penalty for each."""
+    reward = OverlongReward(16)
+    ids = [[0] * n for n in (1, 12, 13, 15, 16)]
+    assert reward(completion_ids=ids, buffer_tokens=4) == [0.0, 0.0, -0.25, -0.75, -1.0]
+    assert reward(completion_ids=ids, buffer_tokens=4, penalty=2.0)[2:] == [-0.5, -1.5, -2.0]
+    assert reward(completion_ids=[[0] * 8], buffer_tokens=16) == [-0.5]

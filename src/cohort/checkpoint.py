@@ -1,9 +1,9 @@
 """Checkpoints that are either whole or not there.
 
 A checkpoint is a model folder (weights, config, tokenizer) with the trainer's state beside it: `trainer_state.json`,
-the critic's folder where there is one, and the optimizers' state as torch.distributed.checkpoint writes it, every rank
-its shards, so that any number of ranks can read it. It is written under a temporary name, flushed to disk, and renamed:
-a kill at any instant leaves the last whole one.
+the critic's folder where there is one, and the engine's state (the optimizers'; the weights of a reference that
+changes) as torch.distributed.checkpoint writes it, every rank its shards, so that any number of ranks can read it. It
+is written under a temporary name, flushed to disk, and renamed: a kill at any instant leaves the last whole one.
 """
 
 import errno
@@ -46,6 +46,7 @@ class TrainerState:
     micro_batch_tokens: int  # the budget as it was found, or halved when memory ran out
     micro_batch_tokens_wanted: int | Literal["auto"]  # what the configuration said
     processes: int  # that it was found with
+    control: Mapping[str, Any]  # of the loss's coefficients, see `Control`
 
 
 def save_model(policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE) -> None:

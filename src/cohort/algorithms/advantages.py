@@ -1,32 +1,145 @@
-"""Rewards to advantages. P prompts, G generations per prompt. A NaN reward was not judged: its advantage is NaN too.
+"""Rewards to advantages. P prompts, G generations per prompt, K rewards, L tokens of the longest completion.
 
-Unjudged completions take no part in the statistics of their group. An advantage is [P, G], one for all tokens of a
-completion, or [P, G, L], one for each.
+A NaN reward was not judged: its advantage is NaN too, and it takes no part in any statistic. A completion without a
+judged peer, where peers are asked for, has advantage 0. Rewards that are all equal have advantage 0 to the last bit. An
+advantage is [P, G], one for all tokens of a completion, or [P, G, L], one for each.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from cohort.algorithms.critic import gae as gae
 from cohort.algorithms.inputs import AdvantageInputs
+from cohort.errors import UserError
 
 
 def group_mean(x: AdvantageInputs) -> Tensor:
     """Reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783)."""
-    rewards_PG = x.rewards
-    centered = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
-    # the mean of equal rewards is not always one of them to the last bit; dividing by the std would learn from that
-    largest = rewards_PG.nan_to_num(0.0).abs().amax(dim=1, keepdim=True)
-    rounding = 8 * torch.finfo(rewards_PG.dtype).eps * largest
-    return torch.where(centered.abs() <= rounding, torch.zeros_like(centered), centered)
+    return _centered(x.rewards, dim=1)
 
 
 def group_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
-    """Reward minus the mean, over the unbiased standard deviation of its group (GRPO, arXiv:2402.03300, eq. 3).
+    """Reward minus the mean, over the unbiased standard deviation of its group (GRPO, arXiv:2402.03300, eq. 3)."""
+    return _whitened(x.rewards, dim=1, std_epsilon=std_epsilon)
 
-    A group with a single judged completion has no standard deviation: its advantage is 0.
+
+def leave_one_out(x: AdvantageInputs) -> Tensor:
+    """Reward minus the mean of the others of its group (RLOO, arXiv:2402.14740, eq. 7)."""
+    num_judged = _num_judged(x.rewards, dim=1)
+    return _centered(x.rewards, dim=1) * num_judged / (num_judged - 1).clamp(min=1)
+
+
+def group_mean_batch_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
+    """Reward minus the mean of its group, over the standard deviation of all rewards of the step (arXiv:2508.08221)."""
+    centered = _centered(x.rewards, dim=1)
+    return torch.where(centered == 0, centered, centered / (_std(x.rewards.flatten(), dim=0) + std_epsilon))
+
+
+def batch_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
+    """Reward still to come at each token, whitened over the tokens of the step (REINFORCE++, arXiv:2501.03262).
+
+    No peers are asked for: one completion of a prompt is enough.
     """
-    centered = group_mean(x)
-    num_judged = (~x.rewards.isnan()).sum(dim=1, keepdim=True)
-    variance = centered.square().nansum(dim=1, keepdim=True) / (num_judged - 1).clamp(min=1)
-    return torch.where(centered == 0, centered, centered / (variance.sqrt() + std_epsilon))
+    return _whitened_tokens(_returns(x), x, std_epsilon)
+
+
+def group_mean_whitened(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
+    """As `batch_mean_std`, after the mean reward of the group was taken away (REINFORCE++ with baseline, as above)."""
+    before = x.rewards.unsqueeze(-1) - _returns(x)  # what penalties at tokens before this one have added
+    return _whitened_tokens(_centered(x.rewards, dim=1).unsqueeze(-1) - before, x, std_epsilon)
+
+
+def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
+    """Each reward whitened in its group, their weighted sum whitened over the step (GDPO, arXiv:2601.05242).
+
+    A reward that did not judge a completion adds nothing to it.
+    """
+    each_PGK = _whitened(x.reward_parts, dim=1, std_epsilon=std_epsilon)
+    each_PGK = each_PGK.where(~x.reward_parts.isnan(), 0.0)
+    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).where(~x.rewards.isnan(), math.nan)
+    return _whitened(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)
+
+
+def max_likelihood(x: AdvantageInputs) -> Tensor:
+    """Reward minus the mean, over the mean of its group (MaxRL, arXiv:2602.02710): the gradient of log(success rate).
+
+    A group of reward 0 has advantage 0.
+
+    Raises:
+        UserError: a reward is negative; then the mean says nothing about a rate of success.
+    """
+    if (x.rewards < 0).any():
+        raise UserError(
+            f"algorithm.advantage: max_likelihood takes rewards of at least 0, and one is {_smallest(x.rewards):.4g}; "
+            f"use rewards of 0 and 1 and no kl_in: reward, or advantage: group_mean_std"
+        )
+    centered = _centered(x.rewards, dim=1)
+    return torch.where(centered == 0, centered, centered / x.rewards.nanmean(dim=1, keepdim=True))
+
+
+def max_at_k(x: AdvantageInputs, *, at_k: int) -> Tensor:
+    """What a completion adds to the best of `at_k`, over all choices of the others (PKPO, arXiv:2505.15201).
+
+    The unbiased estimate of the gradient of E[max of at_k rewards] with the paper's leave-one-out-minus-one baseline:
+    the mean over all sets of at_k completions of max(set) - max(set without this one), times the n of its group, since
+    the loss is a mean over completions and the paper's a sum. Never negative. A group of fewer than `at_k` judged
+    completions has no such set: its advantage is 0.
+    """
+    rewards_PG = x.rewards
+    ascending_PG, order_PG = rewards_PG.nan_to_num(nan=math.inf).sort(dim=1)  # unjudged ones last
+    # sets of the others whose largest is the j-th smallest: at_k - 2 more of the j below it
+    sets_G = torch.tensor([math.comb(j, at_k - 2) for j in range(rewards_PG.shape[1])], dtype=rewards_PG.dtype)
+    differences_PGG = ascending_PG.unsqueeze(2) - ascending_PG.unsqueeze(1)
+    gains_PG = (differences_PGG.clamp(min=0).nan_to_num(nan=0.0, posinf=math.inf) * sets_G).tril(-1).sum(dim=2)
+    num_judged = _num_judged(rewards_PG, dim=1)
+    all_sets = torch.tensor([[math.comb(int(n), at_k)] for n in num_judged], dtype=rewards_PG.dtype)
+    scaled_PG = gains_PG * num_judged / all_sets.clamp(min=1)
+    advantages_PG = torch.zeros_like(rewards_PG).scatter(1, order_PG, scaled_PG.where(all_sets > 0, 0.0))
+    return advantages_PG.where(~rewards_PG.isnan(), math.nan)
+
+
+def _centered(values: Tensor, *, dim: int) -> Tensor:
+    """Values minus their mean, NaN left out; 0 where they differ by rounding alone, which an std would blow up."""
+    judged = ~values.isnan()
+    base = values.where(judged, math.inf).amin(dim=dim, keepdim=True)  # equal values leave 0, and so does their mean
+    shifted = values - base
+    centered = shifted - shifted.nanmean(dim=dim, keepdim=True)
+    largest = values.where(judged, 0.0).abs().amax(dim=dim, keepdim=True)
+    rounding = 8 * torch.finfo(values.dtype).eps * largest
+    return torch.where(centered.abs() <= rounding, torch.zeros_like(centered), centered)
+
+
+def _std(values: Tensor, *, dim: int) -> Tensor:
+    """Unbiased standard deviation, NaN left out; 0 of a single value."""
+    squares = _centered(values, dim=dim).square().nansum(dim=dim, keepdim=True)
+    return (squares / (_num_judged(values, dim=dim) - 1).clamp(min=1)).sqrt()
+
+
+def _whitened(values: Tensor, *, dim: int, std_epsilon: float) -> Tensor:
+    """Values minus their mean over their standard deviation, NaN left out."""
+    centered = _centered(values, dim=dim)
+    return torch.where(centered == 0, centered, centered / (_std(values, dim=dim) + std_epsilon))
+
+
+def _num_judged(values: Tensor, *, dim: int) -> Tensor:
+    return (~values.isnan()).sum(dim=dim, keepdim=True)
+
+
+def _returns(x: AdvantageInputs) -> Tensor:
+    """[P, G, L] the sum of token rewards from a token on."""
+    return x.token_rewards.flip(-1).cumsum(dim=-1).flip(-1)
+
+
+def _whitened_tokens(values_PGL: Tensor, x: AdvantageInputs, std_epsilon: float) -> Tensor:
+    """[P, G, L] whitened over the tokens of judged completions; 0 elsewhere."""
+    mask = x.token_mask
+    if not mask.any():
+        return torch.zeros_like(values_PGL)
+    whitened = _whitened(values_PGL[mask], dim=0, std_epsilon=std_epsilon)
+    return torch.zeros_like(values_PGL).masked_scatter(mask, whitened)
+
+
+def _smallest(rewards: Tensor) -> float:
+    return rewards[~rewards.isnan()].min().item()

@@ -7,10 +7,10 @@ where the sampler has the trainer's weights and its arithmetic (decoupled PPO, a
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from cohort.algorithms.losses import PolicyLoss
+from cohort.algorithms.sequences import sequence_sums
 from cohort.batch import LossInputs, LossOutput
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -43,10 +43,7 @@ def importance_weights(
     """
     difference = (old_logprobs - sampling_logprobs).detach()
     if per_sequence:
-        # float64: a sum over thousands of tokens, which must not hang on the order in which it is added up
-        ids, place = sequence_ids.unique(return_inverse=True)
-        sums = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
-        difference = sums.index_add(0, place, difference.double())[place]
+        difference = sequence_sums(difference, sequence_ids)
     weights = difference.exp()
     above = weights > cap
     bounded = weights.masked_fill(above, 0.0 if masks else cap)
@@ -54,9 +51,7 @@ def importance_weights(
 
 
 def with_correction(policy_loss: PolicyLoss, correction: Correction, *, cap: float) -> PolicyLoss:
-    """`policy_loss` times the importance weights, unless `correction` is none."""
-    if correction == "none":
-        return policy_loss
+    """`policy_loss` times the importance weights."""
     per_sequence, masks = correction.startswith("sequence"), correction.endswith("mask")
 
     def corrected_loss(x: LossInputs) -> LossOutput:

@@ -1,33 +1,136 @@
-"""Policy losses and the KL term, per token and not reduced. T scored tokens."""
+"""Policy losses, per token and not reduced. T scored tokens.
 
-from collections.abc import Callable
+The ratio is that of the current policy's probability to the old one's. Its logarithm is bounded by `MAX_LOG_RATIO`, so
+that no exponential overflows: a token that neither weighs anything nor has an advantage cannot make the sum NaN.
+Losses of whole completions give each token its completion's value, so that with the loss weight `sequence_mean` their
+sum is the papers' mean over completions.
+"""
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from cohort.algorithms.sequences import sequence_means, sequence_sums
 from cohort.batch import LossInputs, LossOutput
 
 PolicyLoss = Callable[[LossInputs], LossOutput]
+MAX_LOG_RATIO = 20.0  # a ratio of 5e8: beyond it a token has no gradient
+MIN_LOG_WEIGHT = -18.420680743952367  # ln 1e-8, where VESPO's weight is 0 for all that float32 can tell
 
 
-def clipped(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+def clipped(x: LossInputs, *, clip_low: float, clip_high: float, delta: float | None = None) -> LossOutput:
     """Clipped policy-gradient surrogate (PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476).
+
+    With `delta` (dual clip, arXiv:1912.09729; INTELLECT-2, arXiv:2505.07291) the ratio of a token of negative
+    advantage, whose loss has no other bound, is at most delta. The two papers' formulas are the same where
+    delta > 1 + clip_high, which the configuration insists on.
 
     Metrics: share of tokens clipped from below, from above, and either.
     """
-    ratio = torch.exp(x.logprobs - x.old_logprobs)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * x.advantages, clipped * x.advantages)
-    low = (ratio < 1 - clip_low) & (x.advantages < 0)
-    high = (ratio > 1 + clip_high) & (x.advantages > 0)
-    metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
-    return LossOutput(per_token_loss=loss, token_metrics={k: v.to(loss.dtype) for k, v in metrics.items()})
+    return _surrogate(_ratio(x), x.advantages, clip_low=clip_low, clip_high=clip_high, delta=delta)
 
 
-def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) per token: exp(d) - d - 1 with d = reference - policy.
+def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """Clipped surrogate of the completion's ratio, the geometric mean of its tokens' (GSPO, arXiv:2507.18071)."""
+    ratio = sequence_means(_log_ratio(x), x.sequence_ids).exp().to(x.logprobs.dtype)
+    return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
-    Never negative, unbiased, low variance (Schulman, "Approximating KL Divergence", 2020: k3).
+
+def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """As `gspo`, with each token's gradient its own (GSPO-token, arXiv:2507.18071).
+
+    Its gradient is that of `gspo` where all tokens of a completion have the same advantage.
     """
-    difference = reference_logprobs - logprobs
-    return torch.expm1(difference) - difference
+    of_sequence = sequence_means(_log_ratio(x).detach(), x.sequence_ids).exp().to(x.logprobs.dtype)
+    ratio = of_sequence * torch.exp(x.logprobs - x.logprobs.detach())
+    return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def cispo(x: LossInputs, *, clip_high: float) -> LossOutput:
+    """REINFORCE with the ratio, capped at 1 + clip_high, as a weight (CISPO, arXiv:2506.13585).
+
+    No token loses its gradient. On-policy the weight is 1, whatever the cap. Without a lower bound, as in the paper.
+    """
+    ratio = _ratio(x).detach()
+    above = ratio > 1 + clip_high
+    weight = ratio.clamp(max=1 + clip_high)
+    return _output(-weight * x.advantages * x.logprobs, {"clip_ratio/high_mean": above})
+
+
+def sapo(x: LossInputs, *, tau_positive: float, tau_negative: float) -> LossOutput:
+    """A sigmoid gate of the ratio in place of the clip (SAPO, arXiv:2511.20347): 4 / tau * sigmoid(tau * (ratio - 1)).
+
+    Its slope at ratio 1 is 1, so the on-policy gradient is the policy gradient. `tau_positive` for advantages above 0.
+    """
+    taus = x.advantages.new_tensor([tau_negative, tau_positive])
+    tau = taus[(x.advantages > 0).long()]
+    gate = 4 / tau * torch.sigmoid(tau * (_ratio(x) - 1))
+    return _output(-gate * x.advantages)
+
+
+def vespo(
+    x: LossInputs,
+    *,
+    vespo_k_positive: float,
+    vespo_lambda_positive: float,
+    vespo_k_negative: float,
+    vespo_lambda_negative: float,
+) -> LossOutput:
+    """REINFORCE, weighted by w^k * exp(lambda * (1 - w)) of the completion's ratio w (VESPO, arXiv:2602.10693).
+
+    w is the product over the completion's tokens, without a root. The weight has no gradient and is 1 on-policy.
+
+    Metrics: the weight.
+    """
+    nonnegative = (x.advantages >= 0).long()
+    k = x.advantages.new_tensor([vespo_k_negative, vespo_k_positive]).double()[nonnegative]
+    decay = x.advantages.new_tensor([vespo_lambda_negative, vespo_lambda_positive]).double()[nonnegative]
+    log_w = sequence_sums(_log_ratio(x).detach(), x.sequence_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    weight = torch.exp(k * log_w + decay * (1 - log_w.exp())).to(x.logprobs.dtype)
+    return _output(-weight * x.advantages * x.logprobs, {"policy_weight/mean": weight})
+
+
+def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """Geometric mean of the tokens' ratios, each clipped on the side of its gain (GMPO, arXiv:2507.20673).
+
+    The bounds are those of the logarithm: a token's ratio is within exp(-clip_low) and exp(clip_high).
+    """
+    log_ratio = _log_ratio(x)
+    low = (log_ratio < -clip_low) & (x.advantages < 0)
+    high = (log_ratio > clip_high) & (x.advantages > 0)
+    bounded = torch.where(low | high, log_ratio.detach().clamp(-clip_low, clip_high), log_ratio)
+    ratio = sequence_means(bounded, x.sequence_ids).exp().to(x.logprobs.dtype)
+    return _output(-ratio * x.advantages, _clip_metrics(low, high))
+
+
+def reinforce(x: LossInputs) -> LossOutput:
+    """The policy gradient itself, without a ratio: -advantage * logprob (REINFORCE, Williams 1992)."""
+    return _output(-x.advantages * x.logprobs)
+
+
+def _log_ratio(x: LossInputs) -> Tensor:
+    return (x.logprobs - x.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _ratio(x: LossInputs) -> Tensor:
+    return _log_ratio(x).exp()
+
+
+def _surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, delta: float | None = None
+) -> LossOutput:
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    capped = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(capped * advantages, bounded * advantages)
+    low = (ratio < 1 - clip_low) & (advantages < 0)
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    return _output(loss, _clip_metrics(low, high))
+
+
+def _clip_metrics(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+
+
+def _output(loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> LossOutput:
+    return LossOutput(per_token_loss=loss, token_metrics={k: v.to(loss.dtype) for k, v in (metrics or {}).items()})

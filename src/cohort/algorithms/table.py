@@ -1,6 +1,6 @@
 """From the `algorithm` section to functions. Branching on names ends here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,18 +8,26 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cohort.algorithms import advantages, losses, weights
+from cohort.algorithms import advantages, losses, own, terms, weights
+from cohort.algorithms.control import Control, as_metrics, coefficients, has_entropy_bonus, updated
 from cohort.algorithms.correction import Correction, with_correction
 from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.losses import PolicyLoss
-from cohort.batch import LossInputs, LossOutput
-from cohort.config import COMPONENTS, AlgorithmConfig
+from cohort.algorithms.terms import Coefficients, Estimator, Term
+from cohort.config import COMPONENTS, AlgorithmConfig, is_users_own
+from cohort.errors import UserError
 from cohort.records import Estimate, FloatArray, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
 LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
 MODULES = {"advantage": advantages, "policy_loss": losses, "loss_weight": weights}
+OWN: dict[str, Callable[[str], Any]] = {
+    "advantage": own.own_advantage,
+    "policy_loss": own.own_policy_loss,
+    "loss_weight": own.own_loss_weight,
+}
+ESTIMATORS: dict[str, Estimator] = {"k1": terms.k1, "k2": terms.k2, "k3": terms.k3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +35,24 @@ class Algorithm:
     """Three pure functions, and what they need from the rest of the system."""
 
     advantage: Advantage
-    policy_loss: PolicyLoss
+    loss_at: Callable[[Coefficients], PolicyLoss]  # the policy loss with its terms
     loss_weight: LossWeight
     critic: CriticFunctions | None  # None: no critic is trained
     mask_truncated: bool
     estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
     needs_reference: bool  # in the loss
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
+    reward_kl: Estimator | None  # taken from the reward of each token, times its coefficient
+    top_entropy_quantile: float  # share of the step's tokens that have a policy gradient
+    first_control: Control  # of a run
+    coefficients: Callable[[Control], Coefficients]
+    as_metrics: Callable[[Coefficients], dict[str, float]]
+    updated: Callable[[Control, Mapping[str, float], int], Control]  # by an update's metrics and its completions
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """The loss with the coefficients that a run begins with."""
+        return self.loss_at(self.coefficients(self.first_control))
 
 
 def build_algorithm(
@@ -50,30 +69,75 @@ def build_algorithm(
         max_completion_tokens: longest completion.
         auto_correction: what `sampling_correction: auto` means; none where the sampler computes as the trainer does.
         value_clip: of the critic, where the algorithm has one.
+
+    Raises:
+        UserError: a function of the user's does not load, or breaks a rule.
     """
     parts = {kind: _function(config, kind) for kind in MODULES}
     if config.loss_weight == "constant":  # the one number that is another section's
         parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
-    correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
-    loss = with_correction(parts["policy_loss"], correction, cap=config.sampling_correction_cap)
+    kl_in_reward = config.kl_in == "reward"
+    asks_for: dict[Estimate, bool] = {
+        "logprobs": kl_in_reward,
+        "reference_logprobs": kl_in_reward,
+        "entropies": config.top_entropy_quantile < 1,
+        "values": config.needs_critic,
+    }
     return Algorithm(
         advantage=parts["advantage"],
-        policy_loss=_with_kl(loss, beta=config.beta) if config.beta > 0 else loss,
+        loss_at=partial(_composed, parts["policy_loss"], _terms(config, auto_correction)),
         loss_weight=parts["loss_weight"],
         critic=_critic(config, value_clip=value_clip) if config.needs_critic else None,
         mask_truncated=config.mask_truncated_completions,
-        estimates=frozenset({"values"} if config.needs_critic else ()),
-        needs_reference=config.beta > 0,
-        learns_without_advantage=config.beta > 0,
+        estimates=frozenset(name for name, is_needed in asks_for.items() if is_needed),
+        needs_reference=config.kl_in == "loss",
+        learns_without_advantage=config.kl_in == "loss"
+        or has_entropy_bonus(config)
+        or _traits(config, parts["policy_loss"]).learns_without_advantage,
+        reward_kl=ESTIMATORS[str(config.kl_estimator)] if kl_in_reward else None,
+        top_entropy_quantile=config.top_entropy_quantile,
+        first_control=Control(kl=config.beta, entropy=config.entropy_coef),
+        coefficients=partial(coefficients, config),
+        as_metrics=partial(as_metrics, config),
+        updated=partial(updated, config),
     )
+
+
+def check_own_functions(config: AlgorithmConfig, *, num_generations: int, gradients_in_forward: bool) -> None:
+    """Load and try the user's own functions, before anything that takes long.
+
+    Raises:
+        UserError: names the key, the function and the rule that it breaks.
+    """
+    if is_users_own(config.advantage):
+        own.try_advantage(own.own_advantage(config.advantage), config.advantage, num_generations=num_generations)
+    if is_users_own(config.loss_weight):
+        own.try_loss_weight(own.own_loss_weight(config.loss_weight), config.loss_weight)
+    if is_users_own(config.policy_loss):
+        traits = _traits(config, own.own_policy_loss(config.policy_loss))
+        if traits.whole_completions and gradients_in_forward:
+            raise UserError(
+                f"algorithm.policy_loss: {config.policy_loss!r}: a token's loss changes with the other tokens of its "
+                f"completion, and train.gradients_in_forward: true computes it tile by tile; use "
+                f"gradients_in_forward: false"
+            )
+
+
+def _traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> own.LossTraits:
+    """What a policy loss looks at: known of ours, tried of the user's."""
+    if is_users_own(config.policy_loss):
+        return own.try_policy_loss(policy_loss, config.policy_loss, has_reference=config.kl_in == "loss")
+    whole = COMPONENTS["policy_loss"][config.policy_loss].whole_completions
+    return own.LossTraits(whole_completions=whole, learns_without_advantage=False)
 
 
 def _function(config: AlgorithmConfig, kind: str) -> Any:
     """The function of a component, with the keys that it reads filled in."""
     name = getattr(config, kind)
-    function = getattr(MODULES[kind], name)
+    if is_users_own(name):
+        return OWN[kind](name)
     keys = COMPONENTS[kind][name].keys
-    return partial(function, **{key: getattr(config, key) for key in keys})
+    return partial(getattr(MODULES[kind], name), **{key: getattr(config, key) for key in keys})
 
 
 def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
@@ -84,15 +148,24 @@ def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
     )
 
 
-def _with_kl(policy_loss: PolicyLoss, *, beta: float) -> PolicyLoss:
-    """`policy_loss` plus beta times the k3 estimate of the KL divergence from the reference."""
+def _terms(config: AlgorithmConfig, auto_correction: Correction) -> list[Term]:
+    """What is put around the policy loss, from the inside out."""
+    found: list[Term] = []
+    correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
+    if correction != "none":
+        found.append(lambda loss, _: with_correction(loss, correction, cap=config.sampling_correction_cap))
+    threshold = config.off_policy_mask_threshold
+    if threshold is not None:
+        found.append(lambda loss, _: terms.with_off_policy_mask(loss, threshold=threshold))
+    if config.kl_in == "loss":
+        kl = partial(terms.with_kl, estimator=ESTIMATORS[str(config.kl_estimator)], unbiased=bool(config.kl_unbiased))
+        found.append(lambda loss, now: kl(loss, coefficient=now.kl))
+    if has_entropy_bonus(config):
+        found.append(lambda loss, now: terms.with_entropy_bonus(loss, coefficient=now.entropy))
+    return found
 
-    def loss_with_kl(x: LossInputs) -> LossOutput:
-        assert x.reference_logprobs is not None, "an algorithm with a KL term was built without a reference"
-        loss = policy_loss(x)
-        kl = losses.kl_k3(x.logprobs, x.reference_logprobs)
-        return LossOutput(
-            per_token_loss=loss.per_token_loss + beta * kl, token_metrics={**loss.token_metrics, "kl": kl.detach()}
-        )
 
-    return loss_with_kl
+def _composed(policy_loss: PolicyLoss, around: Sequence[Term], now: Coefficients) -> PolicyLoss:
+    for term in around:
+        policy_loss = term(policy_loss, now)
+    return policy_loss

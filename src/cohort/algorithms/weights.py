@@ -14,13 +14,26 @@ from cohort.records import FloatArray, IntArray
 
 def sequence_mean(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
     """Mean over completions of the mean over each one's tokens (GRPO, arXiv:2402.03300): 1 / (N * length)."""
-    return _where_included(included_N, 1.0 / (max(included_N.sum(), 1) * lengths_N))
+    return _where_included(included_N, 1.0 / (max(included_N.sum(), 1) * np.maximum(lengths_N, 1)))
 
 
 def token_mean(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
-    """Mean over all tokens of the step (DAPO, arXiv:2503.14476): 1 / total length."""
+    """Mean over all tokens of the step (DAPO, arXiv:2503.14476): 1 / total length.
+
+    What elsewhere is called bnpo, the mean over the tokens of a rank's micro-batch, is this where a step is one
+    micro-batch on one rank, and something else with every other split.
+    """
     total = lengths_N[included_N].sum()
     return _where_included(included_N, np.full(len(lengths_N), 1.0 / max(total, 1)))
+
+
+def sequence_sum(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
+    """Mean over completions of the sum over each one's tokens: 1 / N.
+
+    The policy gradient's own sum (RLOO, arXiv:2402.14740); of a completion's loss, times its length (LUSPO,
+    arXiv:2602.05261).
+    """
+    return _where_included(included_N, np.full(len(lengths_N), 1.0 / max(included_N.sum(), 1)))
 
 
 def constant(lengths_N: IntArray, included_N: np.ndarray, *, max_completion_tokens: int) -> FloatArray:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
 from cohort.cli.options import Debug
 from cohort.cli.plan import plan
@@ -229,6 +230,7 @@ def demo(
         run_demo(seed=seed, out=out, processes=processes, engine=engine)
 
 
+app.command()(algorithms)
 app.command()(plan)
 app.command()(check)
 app.command()(convert)

@@ -1,7 +1,7 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
 from cohort.config.algorithm import AlgorithmConfig
-from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
+from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
 from cohort.config.critic import CriticConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.rollout import (
@@ -17,6 +17,7 @@ from cohort.config.schema import (
     EvalConfig,
     HardwareConfig,
     ModelConfig,
+    ReferenceConfig,
     RewardConfig,
     RunConfig,
     TrainConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "LocalRolloutConfig",
     "ModelConfig",
     "NamedAlgorithm",
+    "ReferenceConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -44,6 +46,7 @@ __all__ = [
     "TrainConfig",
     "VllmRolloutConfig",
     "config_from_dict",
+    "is_users_own",
     "load_config",
     "to_yaml",
 ]

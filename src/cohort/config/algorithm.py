@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, is_users_own
 from cohort.config.section import Section
+from cohort.config.terms import ALL_TOKENS, check_terms, term_defaults
 
 CORRECTION_CAP = 2.0
 
@@ -46,13 +47,89 @@ class AlgorithmConfig(Section):
         None,
         ge=0,
         lt=1,
-        description="The ratio is clipped from below at 1 - clip_low. It "
+        description="The ratio is clipped from below at 1 - clip_low (gmpo: at exp(-clip_low)). It "
         "is exactly 1 at the first update of a rollout, so this matters with `train.updates_per_rollout` above 1.",
     )
     clip_high: float | None = Field(
-        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (as clip_low)."
+        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (gmpo: exp(clip_high)), as clip_low."
     )
-    beta: float = Field(0.0, ge=0, description="Weight of the KL term (k3). Above 0 a reference model is loaded.")
+    delta: float | None = Field(
+        None,
+        gt=1,
+        description="Dual clip: bounds the ratio of tokens of negative advantage from above. Must be above "
+        "1 + clip_high, where it begins to act; 3 is usual. Default: no such bound.",
+    )
+    tau_positive: float | None = Field(None, gt=0, description="Steepness of the gate where the advantage is above 0.")
+    tau_negative: float | None = Field(None, gt=0, description="Steepness of the gate elsewhere.")
+    vespo_k_positive: float | None = Field(
+        None, ge=0, description="Exponent of the completion's ratio, where the advantage is 0 or above."
+    )
+    vespo_lambda_positive: float | None = Field(
+        None, gt=0, description="How fast large ratios lose weight, where the advantage is 0 or above."
+    )
+    vespo_k_negative: float | None = Field(None, ge=0, description="The exponent for negative advantages.")
+    vespo_lambda_negative: float | None = Field(None, gt=0, description="The decay for negative advantages.")
+    at_k: int | None = Field(
+        None, ge=2, description="The best of so many completions counts; at most rollout.num_generations."
+    )
+    beta: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL divergence from the reference, per token. Above 0 a reference model is loaded.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="Of the KL divergence, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, "
+        "k3 = exp(-d) - 1 + d. On policy the gradient of k2 in the loss is that of the KL divergence; k3's is that of "
+        "the reverse one, KL(reference || policy). Default: k3.",
+    )
+    kl_in: Literal["loss", "reward"] | None = Field(
+        None,
+        description="loss: beta * KL is added to each token's loss. reward: it is taken from each token's reward "
+        "before the advantage, where only k1 has the gradient of the KL divergence. Default: loss.",
+    )
+    kl_unbiased: bool | None = Field(
+        None,
+        description="With kl_in: loss: the estimate is multiplied by the ratio of the current to the old policy, "
+        "gradient included, which makes the gradient of k1 and k3 that of the KL divergence. Default: false.",
+    )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Adapts beta, from its value here on: after each update beta *= 1 + clip(kl / kl_target - 1, "
+        "-0.2, 0.2) * completions / kl_horizon. Default: beta is fixed.",
+    )
+    kl_horizon: int | None = Field(
+        None, ge=1, description="With kl_target: completions over which beta adapts. Default: 10000."
+    )
+    entropy_coef: float = Field(
+        0.0, ge=0, description="Weight of the entropy bonus: each token's loss less entropy_coef * entropy, in nats."
+    )
+    entropy_target: float | None = Field(
+        None,
+        gt=0,
+        description="Adapts entropy_coef, from its value here on: after each update it goes up by entropy_coef_delta "
+        "where the entropy of the step is at most this, else down; above this there is no bonus. Default: it is fixed.",
+    )
+    entropy_coef_delta: float | None = Field(
+        None, gt=0, description="With entropy_target: step of entropy_coef. Default: 0.005."
+    )
+    entropy_coef_max: float | None = Field(
+        None, gt=0, description="With entropy_target: largest entropy_coef. Default: 1.0."
+    )
+    top_entropy_quantile: float = Field(
+        ALL_TOKENS,
+        gt=0,
+        le=1,
+        description="Share of the step's tokens, those of highest entropy, that have a policy gradient. Denominators, "
+        "KL and the entropy bonus still are over all tokens. Costs a forward pass of the policy; 1.0: all tokens.",
+    )
+    off_policy_mask_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="Completions of negative advantage have no policy gradient where the mean over their tokens of "
+        "log sampling policy - log current policy is above this. Default: off.",
+    )
     mask_truncated_completions: bool = Field(
         False, description="Completions that hit the token limit get no loss and do not count in its denominator."
     )
@@ -77,15 +154,18 @@ class AlgorithmConfig(Section):
         given = {key: value for key, value in values.items() if value not in (None, "")}
         chosen = {kind: given.get(kind, getattr(named, kind)) for kind in COMPONENTS}
         defaults: dict[str, Any] = {}
-        for component in _components(chosen):
-            defaults |= {key: named.defaults.get(key, value) for key, value in component.keys.items()}
+        for kind, name_of_part in chosen.items():
+            is_its_own = name_of_part == getattr(named, kind)
+            for component in _components({kind: name_of_part}):
+                defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
+        defaults |= term_defaults(given)
         return {"name": name, **chosen, **defaults, **given}
 
     @field_validator("name")
     @classmethod
     def _is_known(cls, name: str) -> str:
         if name not in ALGORITHMS:
-            raise ValueError(_not_one_of(name, ALGORITHMS))
+            raise ValueError(not_one_of(name, ALGORITHMS))
         return name
 
     @field_validator(*COMPONENTS)
@@ -93,7 +173,7 @@ class AlgorithmConfig(Section):
     def _is_a_component(cls, component: str, info: ValidationInfo) -> str:
         known = COMPONENTS[str(info.field_name)]
         if component and component not in known and not is_users_own(component):
-            raise ValueError(_not_one_of(component, known) + ", or a function of your own as file.py:function")
+            raise ValueError(not_one_of(component, known) + ", or a function of your own as file.py:function")
         return component
 
     @model_validator(mode="after")
@@ -107,10 +187,15 @@ class AlgorithmConfig(Section):
                         f"{key}: {getattr(self, key)} has no effect with {kind}: {getattr(self, kind)}; remove it, or "
                         f"use {kind}: {readers}"
                     )
+        if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta: {self.delta} must be above 1 + clip_high, which is {1 + self.clip_high:g}; 3 is usual"
+            )
         if self.sampling_correction == "none" and self.sampling_correction_cap != CORRECTION_CAP:
             raise ValueError(
                 "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
             )
+        check_terms(self)
         return self
 
     def components(self) -> list[Component]:
@@ -120,7 +205,9 @@ class AlgorithmConfig(Section):
     @property
     def min_generations(self) -> int:
         """Completions of a prompt that it takes to learn something."""
-        return max((component.min_generations for component in self.components()), default=1)
+        keys = [component.min_generations_key for component in self.components()]
+        given = [getattr(self, key) for key in keys if key is not None]
+        return max([*(component.min_generations for component in self.components()), *given], default=1)
 
     @property
     def needs_critic(self) -> bool:
@@ -130,11 +217,13 @@ class AlgorithmConfig(Section):
     @property
     def needs_whole_completions(self) -> str | None:
         """The key for which all logprobs of a completion must be there before any of its losses, with its value."""
-        loss = COMPONENTS["policy_loss"].get(self.policy_loss)
-        if loss is None or loss.whole_completions:
+        loss = COMPONENTS["policy_loss"].get(self.policy_loss)  # what one's own looks at is found by trying it
+        if loss is not None and loss.whole_completions:
             return f"policy_loss: {self.policy_loss}"
         if self.sampling_correction.startswith("sequence"):
             return f"sampling_correction: {self.sampling_correction}"
+        if self.off_policy_mask_threshold is not None:
+            return f"off_policy_mask_threshold: {self.off_policy_mask_threshold}"
         return None
 
 
@@ -143,6 +232,8 @@ def _components(chosen: dict[str, Any]) -> list[Component]:
     return [component for component in found if component is not None]
 
 
-def _not_one_of(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def not_one_of(name: str, known: Any) -> str:
+    """What is wrong with a name that is not known, and the nearest one that is."""
+    near = difflib.get_close_matches(name, known, n=3)
+    near.sort(key=lambda other: sorted(other) != sorted(name))  # gpro is grpo with two letters swapped, and not gspo
     return f"is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -17,6 +17,7 @@ class Component:
     source: str  # paper
     keys: Mapping[str, Any] = field(default_factory=dict)  # that it reads, and their defaults
     min_generations: int = 1  # completions of a prompt that it takes
+    min_generations_key: str | None = None  # a key whose value is such a number too
     whole_completions: bool = False  # a token's loss depends on the other tokens of its completion
     needs_critic: bool = False  # it looks at values
 
@@ -35,15 +36,50 @@ class NamedAlgorithm:
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+STD = {"std_epsilon": 1e-4}
 
 ADVANTAGES: dict[str, Component] = {
     "group_mean_std": Component(
         formula="(r - mean(group)) / (std(group) + std_epsilon)",
         source="arXiv:2402.03300",
-        keys={"std_epsilon": 1e-4},
+        keys=STD,
         min_generations=2,
     ),
     "group_mean": Component(formula="r - mean(group)", source="arXiv:2503.20783", min_generations=2),
+    "leave_one_out": Component(formula="r - mean(others of the group)", source="arXiv:2402.14740", min_generations=2),
+    "batch_mean_std": Component(
+        formula="(R_t - mean(R)) / (std(R) + std_epsilon) over the step's tokens; R_t: reward from token t on",
+        source="arXiv:2501.03262",
+        keys=STD,
+    ),
+    "group_mean_whitened": Component(
+        formula="batch_mean_std of R_t - mean(group)",
+        source="arXiv:2501.03262",
+        keys=STD,
+        min_generations=2,
+    ),
+    "group_mean_batch_std": Component(
+        formula="(r - mean(group)) / (std(r of the step) + std_epsilon)",
+        source="arXiv:2508.08221",
+        keys=STD,
+        min_generations=2,
+    ),
+    "per_reward_mean_std": Component(
+        formula="whiten(sum over rewards k of weight_k * group_mean_std(r_k)) over the step's completions",
+        source="arXiv:2601.05242",
+        keys=STD,
+        min_generations=2,
+    ),
+    "max_likelihood": Component(
+        formula="(r - mean(group)) / mean(group); 0 where the mean is 0", source="arXiv:2602.02710", min_generations=2
+    ),
+    "max_at_k": Component(
+        formula="G * mean over sets S of at_k completions of (max(S) - max(S without this one))",
+        source="arXiv:2505.15201",
+        keys={"at_k": 4},
+        min_generations=2,
+        min_generations_key="at_k",
+    ),
     "gae": Component(
         formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k))",
         source="arXiv:1506.02438",
@@ -53,14 +89,53 @@ ADVANTAGES: dict[str, Component] = {
 }
 POLICY_LOSSES: dict[str, Component] = {
     "clipped": Component(
-        formula="-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)",
-        source="arXiv:1707.06347",
-        keys=CLIP,
+        formula="-min(min(ratio, delta) * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)",
+        source="arXiv:1707.06347; delta: arXiv:1912.09729",
+        keys={**CLIP, "delta": None},
     ),
+    "gspo": Component(
+        formula="-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean over tokens of log(ratio))",
+        source="arXiv:2507.18071",
+        keys={"clip_low": 3e-4, "clip_high": 4e-4},
+        whole_completions=True,
+    ),
+    "gspo_token": Component(
+        formula="as gspo with s_t = sg(s) * p_t / sg(p_t); sg: without a gradient",
+        source="arXiv:2507.18071",
+        keys={"clip_low": 3e-4, "clip_high": 4e-4},
+        whole_completions=True,
+    ),
+    "cispo": Component(
+        formula="-sg(min(ratio, 1 + clip_high)) * A * log p", source="arXiv:2506.13585", keys={"clip_high": 4.0}
+    ),
+    "sapo": Component(
+        formula="-4 / tau * sigmoid(tau * (ratio - 1)) * A, tau = tau_positive where A > 0, else tau_negative",
+        source="arXiv:2511.20347",
+        keys={"tau_positive": 1.0, "tau_negative": 1.05},
+    ),
+    "vespo": Component(
+        formula="-sg(w^k * exp(lambda * (1 - w))) * A * log p, w = product of the completion's ratios",
+        source="arXiv:2602.10693",
+        keys={
+            "vespo_k_positive": 2.0,
+            "vespo_lambda_positive": 3.0,
+            "vespo_k_negative": 3.0,
+            "vespo_lambda_negative": 2.0,
+        },
+        whole_completions=True,
+    ),
+    "gmpo": Component(
+        formula="-s * A, s = exp(mean over tokens of log(ratio), bounded by -clip_low for A < 0, clip_high for A > 0)",
+        source="arXiv:2507.20673",
+        keys={"clip_low": 0.4, "clip_high": 0.4},
+        whole_completions=True,
+    ),
+    "reinforce": Component(formula="-A * log p", source="doi:10.1007/BF00992696"),
 }
 LOSS_WEIGHTS: dict[str, Component] = {
     "sequence_mean": Component(formula="1 / (N * length)", source="arXiv:2402.03300"),
     "token_mean": Component(formula="1 / (tokens of the step)", source="arXiv:2503.14476"),
+    "sequence_sum": Component(formula="1 / N", source="arXiv:2402.14740"),
     "constant": Component(formula="1 / (N * rollout.max_completion_tokens)", source="arXiv:2503.20783"),
 }
 COMPONENTS: dict[str, dict[str, Component]] = {
@@ -68,39 +143,133 @@ COMPONENTS: dict[str, dict[str, Component]] = {
     "policy_loss": POLICY_LOSSES,
     "loss_weight": LOSS_WEIGHTS,
 }
+
+
+def _named(
+    title: str, source: str, parts: tuple[str, str, str], when: str, defaults: Mapping[str, Any] | None = None
+) -> NamedAlgorithm:
+    advantage, policy_loss, loss_weight = parts
+    return NamedAlgorithm(
+        title=title,
+        source=source,
+        when=when,
+        advantage=advantage,
+        policy_loss=policy_loss,
+        loss_weight=loss_weight,
+        defaults=defaults or {},
+    )
+
+
 ALGORITHMS: dict[str, NamedAlgorithm] = {
-    "grpo": NamedAlgorithm(
-        title="GRPO",
-        source="arXiv:2402.03300",
-        when="the usual choice",
-        advantage="group_mean_std",
-        policy_loss="clipped",
-        loss_weight="sequence_mean",
+    "grpo": _named("GRPO", "arXiv:2402.03300", ("group_mean_std", "clipped", "sequence_mean"), "the usual choice"),
+    "dr_grpo": _named(
+        "Dr. GRPO",
+        "arXiv:2503.20783",
+        ("group_mean", "clipped", "constant"),
+        "wrong answers grow longer and longer",
     ),
-    "dr_grpo": NamedAlgorithm(
-        title="Dr. GRPO",
-        source="arXiv:2503.20783",
-        when="wrong answers grow longer and longer",
-        advantage="group_mean",
-        policy_loss="clipped",
-        loss_weight="constant",
+    "dapo": _named(
+        "DAPO",
+        "arXiv:2503.14476",
+        ("group_mean_std", "clipped", "token_mean"),
+        "long chains of thought; entropy falls too fast",
+        {"clip_high": 0.28},
     ),
-    "dapo": NamedAlgorithm(
-        title="DAPO",
-        source="arXiv:2503.14476",
-        when="long chains of thought; entropy falls too fast",
-        advantage="group_mean_std",
-        policy_loss="clipped",
-        loss_weight="token_mean",
-        defaults={"clip_high": 0.28},
+    "bnpo": _named(
+        "BNPO",
+        "TRL's loss_type of this name",
+        ("group_mean_std", "clipped", "token_mean"),
+        "to go on from another trainer's configuration; the mean is over the step's tokens, not a micro-batch's",
     ),
-    "ppo": NamedAlgorithm(
-        title="PPO",
-        source="arXiv:1707.06347",
-        when="one completion per prompt, and memory for a critic",
-        advantage="gae",
-        policy_loss="clipped",
-        loss_weight="token_mean",
+    "rloo": _named(
+        "RLOO",
+        "arXiv:2402.14740",
+        ("leave_one_out", "reinforce", "sequence_sum"),
+        "one update per rollout, and a gradient without bias",
+    ),
+    "reinforce_pp": _named(
+        "REINFORCE++",
+        "arXiv:2501.03262",
+        ("batch_mean_std", "clipped", "sequence_mean"),
+        "one completion of a prompt (num_generations: 1) and no critic",
+    ),
+    "reinforce_pp_baseline": _named(
+        "REINFORCE++ with baseline",
+        "arXiv:2501.03262",
+        ("group_mean_whitened", "clipped", "sequence_mean"),
+        "small groups, whose own standard deviation is mostly noise",
+    ),
+    "gdpo": _named(
+        "GDPO",
+        "arXiv:2601.05242",
+        ("per_reward_mean_std", "clipped", "sequence_mean"),
+        "several rewards of different scales, where one drowns the others",
+    ),
+    "gspo": _named(
+        "GSPO",
+        "arXiv:2507.18071",
+        ("group_mean_std", "gspo", "sequence_mean"),
+        "mixtures of experts; several updates per rollout are unstable",
+    ),
+    "gspo_token": _named(
+        "GSPO-token",
+        "arXiv:2507.18071",
+        ("group_mean_std", "gspo_token", "sequence_mean"),
+        "as gspo, with advantages that differ from token to token",
+    ),
+    "cispo": _named(
+        "CISPO",
+        "arXiv:2506.13585",
+        ("group_mean_std", "cispo", "token_mean"),
+        "rare tokens that turn an answer around must keep their gradient; old completions",
+    ),
+    "sapo": _named(
+        "SAPO",
+        "arXiv:2511.20347",
+        ("group_mean_std", "sapo", "sequence_mean"),
+        "several updates per rollout, without the edge of a clip",
+    ),
+    "vespo": _named(
+        "VESPO",
+        "arXiv:2602.10693",
+        ("group_mean_std", "vespo", "token_mean"),
+        "completions many updates old",
+    ),
+    "luspo": _named(
+        "LUSPO",
+        "arXiv:2602.05261",
+        ("group_mean_std", "gspo", "sequence_sum"),
+        "gspo, where completions grow too short",
+    ),
+    "gmpo": _named(
+        "GMPO",
+        "arXiv:2507.20673",
+        ("group_mean_std", "gmpo", "sequence_mean"),
+        "single tokens with extreme ratios upset the training",
+    ),
+    "reinforce": _named(
+        "REINFORCE",
+        "doi:10.1007/BF00992696",
+        ("batch_mean_std", "reinforce", "sequence_sum"),
+        "the plainest one, to compare with; one completion of a prompt is enough",
+    ),
+    "maxrl": _named(
+        "MaxRL",
+        "arXiv:2602.02710",
+        ("max_likelihood", "clipped", "constant"),
+        "rewards of 0 and 1 on hard prompts, and pass@k matters",
+    ),
+    "pkpo": _named(
+        "PKPO",
+        "arXiv:2505.15201",
+        ("max_at_k", "clipped", "constant"),
+        "only the best of at_k attempts counts",
+    ),
+    "ppo": _named(
+        "PPO",
+        "arXiv:1707.06347",
+        ("gae", "clipped", "token_mean"),
+        "one completion of a prompt, and memory for a critic",
     ),
 }
 
@@ -113,6 +282,11 @@ def is_users_own(component: str) -> bool:
 def with_one_completion() -> list[str]:
     """The algorithms that learn from one completion of a prompt."""
     return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].min_generations == 1]
+
+
+def readers(key: str) -> list[str]:
+    """The components that read a key."""
+    return [name for known in COMPONENTS.values() for name, component in known.items() if key in component.keys]
 
 
 def with_a_critic() -> list[str]:

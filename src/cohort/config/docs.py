@@ -5,6 +5,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
+from cohort.config.algorithm import AlgorithmConfig
+from cohort.config.catalogue import readers
 from cohort.config.schema import UNIONS, Config, sections_in
 
 _INTRO = """# Configuration
@@ -39,6 +41,8 @@ def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
     lines = [title, "", (section.__doc__ or "").strip(), "", head]
     for key, field in section.model_fields.items():
         meaning = (field.description or "").replace("|", "\\|")
+        if section is AlgorithmConfig and (components := readers(key)):
+            meaning += " Read by " + ", ".join(f"`{name}`" for name in components) + "."
         lines.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from cohort.config.catalogue import COMPONENTS
 from cohort.config.rollout import VllmRolloutConfig
 from cohort.config.schema import UNIONS, Config, RewardConfig, sections_in
 from cohort.errors import UserError
@@ -245,16 +246,20 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
                 return str(candidate.resolve())
         return path  # an id of a hub, or missing: the reader of it says which
 
+    def of_user(use: str) -> str:
+        file, colon, function = use.rpartition(":")
+        return f"{found(file)}:{function}" if colon and file.endswith(".py") else use
+
     def reward(entry: RewardConfig) -> RewardConfig:
-        file, colon, function = entry.use.rpartition(":")
-        if not colon or not file.endswith(".py"):
-            return entry
-        return entry.model_copy(update={"use": f"{found(file)}:{function}"})
+        return entry.model_copy(update={"use": of_user(entry.use)})
 
     updates: dict[str, Any] = {
         "model": config.model.model_copy(update={"path": found(config.model.path)}),
         "data": config.data.model_copy(update={"path": found(config.data.path)}),
         "rewards": tuple(reward(entry) for entry in config.rewards),
+        "algorithm": config.algorithm.model_copy(
+            update={kind: of_user(getattr(config.algorithm, kind)) for kind in COMPONENTS}
+        ),
         "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
     }
     if isinstance(config.rollout, VllmRolloutConfig) and config.rollout.vllm_python is not None:

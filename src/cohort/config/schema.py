@@ -100,12 +100,45 @@ class RewardConfig(Section):
     """One reward function."""
 
     use: str = Field(
-        min_length=1, description="`math`, `format`, `exact`, `file.py:function` or `package.module:function`."
+        min_length=1,
+        description="`math`, `format`, `exact`, `overlong`, `file.py:function` or `package.module:function`.",
     )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     name: str | None = Field(None, min_length=1, description="Name in the metrics. Default: the function's name.")
     args: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments for the function.")
     timeout_s: float = Field(300.0, gt=0, description="Deadline in seconds for scoring the completions of one step.")
+
+
+class ReferenceConfig(Section):
+    """The model that a KL divergence is measured from (`algorithm.beta` above 0): by default the model as it came."""
+
+    device: Literal["auto", "cpu"] = Field(
+        "auto",
+        description="Where its weights lie between uses. auto: beside the policy's. cpu: in host memory, from where "
+        "they are copied to the GPU for the one forward pass of a step, while there are no gradients; one process "
+        "on a GPU.",
+    )
+    refresh_every: int = Field(
+        0, ge=0, description="Every so many steps the reference moves towards the policy (TR-DPO); 0: never."
+    )
+    mix: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="With refresh_every: reference = mix * policy + (1 - mix) * reference. Default: 0.6.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        refreshes = isinstance(values, dict) and values.get("refresh_every") not in (None, 0)
+        return {**values, "mix": 0.6} if refreshes and values.get("mix") is None else values
+
+    @model_validator(mode="after")
+    def _mix_has_an_effect(self) -> Self:
+        if self.refresh_every == 0 and self.mix is not None:
+            raise ValueError(f"mix: {self.mix} has no effect with refresh_every: 0; remove it, or set refresh_every")
+        return self
 
 
 class TrainConfig(Section):
@@ -276,11 +309,17 @@ class Config(Section):
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     rollout: RolloutConfig = Field(default_factory=LocalRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig | None = None
     critic: CriticConfig | None = None
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a reference's weights lie beside the policy's all the time."""
+        return self.algorithm.beta > 0 and (self.reference is None or self.reference.device == "auto")
 
     @field_validator("rollout", mode="before")
     @classmethod
@@ -326,10 +365,31 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _reference_has_an_effect(self) -> Self:
+        if self.reference is None:
+            return self
+        if self.algorithm.beta == 0:
+            raise ValueError(
+                "reference has no effect with algorithm.beta: 0, where nothing is measured from it; remove the "
+                "section, or set algorithm.beta above 0 (such as 0.04)"
+            )
+        if self.reference.device == "cpu" and self.hardware.processes not in (1, "auto"):
+            raise ValueError(
+                f"reference.device: cpu works in one process, and hardware.processes is {self.hardware.processes}, "
+                f"over which the reference is spread already; use reference.device: auto, or hardware.processes: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _algorithm_suits_the_run(self) -> Self:
         algorithm, generations = self.algorithm, self.rollout.num_generations
         if generations < algorithm.min_generations:
             others = " or ".join(f"algorithm.name: {name}" for name in with_one_completion())
+            if generations > 1:
+                raise ValueError(
+                    f"rollout.num_generations: {generations} is less than algorithm.at_k: {algorithm.at_k}, so that "
+                    f"nothing would be learned; use at least {algorithm.min_generations}, or a smaller at_k"
+                )
             raise ValueError(
                 f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
                 f"{algorithm.advantage}): a group of one has no peers to be judged against, so its advantage is always "

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from cohort.batch import TrainBatch
@@ -68,7 +73,7 @@ class OptimResult:
 
 
 class TrainEngine:
-    """Holds the policy that is trained, its optimizer and, where the loss has a KL term, the frozen reference."""
+    """Holds the policy that is trained, its optimizer and, where there is a KL divergence, the reference."""
 
     def __init__(
         self,
@@ -79,6 +84,8 @@ class TrainEngine:
         learning_rate: Callable[[int], float],
         temperature: float,
         reference: Policy | None,
+        reference_in_loss: bool = True,
+        reference_changes: bool = False,
         ranks: Ranks = ALONE,
     ):
         """Make the optimizer.
@@ -89,7 +96,9 @@ class TrainEngine:
             micro_batch_tokens: budget that the batches are packed under; halved when memory runs out.
             learning_rate: number of updates done -> learning rate of the next.
             temperature: of sampling; the logprobs of the loss are of the same distribution.
-            reference: frozen model for a KL term.
+            reference: model that a KL divergence is measured from; never trained.
+            reference_in_loss: the loss looks at its logprobs; else only `estimate` does.
+            reference_changes: it is refreshed from time to time, so that it is part of the state.
             ranks: this process among those of the run. All call the same verbs in the same order.
         """
         self.policy = policy
@@ -110,6 +119,9 @@ class TrainEngine:
         )
         forward_only = partial(ForwardOnly, accumulation=self._accumulation, ranks=ranks, temperature=temperature)
         self._policy_forward = forward_only(policy)
+        self._reference = reference
+        self._reference_changes = reference_changes
+        self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -122,11 +134,6 @@ class TrainEngine:
             eps=config.adam_epsilon,
             fused=policy.device.type in ("cpu", "cuda"),
         )
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether a frozen model is computed beside the policy."""
-        return self._reference_forward is not None
 
     def forward_backward(
         self,
@@ -152,7 +159,8 @@ class TrainEngine:
         num_out_of_memory = 0
         if batch is not None:
             self._batch, self.old_outputs = batch, dict(old_logprobs or {})
-            if self._reference_forward is not None:
+            if self.reference_in_loss:
+                assert self._reference_forward is not None, "a loss that looks at a reference was built without one"
                 reference = self._reference_forward.compute(batch.sequences, micro_batch_tokens=self.micro_batch_tokens)
                 self._reference_logprobs, num_out_of_memory = reference.logprobs, reference.num_out_of_memory
         is_old = batch is not None and old_logprobs is None
@@ -227,7 +235,7 @@ class TrainEngine:
                 f"out of memory: the model, its gradients and its optimizer do not fit ({states / 1e9:.1f} GB for the "
                 f"optimizer's state alone); use more processes"
             ) from None
-        if self.has_reference:
+        if self.reference_in_loss:
             zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = per_sequence(zeros, sequences)
         passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation)
@@ -287,20 +295,36 @@ class TrainEngine:
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Optimizer state by parameter name, and counters, to be resumed from on any number of ranks.
+    @torch.no_grad()
+    def refresh_reference(self, mix: float) -> None:
+        """Move the reference towards the policy: reference = mix * policy + (1 - mix) * reference (arXiv:2404.09656).
 
-        The weights are saved as a model folder.
+        Every rank moves its shards.
         """
-        return {
+        assert self._reference is not None, "only a run with a reference refreshes it"
+        of_policy = dict(self.policy.model.named_parameters())
+        for name, parameter in self._reference.model.named_parameters():
+            _local(parameter).lerp_(_local(of_policy[name]).to(_local(parameter).device), mix)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer state and counters, to be resumed from on any number of ranks; a changing reference's weights too.
+
+        The policy's weights are saved as a model folder.
+        """
+        state = {
             "optimizer": get_optimizer_state_dict(self.policy.model, self._optimizer),
             "updates_done": self.updates_done,
         }
+        if self._reference is not None and self._reference_changes:
+            state["reference"] = get_model_state_dict(self._reference.model)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         set_optimizer_state_dict(self.policy.model, self._optimizer, optim_state_dict=state["optimizer"])
         self.updates_done = state["updates_done"]
+        if self._reference is not None and self._reference_changes:
+            set_model_state_dict(self._reference.model, state["reference"])
 
     @property
     def old_logprobs(self) -> PerSequence:

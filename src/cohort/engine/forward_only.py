@@ -1,7 +1,8 @@
 """Logprobs without a gradient: the reference's, and the policy's where they are asked for besides training."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from cohort.batch import TrainBatch
 from cohort.distributed import Ranks
-from cohort.engine.accumulation import Accumulation, attempt
+from cohort.engine.accumulation import Accumulation, attempt, must_fit
 from cohort.engine.loss import PerSequence, per_sequence
 from cohort.engine.passes import on_device
 from cohort.engine.work import Sequences
@@ -77,8 +78,21 @@ class ForwardOnly:
         def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
             return deque(pack_alone(some, self.policy, int(self._factor * micro_batch_tokens)).pieces)
 
+        with ExitStack() as visit:
+            with must_fit("while the reference is copied to the GPU; use reference.device: auto with more processes"):
+                visit.enter_context(self.policy.visit())
+            num_out_of_memory = self._run(compute, packed, packed(sequences), micro_batch_tokens)
+        return ForwardResult(logprobs=logprobs, entropies=entropies, num_out_of_memory=num_out_of_memory)
+
+    def _run(
+        self,
+        compute: Callable[[Sequences], None],
+        packed: Callable[[Sequence[TrainSequence]], deque[Sequences]],
+        todo: deque[Sequences],
+        micro_batch_tokens: int,
+    ) -> int:
+        """Compute what there is to do, in step with the other ranks; how often memory ran out."""
         num_out_of_memory = 0
-        todo = packed(sequences)
         while self._ranks.largest(len(todo)) > 0:
             now = todo.popleft() if todo else ()
             ran_out = attempt(self._accumulation, frozenset(), partial(compute, now), partial(compute, ()))
@@ -87,7 +101,7 @@ class ForwardOnly:
                 budget = halved(int(self._factor * micro_batch_tokens), now, self.policy)
                 self._factor = budget / micro_batch_tokens
                 todo = packed([s for piece in (now, *todo) for s in piece])
-        return ForwardResult(logprobs=logprobs, entropies=entropies, num_out_of_memory=num_out_of_memory)
+        return num_out_of_memory
 
 
 def halved(budget: int, sequences: Sequences, policy: Policy) -> int:

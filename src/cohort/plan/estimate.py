@@ -123,7 +123,7 @@ def why_it_does_not_fit(
 
 def _state_bytes(config: Config, sizes: Sizes, num_training: int) -> float:
     """Of one GPU of `num_training`: weights, gradients, two moments, and a reference's weights."""
-    copies = 4 + (config.algorithm.beta > 0)
+    copies = 4 + config.keeps_reference
     state = copies * _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters / num_training
     dtype = compute_dtype(config.model, on_gpu=True)
     has_casts = num_training == 1 and dtype != config.model.dtype  # autocast keeps them for backward

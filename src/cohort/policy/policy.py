@@ -5,7 +5,7 @@ B rows, S positions, T scored tokens, H hidden, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from cohort.policy.forward import forward, padded_shape
 from cohort.policy.head import find_head, head_of
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
+from cohort.policy.parking import Parking
 from cohort.policy.sharding import Sharding
 from cohort.policy.stream import Branch, OpenPrompt
 
@@ -78,6 +79,7 @@ class Policy:
         else:
             self._head = head_of(model) if traits.has_plain_head else None
         self.traits = traits
+        self._parking: Parking | None = None
         if sharding is not None:
             sharding.add_forward("scored_logprobs", self._logprobs)
             sharding.add_forward("token_loss", self._loss)
@@ -118,6 +120,15 @@ class Policy:
     def logprob_tolerance(self) -> float:
         """How far apart two computations of one logprob may be, in batches of different shape, by rounding alone."""
         return 0.3 if torch.bfloat16 in (self.dtype, self.compute_dtype) else 1e-3
+
+    def park(self) -> None:
+        """Keep the weights in host memory but in `visit`. Of a frozen model that is not sharded."""
+        assert self.sharding is None, "shards stay where they are"
+        self._parking = Parking(self.model, self.device)
+
+    def visit(self) -> AbstractContextManager[None]:
+        """Whoever computes with the model does so inside: its weights are on the device."""
+        return nullcontext() if self._parking is None else self._parking.visit()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cohort.errors import UserError
-from cohort.rewards.describe import raised_at, user_line
 from cohort.rewards.function import RewardFunction
+from cohort.user_code import raised_at, user_line
 
 _LOOP_GRACE_S = 1.0  # for an event loop to report that a deadline has passed, before it counts as blocked
 _INTERPRETER_GRACE_S = 60.0  # for a thread to report that a deadline has passed, before the process is ended

@@ -1,18 +1,11 @@
 """Finds the reward functions that a configuration names, and judges them before any model is loaded."""
 
-import difflib
-import importlib
-import importlib.util
-import sys
-import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cohort.config import RewardConfig
 from cohort.errors import UserError
-from cohort.rewards.describe import raised_at
 from cohort.rewards.exact import ExactReward
 from cohort.rewards.format import FormatReward
 from cohort.rewards.function import (
@@ -24,14 +17,16 @@ from cohort.rewards.function import (
     wanted_arguments,
 )
 from cohort.rewards.math import MathReward
+from cohort.rewards.overlong import OverlongReward
+from cohort.user_code import load_function, nearest
 
-BUILTINS = ("exact", "format", "math")
+BUILTINS = ("exact", "format", "math", "overlong")
 _BUDGET_SHARE = 0.8  # of the deadline that the math reward spends before it leaves the rest unjudged
 _FORMS = f"{', '.join(BUILTINS)}, path/to/file.py:function, or package.module:function"
 
 
 def build_rewards(
-    configs: Sequence[RewardConfig], *, base_dir: Path, columns: Collection[str]
+    configs: Sequence[RewardConfig], *, base_dir: Path, columns: Collection[str], max_completion_tokens: int
 ) -> tuple[RewardFunction, ...]:
     """The reward functions of a run, loaded and checked. Imports neither torch nor transformers of itself.
 
@@ -39,6 +34,7 @@ def build_rewards(
         configs: the section `rewards`.
         base_dir: folder of the configuration file; relative file names are looked up there first.
         columns: names of the dataset's columns, without the prompt column.
+        max_completion_tokens: longest completion of the run.
 
     Raises:
         UserError: a function does not load, or cannot be called with what the dataset has.
@@ -46,7 +42,13 @@ def build_rewards(
     rewards = []
     for i, config in enumerate(configs):
         field = f"rewards[{i}]"
-        function = load_reward(config.use, base_dir=base_dir, field=f"{field}.use", timeout_s=config.timeout_s)
+        function = load_reward(
+            config.use,
+            base_dir=base_dir,
+            field=f"{field}.use",
+            timeout_s=config.timeout_s,
+            max_completion_tokens=max_completion_tokens,
+        )
         name = config.name or _name_of(function)
         check_columns(function, name=name, args=config.args, columns=columns, field=field)
         rewards.append(
@@ -58,7 +60,12 @@ def build_rewards(
 
 
 def load_reward(
-    use: str, *, base_dir: Path, field: str = "rewards[0].use", timeout_s: float = 300.0
+    use: str,
+    *,
+    base_dir: Path,
+    field: str = "rewards[0].use",
+    timeout_s: float = 300.0,
+    max_completion_tokens: int = 0,
 ) -> Callable[..., Any]:
     """The callable that `use` names.
 
@@ -67,27 +74,14 @@ def load_reward(
         base_dir: folder of the configuration file; a file is looked up there and then in the working directory.
         field: what to call this setting in messages.
         timeout_s: deadline of a call; the math reward keeps within it.
+        max_completion_tokens: longest completion of the run, for the overlong reward.
 
     Raises:
         UserError: no such built-in, file, module or name in it; it does not import; or it is not callable.
     """
-    where, _, name = use.rpartition(":")
-    if not where:
-        return _builtin(use, field=field, timeout_s=timeout_s)
-    is_file = where.endswith(".py") or "/" in where
-    module = _module_of_file(where, base_dir, use, field) if is_file else _module(where, use, field)
-    if not hasattr(module, name):
-        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"{field}: {use!r}: {where} has no {name!r}. {_nearest(name, public, 'Callable in it')}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"{field}: {use!r} is not callable, it is {function!r} ({type(function).__name__})")
-    if isinstance(function, type):
-        raise UserError(
-            f"{field}: {use!r} is a class; name an instance of it that can be called, for example "
-            f"`my_reward = {name}()` in {where}"
-        )
-    return function
+    if ":" not in use:
+        return _builtin(use, field=field, timeout_s=timeout_s, max_completion_tokens=max_completion_tokens)
+    return load_function(use, base_dir=base_dir, field=field)
 
 
 def check_columns(
@@ -134,7 +128,7 @@ def check_columns(
     _check_filled(function, wanted, name, args, columns, field)
 
 
-def _builtin(use: str, *, field: str, timeout_s: float) -> Callable[..., Any]:
+def _builtin(use: str, *, field: str, timeout_s: float, max_completion_tokens: int) -> Callable[..., Any]:
     match use:
         case "exact":
             return ExactReward()
@@ -142,62 +136,11 @@ def _builtin(use: str, *, field: str, timeout_s: float) -> Callable[..., Any]:
             return FormatReward()
         case "math":
             return MathReward(budget_s=_BUDGET_SHARE * timeout_s)
+        case "overlong":
+            return OverlongReward(max_completion_tokens)
     if use.endswith(".py"):
         raise UserError(f"{field}: {use!r} names a file but no function in it; write '{use}:function'")
-    raise UserError(f"{field}: no built-in reward {use!r}. {_nearest(use, BUILTINS, 'Built in')} What works: {_FORMS}")
-
-
-def _module_of_file(path: str, base_dir: Path, use: str, field: str) -> ModuleType:
-    candidates = [base_dir / path, Path.cwd() / path]
-    found = next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
-    if found is None:
-        tried = " and ".join(dict.fromkeys(str(candidate) for candidate in candidates))
-        beside = sorted({file.name for candidate in candidates for file in candidate.parent.glob("*.py")})
-        raise UserError(f"{field}: {use!r}: no such file. Tried {tried}. {_nearest(path, beside, 'Files there')}")
-    # One module per file, so that two rewards from one file share its state and its code runs once.
-    module_name = f"cohort_reward_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    _importable(found.parent)
-    spec = importlib.util.spec_from_file_location(module_name, found)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{field}: {use!r}: {found} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[module_name]
-        raise _import_error(error, use, field) from error
-    return module
-
-
-def _module(name: str, use: str, field: str) -> ModuleType:
-    _importable(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # The module itself or a package that holds it, and not something that it imports.
-        if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"{field}: {use!r}: there is no module {error.name!r} among the installed packages or in the working "
-                f"directory {Path.cwd()}. For a file, write 'path/to/file.py:function'"
-            ) from error
-        raise _import_error(error, use, field) from error
-    except BaseException as error:
-        raise _import_error(error, use, field) from error
-
-
-def _import_error(error: BaseException, use: str, field: str) -> BaseException:
-    if isinstance(error, KeyboardInterrupt):
-        return error
-    return UserError(f"{field}: {use!r} does not import: {type(error).__name__}: {error} (at {raised_at(error)})")
-
-
-def _importable(folder: Path) -> None:
-    """Lets reward code import its neighbours; last in line, so that no neighbour hides an installed package."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    raise UserError(f"{field}: no built-in reward {use!r}. {nearest(use, BUILTINS, 'Built in')} What works: {_FORMS}")
 
 
 def _check_arguments_taken(
@@ -208,7 +151,7 @@ def _check_arguments_taken(
     for arg in args:
         if arg not in taken and (own or not wanted.takes_any):
             raise UserError(
-                f"{field}.args: reward {name!r} takes no argument {arg!r}. {_nearest(arg, taken, 'It takes')}"
+                f"{field}.args: reward {name!r} takes no argument {arg!r}. {nearest(arg, taken, 'It takes')}"
             )
 
 
@@ -232,7 +175,7 @@ def _check_filled(
         if parameter not in available:
             raise UserError(
                 f"{field}: reward {name!r} needs {described}, which is neither a column of the dataset nor in "
-                f"{field}.args. {_nearest(parameter, columns, 'Columns')} Besides columns there are "
+                f"{field}.args. {nearest(parameter, columns, 'Columns')} Besides columns there are "
                 f"{', '.join(ROLLOUT_NAMES)}"
             )
 
@@ -240,10 +183,3 @@ def _check_filled(
 def _name_of(function: Callable[..., Any]) -> str:
     inner = getattr(function, "func", function)  # functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__))
-
-
-def _nearest(wrong: str, right: Iterable[str], what: str) -> str:
-    """`Did you mean 'x'? What: a, b, c.`"""
-    known = sorted(right)
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return (f"Did you mean {close[0]!r}? " if close else "") + f"{what}: {', '.join(known) or 'none'}."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.algorithms import Algorithm
+from cohort.algorithms import Algorithm, Coefficients
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
 from cohort.distributed import Ranks
@@ -107,13 +107,18 @@ class Crew:
         finally:
             self._send = None
 
-    def forward_backward(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
+    def forward_backward(self, batches: Sequence[TrainBatch] | None, coefficients: Coefficients) -> TrainResult:
         """The gradient of a step.
 
         Args:
             batches: one per rank; None for another update on the same ones.
+            coefficients: of the loss's terms.
         """
-        return self._all("forward_backward", batches)[0]
+        return self._all("forward_backward", batches, coefficients=coefficients)[0]
+
+    def refresh_reference(self, mix: float) -> None:
+        """Move the reference towards the policy, by `mix` of the way."""
+        self._all("refresh_reference", mix=mix)
 
     def train_critic(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
         """The updates of the critic that go with one of the policy, gradient and optimizer step; nothing without one.
@@ -250,10 +255,13 @@ class Crew:
         finally:  # the other ranks take part in all of it, whatever has become of the receivers
             deque(weights, maxlen=0)
 
-    def _forward_backward_on_rank(self, batch: TrainBatch | None = None) -> TrainResult:
-        result = self.engine.forward_backward(batch, self.algorithm.policy_loss)
+    def _forward_backward_on_rank(self, batch: TrainBatch | None = None, *, coefficients: Coefficients) -> TrainResult:
+        result = self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients))
         self._keep_one_budget()
         return result
+
+    def _refresh_reference_on_rank(self, *, mix: float) -> None:
+        self.engine.refresh_reference(mix)
 
     def _optim_step_on_rank(self) -> OptimResult:
         with _update_must_fit():

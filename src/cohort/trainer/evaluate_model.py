@@ -26,7 +26,13 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     device = resolve_device(config.hardware.device)
     rows = read_eval_rows(config.eval)
     columns = columns_besides(rows, config.eval.prompt or config.data.prompt)
-    rewards = RewardRunner(build_rewards(config.rewards, base_dir=Path.cwd(), columns=columns), columns=columns)
+    functions = build_rewards(
+        config.rewards,
+        base_dir=Path.cwd(),
+        columns=columns,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
+    rewards = RewardRunner(functions, columns=columns)
     tokenizer = load_tokenizer(config.model)
     evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
     check_eval_lengths(config, evaluation)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cohort.algorithms import check_own_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
 from cohort.evaluation import Evaluation, pick_success_reward
@@ -65,11 +66,22 @@ def read_inputs(config: Config) -> Inputs:
         UserError: something is missing or does not fit; no weights have been loaded.
     """
     check_loggers(config.run.log)
+    check_own_functions(
+        config.algorithm,
+        num_generations=config.rollout.num_generations,
+        gradients_in_forward=config.train.gradients_in_forward,
+    )
     rows = read_rows(
         config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
     )
     columns = columns_besides(rows, config.data.prompt)
-    rewards = RewardRunner(build_rewards(config.rewards, base_dir=Path.cwd(), columns=columns), columns=columns)
+    functions = build_rewards(
+        config.rewards,
+        base_dir=Path.cwd(),
+        columns=columns,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
+    rewards = RewardRunner(functions, columns=columns)
     eval_rows = read_eval_rows(config.eval) if config.eval else []
     if config.eval:
         _check_eval_columns(columns_besides(eval_rows, config.eval.prompt or config.data.prompt), rewards)

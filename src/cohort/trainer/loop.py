@@ -3,16 +3,24 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from cohort.algorithms import assign_advantages, bare_sequences, value_metrics, with_gradient, with_returns
+from cohort.algorithms import (
+    Control,
+    assign_advantages,
+    bare_sequences,
+    mean_reference_kl,
+    value_metrics,
+    with_gradient,
+    with_returns,
+)
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display, StepReport
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import OptimResult, TrainResult
+from cohort.engine import TrainResult
 from cohort.errors import OutOfStepError, TrainingError, UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
@@ -112,6 +120,15 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             ranks.command(None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What one optimizer step gave."""
+
+    of_policy: TrainResult
+    of_critic: TrainResult
+    metrics: Mapping[str, float]
+
+
 class _Training:
     """One run under way."""
 
@@ -125,6 +142,8 @@ class _Training:
         self.first_step = run.state.steps_done if run.state else 0
         self.num_tokens = run.state.num_tokens if run.state else 0
         self.seconds_before = run.state.seconds if run.state else 0.0  # until it was last interrupted
+        first_control = run.crew.algorithm.first_control
+        self.control = Control(**run.state.control) if run.state else first_control  # of the loss's coefficients
         self.started = time.perf_counter()
         self.warned_of_long_sequences = False
         self.warned_of_different_logprobs = False
@@ -166,19 +185,37 @@ class _Training:
         with phase("estimate"):
             estimates = crew.estimate(bare_sequences(gathered.groups), crew.algorithm.estimates)
         with phase("pack"):
-            sequences = assign_advantages(gathered.groups, crew.algorithm, estimates, parts.inputs.rewards.weights)
+            sequences = assign_advantages(
+                gathered.groups,
+                crew.algorithm,
+                estimates,
+                parts.inputs.rewards.weights,
+                crew.algorithm.coefficients(self.control),
+            )
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
             for_critic = crew.pack_for_critic(with_returns(sequences))
         self._warn_of_long_sequences(batches[0])
         updates = []
         for update in range(self.plan.updates_per_rollout):
+            coefficients = crew.algorithm.coefficients(self.control)
             with phase("train"):
-                critic = crew.train_critic(None if update else for_critic)
-                losses = crew.forward_backward(None if update else batches)
+                of_critic = crew.train_critic(None if update else for_critic)
+                of_policy = crew.forward_backward(None if update else batches, coefficients)
             with phase("optim"):
                 optim = crew.optim_step()
-            updates.append((losses, critic, optim))
-            self._tell_of_memory(losses.num_out_of_memory + critic.num_out_of_memory)
+            self.control = crew.algorithm.updated(self.control, of_policy.metrics, len(sequences))
+            metrics = {
+                **of_policy.metrics,
+                **of_critic.metrics,
+                **asdict(optim),
+                **crew.algorithm.as_metrics(coefficients),
+            }
+            updates.append(_Update(of_policy=of_policy, of_critic=of_critic, metrics=metrics))
+            self._tell_of_memory(of_policy.num_out_of_memory + of_critic.num_out_of_memory)
+        kl_of_rewards = mean_reference_kl(crew.algorithm, estimates)
+        self.control = crew.algorithm.updated(self.control, kl_of_rewards, len(sequences))
+        with phase("optim"):
+            self._refresh_reference_where_due(step + 1)
         with phase("publish"):
             parts.rollout.load_weights(policy_version=crew.engine.updates_done)
             parity = self._check_parity(step + 1)
@@ -191,7 +228,8 @@ class _Training:
             metrics={
                 **gathered.metrics,
                 **parity,
-                **_means([{**losses.metrics, **critic.metrics, **asdict(optim)} for losses, critic, optim in updates]),
+                **_means([update.metrics for update in updates]),
+                **kl_of_rewards,
                 **value_metrics(sequences, estimates.values),
                 **self._costs(batches[0], updates, sequences, gathered),
             },
@@ -203,6 +241,11 @@ class _Training:
         self._evaluate_where_due(step + 1)
         if self.plan.saves_at(step + 1):
             self._save(step + 1)
+
+    def _refresh_reference_where_due(self, steps_done: int) -> None:
+        reference = self.config.reference
+        if reference is not None and reference.mix is not None and steps_done % reference.refresh_every == 0:
+            self.parts.crew.refresh_reference(reference.mix)
 
     def _find_budget(self) -> None:
         """Where the configuration leaves the budget to us, and no earlier part of the run has found it."""
@@ -262,13 +305,13 @@ class _Training:
     def _costs(
         self,
         batch: TrainBatch,
-        updates: Sequence[tuple[TrainResult, TrainResult, OptimResult]],
+        updates: Sequence[_Update],
         sequences: Sequence[TrainSequence],
         gathered: Gathered,
     ) -> dict[str, float]:
         """What the step took: tokens, time, memory. Tokens are the policy's; a critic computes the same."""
         crew, times = self.parts.crew, self.clock.take()
-        losses, of_critic = [policy for policy, *_ in updates], [critic for _, critic, _ in updates]
+        losses, of_critic = [update.of_policy for update in updates], [update.of_critic for update in updates]
         sampled = gathered.num_completion_tokens
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
         num_positions = sum(p.num_positions for p in losses)
@@ -304,7 +347,7 @@ class _Training:
                 "pairs": done.attention_pairs,
             }
             total += self.flops.forward_backward(**sizes)
-            if self.parts.crew.engine.has_reference and update == 0:
+            if self.parts.crew.engine.reference_in_loss and update == 0:
                 total += self.flops.forward(**sizes)
         return total
 
@@ -344,6 +387,7 @@ class _Training:
                 micro_batch_tokens=self.parts.crew.engine.micro_batch_tokens,
                 micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
                 processes=self.parts.crew.ranks.world_size,
+                control=asdict(self.control),
             ),
             keep=self.config.run.keep_checkpoints,
         )

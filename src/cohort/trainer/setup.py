@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cohort.algorithms import build_algorithm
+from cohort.algorithms import Algorithm, build_algorithm
 from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
 from cohort.data import PromptStream
@@ -94,7 +94,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
         value_clip=critic_config.value_clip,
     )
-    reference = load_policy(config.model, trainable=False, **how) if algorithm.needs_reference else None
+    reference = build_reference(config, algorithm, partial(load_policy, **how))
     critic = _load_critic(config, critic_config, policy, order, how) if algorithm.critic else None
     engine = TrainEngine(
         policy,
@@ -105,6 +105,8 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         ),
         temperature=rollout.temperature,
         reference=reference,
+        reference_in_loss=algorithm.needs_reference,
+        reference_changes=config.reference is not None and config.reference.refresh_every > 0,
         ranks=ranks,
     )
     ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
@@ -195,6 +197,22 @@ def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, update
     return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
 
 
+def build_reference(config: Config, algorithm: Algorithm, load: Callable[..., Policy]) -> Policy | None:
+    """The model that a KL divergence is measured from: the one that the run began with; None where nothing asks for it.
+
+    Args:
+        config: of the run.
+        algorithm: may look at a reference in the loss, or before it.
+        load: makes a policy of a `model` section.
+    """
+    if not algorithm.needs_reference and "reference_logprobs" not in algorithm.estimates:
+        return None
+    reference = load(config.model, trainable=False)
+    if config.reference is not None and config.reference.device == "cpu":
+        reference.park()
+    return reference
+
+
 def _check_head(config: Config, policy: Policy) -> None:
     """Compare the `train` section with the model's head.
 
@@ -283,10 +301,12 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` pointless.
+        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` or `reference` pointless.
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
+    if config.reference is not None and config.reference.device == "cpu":
+        _check_parking(device, ranks)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
@@ -299,6 +319,24 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
+
+
+def _check_parking(device: torch.device, ranks: Ranks) -> None:
+    """Compare `reference.device: cpu` with the device and the processes of the run.
+
+    Raises:
+        UserError: it has no effect, or does not work.
+    """
+    if device.type == "cpu":
+        raise UserError(
+            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
+            "remove it"
+        )
+    if ranks.world_size > 1:
+        raise UserError(
+            f"reference.device: cpu works in one process, and this run has {ranks.world_size}, over which the "
+            f"reference is spread already; use reference.device: auto"
+        )
 
 
 def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
@@ -337,10 +375,12 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
     """
     weights = _num_bytes(crew.policy)
     learned = weights + (0 if crew.critic is None else _num_bytes(crew.critic.policy))
-    # A checkpoint is the weights and AdamW's two moments; one more is being written while the kept ones are there.
+    refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
+    # A checkpoint is the weights and AdamW's two moments, and a reference that is refreshed; one more is being written
+    # while the kept ones are there.
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
-    needed = 3 * kept * learned + weights - existing
+    needed = (3 * learned + refreshed) * kept + weights - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from cohort.check.launch import Launch, Settings
 from cohort.check.rules.start import Start
+from cohort.config import ALGORITHMS, COMPONENTS
 
 Kind = Literal["text", "whole", "number", "flag"]
 
@@ -17,6 +18,19 @@ _SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
 }
+# TRL's and ms-swift's loss_type as a policy loss and how it is summed; bnpo's sum is a micro-batch's there
+LOSSES = {
+    "grpo": ("clipped", "sequence_mean"),
+    "dr_grpo": ("clipped", "constant"),
+    "dapo": ("clipped", "token_mean"),
+    "bnpo": ("clipped", "token_mean"),
+    "luspo": ("clipped", "sequence_sum"),
+    "cispo": ("cispo", "token_mean"),
+    "sapo": ("sapo", "sequence_mean"),
+    "vespo": ("vespo", "token_mean"),
+}
+# and scale_rewards as an advantage
+SCALES = {"group": "group_mean_std", "batch": "group_mean_batch_std", "none": "group_mean"}
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
 _LOGS = ("tensorboard", "wandb", "trackio")
 # what TRL and ms-swift both take from transformers' TrainingArguments
@@ -118,15 +132,63 @@ class Draft:
             self.note(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
         self.put("train.prompts_per_step", -(-size // generations))
 
-    def algorithm(self, loss: str, *, names: Mapping[str, str], beta: float, low: float, high: float) -> None:
-        """The named algorithm nearest to a loss, and its clip bounds (distances from 1)."""
-        name = names.get(loss, "grpo")
-        if loss not in names:
-            self.note(f"no equivalent: loss {loss}; {name} stands in its place")
+    def algorithm(self, loss: str, parts: Mapping[str, str], *, beta: float, **keys: Any) -> None:
+        """The named algorithm that has most of these components, and what differs from it.
+
+        Args:
+            loss: their name, which decides between algorithms of the same components.
+            parts: advantage, policy loss and loss weight.
+            beta: weight of the KL term.
+            keys: of the `algorithm` section; those of other components are left out.
+        """
+
+        def fits(name: str) -> tuple[int, bool]:
+            return sum(getattr(ALGORITHMS[name], kind) == part for kind, part in parts.items()), name == loss
+
+        name = max(ALGORITHMS, key=fits)
         self.put("algorithm.name", name)
+        for kind, part in parts.items():
+            self.put(f"algorithm.{kind}", part if getattr(ALGORITHMS[name], kind) != part else None)
         self.put("algorithm.beta", beta)
-        self.put("algorithm.clip_low", low)
-        self.put("algorithm.clip_high", high)
+        for key, value in keys.items():
+            of_components = any(key in known[part].keys for known in COMPONENTS.values() for part in known)
+            if not of_components or any(key in COMPONENTS[kind][part].keys for kind, part in parts.items()):
+                self.put(f"algorithm.{key}", value)
+
+    def reward_scale(self, default: str) -> str:
+        """What TRL's and ms-swift's scale_rewards says: group, batch, none, or ms-swift's gdpo."""
+        said = self.settings.said("scale_rewards")
+        scale = default if said is None else str(said).lower()
+        return {"true": "group", "yes": "group", "false": "none", "no": "none", "": "none"}.get(scale, scale)
+
+    def ratio_level(self, loss: str, policy_loss: str) -> str:
+        """The policy loss where TRL's and ms-swift's importance_sampling_level is another than token."""
+        level = self.settings.text("importance_sampling_level", "token")
+        losses = {"sequence": "gspo", "sequence_token": "gspo_token"}
+        if policy_loss == "clipped" and level in losses:
+            return losses[level]
+        if level != "token" and policy_loss != "vespo":  # which is of whole completions anyway
+            self.note(f"no equivalent: importance_sampling_level {level} with loss_type {loss}; its ratios are tokens'")
+        return policy_loss
+
+    def bounds(self, loss: str, policy_loss: str) -> dict[str, float | None]:
+        """Bounds of the ratio where TRL and ms-swift keep them: epsilon, epsilon_high and delta."""
+        settings = self.settings
+        low = settings.number("epsilon", 0.2)
+        high, delta = settings.number("epsilon_high", None), settings.number("delta", None)
+        high = low if high is None else high
+        if loss == "cispo":
+            if high >= 1:
+                return {"clip_high": high - 1}
+            self.note(
+                f"a cap of {high:g} on CISPO's weights multiplies what is on-policy by {high:g} there; here such a "
+                f"weight is 1, and the cap is that of algorithm.clip_high"
+            )
+            return {}
+        if delta is not None and (policy_loss != "clipped" or delta <= 1 + high):
+            self.note(f"no equivalent: delta {delta:g}; it bounds policy_loss: clipped, from above 1 + clip_high")
+            delta = None
+        return {"clip_low": low, "clip_high": high, "delta": delta}
 
     def transformers_keys(self, *, epochs: float) -> None:
         """What TRL and ms-swift take from transformers' TrainingArguments."""

@@ -1,10 +1,11 @@
 """ms-swift to Cohort."""
 
-from cohort.check.convert.draft import Draft
+from cohort.check.convert.draft import LOSSES, SCALES, Draft
 from cohort.check.readers.swift import MEGATRON
 from cohort.check.rules.start import Start
 
-_LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo"}
+# losses that TRL has and ms-swift has not are left to what is said of an unknown one
+_LOSSES = {name: parts for name, parts in LOSSES.items() if name not in ("luspo", "vespo")}
 _BATCH = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -35,11 +36,7 @@ def from_swift(draft: Draft, start: Start | None) -> None:
         draft.note("to fill in: train.learning_rate, whose default in ms-swift depends on the tuner")
     top_k = settings.number("top_k", None)
     draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
-    low = settings.number("epsilon", 0.2)
-    high = settings.number("epsilon_high", None)
-    loss = settings.text("loss_type", "grpo")
-    high = low if high is None or loss == "cispo" else high
-    draft.algorithm(loss, names=_LOSSES, beta=settings.number("beta", 0.04), low=low, high=high)
+    _algorithm(draft)
     dtype = settings.text("torch_dtype")
     draft.put("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
     if settings.text("tuner_type", settings.text("train_type", "lora")) != "full":
@@ -56,3 +53,41 @@ def from_swift(draft: Draft, start: Start | None) -> None:
             )
     if settings.flag("dynamic_sample"):
         draft.put("rollout.resample", settings.whole("max_resample_times", 3))
+
+
+def _algorithm(draft: Draft) -> None:
+    settings = draft.settings
+    loss = settings.text("loss_type", "grpo")
+    if loss not in _LOSSES:
+        draft.note(f"no equivalent: loss {loss}; grpo stands in its place")
+    policy_loss, loss_weight = _LOSSES.get(loss, _LOSSES["grpo"])
+    policy_loss = draft.ratio_level(loss, policy_loss)
+    beta = settings.number("beta", 0.04)
+    in_reward = settings.flag("kl_in_reward") and beta > 0
+    draft.algorithm(
+        loss,
+        {"advantage": _advantage(draft), "policy_loss": policy_loss, "loss_weight": loss_weight},
+        beta=beta,
+        kl_in="reward" if in_reward else None,
+        kl_estimator="k1" if in_reward else None,
+        **draft.bounds(loss, policy_loss),
+        tau_positive=settings.number("tau_pos", None),
+        tau_negative=settings.number("tau_neg", None),
+        top_entropy_quantile=settings.number("top_entropy_quantile", None),
+    )
+
+
+def _advantage(draft: Draft) -> str:
+    """Of an estimator and what it divides by, whose default depends on it."""
+    estimator = draft.settings.text("advantage_estimator", "grpo")
+    default = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(estimator, "group")
+    scale = draft.reward_scale(default)
+    if scale == "gdpo":
+        return "per_reward_mean_std"
+    if (estimator, scale) == ("rloo", "none"):
+        return "leave_one_out"
+    if (estimator, scale) == ("reinforce_plus_plus", "batch"):
+        return "group_mean_whitened"
+    if estimator != "grpo":
+        draft.note(f"no equivalent: advantage_estimator {estimator} with scale_rewards {scale}")
+    return SCALES.get(scale, "group_mean_std")

@@ -1,11 +1,18 @@
 """TRL and Open-R1 to Cohort."""
 
-from cohort.check.convert.draft import Draft
+from cohort.check.convert.draft import LOSSES, SCALES, Draft
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl import Version
 
-# bnpo is the token mean of a micro-batch, dapo that of the step
-_LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo"}
+_NUMBERS = {
+    "tau_positive": "sapo_temperature_pos",
+    "tau_negative": "sapo_temperature_neg",
+    "vespo_k_positive": "vespo_k_pos",
+    "vespo_lambda_positive": "vespo_lambda_pos",
+    "vespo_k_negative": "vespo_k_neg",
+    "vespo_lambda_negative": "vespo_lambda_neg",
+}
+_TERMS = ("top_entropy_quantile", "off_policy_mask_threshold", "entropy_coef")  # of the same name here
 _BATCH = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -45,21 +52,34 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.transformers_keys(epochs=3.0)
     top_k = settings.number("top_k", None)
     draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
-    low = settings.number("epsilon", 0.2)
-    high = settings.number("epsilon_high", None)
-    loss = settings.text("loss_type", "dapo" if version >= (0, 22) else "bnpo" if version >= (0, 17) else "grpo")
-    beta = settings.number("beta", 0.0 if version >= (0, 19) else 0.04)
-    high = low if high is None or loss == "cispo" else high
-    draft.algorithm(loss, names=_LOSSES, beta=beta, low=low, high=high)
-    scaled = settings.text("scale_rewards", "true").lower() not in ("false", "none", "no")
-    if scaled and loss == "dr_grpo":
-        draft.note("no equivalent: rewards are divided by their standard deviation there; dr_grpo here does not")
-    elif not scaled and loss != "dr_grpo":
-        draft.note(
-            "no equivalent: rewards are not divided by their standard deviation there; here dr_grpo alone does so"
-        )
+    _algorithm(draft, version)
     _precision(draft)
     _engine(draft, version)
+
+
+def _algorithm(draft: Draft, version: Version) -> None:
+    settings = draft.settings
+    loss = settings.text("loss_type", "dapo" if version >= (0, 22) else "bnpo" if version >= (0, 17) else "grpo")
+    if loss not in LOSSES:
+        draft.note(f"no equivalent: loss {loss}; grpo stands in its place")
+    policy_loss, loss_weight = LOSSES.get(loss, LOSSES["grpo"])
+    policy_loss = draft.ratio_level(loss, policy_loss)
+    advantage = SCALES.get(draft.reward_scale("group"), "group_mean_std")
+    if settings.text("multi_objective_aggregation") == "normalize_then_sum":
+        advantage = "per_reward_mean_std"
+    beta = settings.number("beta", 0.0 if version >= (0, 19) else 0.04)
+    draft.algorithm(
+        loss,
+        {"advantage": advantage, "policy_loss": policy_loss, "loss_weight": loss_weight},
+        beta=beta,
+        **draft.bounds(loss, policy_loss),
+        **{ours: settings.number(theirs, None) for ours, theirs in _NUMBERS.items()},
+        kl_unbiased=True if beta and settings.flag("use_bias_correction_kl") else None,
+    )
+    draft.copy({f"algorithm.{key}": (key, "number") for key in _TERMS})
+    if settings.flag("use_adaptive_entropy"):
+        draft.put("algorithm.entropy_target", settings.number("entropy_target", 0.2))
+        draft.copy({f"algorithm.{key}": (key, "number") for key in ("entropy_coef_delta", "entropy_coef_max")})
 
 
 def _precision(draft: Draft) -> None:

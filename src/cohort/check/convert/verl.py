@@ -1,15 +1,35 @@
 """verl to Cohort."""
 
+from typing import Any
+
 from cohort.check.convert.draft import Draft
 from cohort.check.rules.start import Start
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-# how per-token losses are summed decides which of ours it is
 _AGGREGATIONS = {
-    "token-mean": "dapo",
-    "seq-mean-token-mean": "grpo",
-    "seq-mean-token-sum-norm": "dr_grpo",
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant",
 }
+_LOSSES = {
+    "vanilla": "clipped",
+    "gspo": "gspo_token",  # the form that it computes
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "geo_mean": "gmpo",
+    "gpg": "reinforce",
+}
+_ADVANTAGES = {
+    "grpo": "group_mean_std",
+    "grpo_vectorized": "group_mean_std",
+    "rloo": "leave_one_out",
+    "rloo_vectorized": "leave_one_out",
+    "reinforce_plus_plus": "batch_mean_std",
+    "reinforce_plus_plus_baseline": "group_mean_whitened",
+}
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_NAMES = {"reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
 
 
 def from_verl(draft: Draft, start: Start | None) -> None:
@@ -55,19 +75,65 @@ def from_verl(draft: Draft, start: Start | None) -> None:
         draft.note(f"no equivalent: rollout engine {settings.text(f'{_ROLLOUT}.name')}")
 
 
+def _kl(draft: Draft) -> dict[str, Any]:
+    """Where the KL term is, and how it is estimated and controlled."""
+    settings = draft.settings
+    in_loss, in_reward = settings.flag(f"{_ACTOR}.use_kl_loss"), settings.flag("algorithm.use_kl_in_reward")
+    if in_loss and in_reward:
+        draft.note("no equivalent: KL in the reward and in the loss at once; the one in the loss is kept")
+    if in_loss:
+        form = settings.text(f"{_ACTOR}.kl_loss_type", "low_var_kl")
+        if _ESTIMATORS.get(form, "k1") == "k1":
+            draft.note(f"no equivalent: kl_loss_type {form} as a loss has no gradient in expectation; k3 is")
+        coefficient = settings.number(f"{_ACTOR}.kl_loss_coef", 0.001)
+        estimator = "k2" if _ESTIMATORS.get(form) == "k2" else "k3"
+        return {"beta": coefficient, "kl_estimator": estimator if coefficient else None}
+    coefficient = settings.number("algorithm.kl_ctrl.kl_coef", 0.001)
+    if not in_reward or not coefficient:
+        return {"beta": 0.0}
+    adapts = settings.text("algorithm.kl_ctrl.type", "fixed") == "adaptive"
+    return {
+        "beta": coefficient,
+        "kl_in": "reward",
+        "kl_estimator": _ESTIMATORS.get(settings.text("algorithm.kl_penalty", "kl"), "k1"),
+        "kl_target": settings.number("algorithm.kl_ctrl.target_kl", 0.1) if adapts else None,
+        "kl_horizon": settings.whole("algorithm.kl_ctrl.horizon", 10_000, maximum=10**9) if adapts else None,
+    }
+
+
 def _algorithm(draft: Draft) -> None:
     settings = draft.settings
     estimator = settings.text("algorithm.adv_estimator", "gae")
-    if estimator != "grpo":
+    if estimator not in _ADVANTAGES:
         draft.note(f"no equivalent: algorithm.adv_estimator {estimator}; advantages are those of groups")
+    advantage = _ADVANTAGES.get(estimator, "group_mean_std")
+    if advantage == "group_mean_std" and not settings.flag("algorithm.norm_adv_by_std_in_grpo", True):
+        advantage = "group_mean"
+    loss = settings.text(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+    if loss not in _LOSSES:
+        draft.note(f"no equivalent: policy loss {loss}; clipped stands in its place")
+    policy_loss = _LOSSES.get(loss, "clipped")
+    summed = settings.text(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    if summed not in _AGGREGATIONS:
+        draft.note(f"no equivalent: loss_agg_mode {summed}; token-mean stands in its place")
+    loss_weight = _AGGREGATIONS.get(summed, "token_mean")
+    if policy_loss in ("gspo_token", "gmpo", "sapo"):  # which sum in a way of their own there, whatever is said
+        loss_weight = "sequence_mean"
     clip = settings.number(f"{_ACTOR}.clip_ratio", 0.2)
-    beta = settings.number(f"{_ACTOR}.kl_loss_coef", 0.001) if settings.flag(f"{_ACTOR}.use_kl_loss") else 0.0
-    if settings.flag("algorithm.use_kl_in_reward"):
-        draft.note("no equivalent: algorithm.use_kl_in_reward; algorithm.beta is a term of the loss")
+    high = settings.number(f"{_ACTOR}.clip_ratio_high", clip)
+    dual = settings.number(f"{_ACTOR}.clip_ratio_c", 3.0)
+    if dual <= 1 + high:
+        draft.note(f"no equivalent: clip_ratio_c {dual:g}, which is not above 1 + clip_high")
+    if policy_loss == "cispo":
+        draft.note("no equivalent: clip_ratio_low with policy loss cispo; its weights have no lower bound here")
     draft.algorithm(
-        settings.text(f"{_ACTOR}.loss_agg_mode", "token-mean"),
-        names=_AGGREGATIONS,
-        beta=beta,
-        low=settings.number(f"{_ACTOR}.clip_ratio_low", clip),
-        high=settings.number(f"{_ACTOR}.clip_ratio_high", clip),
+        _NAMES.get(estimator, policy_loss),
+        {"advantage": advantage, "policy_loss": policy_loss, "loss_weight": loss_weight},
+        **_kl(draft),
+        entropy_coef=settings.number(f"{_ACTOR}.entropy_coeff", None),
+        clip_low=settings.number(f"{_ACTOR}.clip_ratio_low", clip),
+        clip_high=high,
+        delta=dual if dual > 1 + high else None,
+        tau_positive=settings.number(f"{_ACTOR}.tau_pos", None),
+        tau_negative=settings.number(f"{_ACTOR}.tau_neg", None),
     )

@@ -1,0 +1,260 @@
+"""A user's own advantage, policy loss and loss weight: found, tried on a few tokens, and held to the rules of ours.
+
+P prompts, G generations, L tokens of the longest completion, N completions, T scored tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.algorithms.inputs import AdvantageInputs
+from cohort.algorithms.losses import PolicyLoss
+from cohort.batch import LossInputs, LossOutput
+from cohort.errors import UserError
+from cohort.records import FloatArray, IntArray
+from cohort.user_code import load_function, raised_at
+
+_LENGTHS = (3, 1, 4)  # of the completions that a policy loss is tried on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTraits:
+    """What trying a policy loss has shown."""
+
+    whole_completions: bool  # a token's loss depends on the other tokens of its completion
+    learns_without_advantage: bool
+
+
+def own_advantage(use: str) -> Callable[[AdvantageInputs], Tensor]:
+    """The advantage that `use` names, as one of ours.
+
+    Raises:
+        UserError: it does not load.
+    """
+    function = _Own("advantage", use)
+
+    def advantage(x: AdvantageInputs) -> Tensor:
+        advantages = function(x)
+        if not isinstance(advantages, Tensor) or not advantages.is_floating_point():
+            raise function.error(f"gave {_kind(advantages)}; it must be a tensor of real numbers, [P, G] or [P, G, L]")
+        return advantages.detach()
+
+    return advantage
+
+
+def own_policy_loss(use: str) -> PolicyLoss:
+    """The policy loss that `use` names, as one of ours; it may return a tensor in place of a `LossOutput`.
+
+    Raises:
+        UserError: it does not load.
+    """
+    function = _Own("policy_loss", use)
+
+    def policy_loss(x: LossInputs) -> LossOutput:
+        out = function(x)
+        out = LossOutput(per_token_loss=out) if isinstance(out, Tensor) else out
+        if not isinstance(out, LossOutput):
+            raise function.error(f"gave {_kind(out)}; it must give a tensor [T], or a cohort.batch.LossOutput")
+        wanted = {"per_token_loss": out.per_token_loss, **out.token_metrics}
+        for name, tensor in wanted.items():
+            if not isinstance(tensor, Tensor) or tensor.shape != x.logprobs.shape:
+                raise function.error(
+                    f"gave {_kind(tensor)} as {name}; it must be one number per token, {tuple(x.logprobs.shape)} here, "
+                    f"not summed and not averaged"
+                )
+        if out.per_token_loss.dtype != x.logprobs.dtype:
+            raise function.error(
+                f"gave a loss of {out.per_token_loss.dtype}; it must have the dtype of the logprobs, {x.logprobs.dtype}"
+            )
+        return replace(out, token_metrics={name: tensor.detach() for name, tensor in out.token_metrics.items()})
+
+    return policy_loss
+
+
+def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
+    """The loss weight that `use` names, as one of ours.
+
+    Raises:
+        UserError: it does not load.
+    """
+    function = _Own("loss_weight", use)
+
+    def loss_weight(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
+        weights_N = np.asarray(function(lengths_N.copy(), included_N.copy()), dtype=np.float64)
+        if weights_N.shape != lengths_N.shape or not np.isfinite(weights_N).all():
+            raise function.error(
+                f"gave {weights_N.tolist()} for {len(lengths_N)} completions; it must be one finite number for each"
+            )
+        if weights_N[~included_N].any():
+            raise function.error("gave a weight to a completion that is left out (included_N is False); it must be 0")
+        return weights_N
+
+    return loss_weight
+
+
+def try_advantage(advantage: Callable[[AdvantageInputs], Tensor], use: str, *, num_generations: int) -> None:
+    """Try an advantage on two groups, with and without a completion that was not judged.
+
+    Raises:
+        UserError: names the rule that it breaks.
+    """
+    field = _field("advantage", use)
+    lengths_PG = torch.arange(2 * num_generations).reshape(2, -1) % 4 + 1
+    rewards_PG = torch.arange(2.0 * num_generations, dtype=torch.float64).reshape(2, -1) + 1.0
+    unjudged_PG = rewards_PG.clone()
+    unjudged_PG[0, 0] = torch.nan
+    for rewards in (rewards_PG, unjudged_PG):
+        x = _advantage_inputs(rewards, lengths_PG)
+        advantages = advantage(x)
+        shape = tuple(x.token_rewards.shape)
+        if tuple(advantages.shape) not in (shape[:2], shape):
+            raise UserError(
+                f"{field}: gave a tensor of shape {tuple(advantages.shape)} for rewards {shape[:2]}; it must be "
+                f"{shape[:2]}, one for each completion, or {shape}, one for each of its tokens"
+            )
+        judged = advantages[~rewards.isnan() if advantages.dim() == 2 else x.token_mask]
+        if not judged.isfinite().all():
+            raise UserError(f"{field}: gave NaN or infinity to a judged completion, of rewards {rewards.tolist()}")
+        if rewards is rewards_PG and not judged.any():
+            more = "; it needs more than one: raise rollout.num_generations" if num_generations == 1 else ""
+            raise UserError(
+                f"{field}: gave 0 to every completion of groups of {num_generations}, of rewards {rewards.tolist()}, "
+                f"so nothing would be learned{more}"
+            )
+
+
+def try_loss_weight(loss_weight: Callable[[IntArray, np.ndarray], FloatArray], use: str) -> None:
+    """Try a loss weight on four completions, with some and with all of them left out.
+
+    Raises:
+        UserError: names the rule that it breaks.
+    """
+    lengths_N = np.array([3, 1, 4, 2])
+    if not loss_weight(lengths_N, np.array([True, True, False, True])).any():
+        raise UserError(f"{_field('loss_weight', use)}: gave 0 to every completion, so nothing would be learned")
+    loss_weight(lengths_N, np.zeros(4, dtype=bool))
+
+
+def try_policy_loss(policy_loss: PolicyLoss, use: str, *, has_reference: bool) -> LossTraits:
+    """Try a policy loss on three completions, on each of them and each of their tokens alone, and on none.
+
+    Raises:
+        UserError: names the rule that it breaks.
+    """
+    field = _field("policy_loss", use)
+    x = _loss_inputs(has_reference=has_reference)
+    num_tokens = len(x.logprobs)
+    losses, gradient = _with_gradient(policy_loss, x)
+    if not losses.isfinite().all() or not gradient.isfinite().all():
+        raise UserError(f"{field}: gave a loss or a gradient that is NaN or infinite: {losses.tolist()}")
+    if not gradient.any():
+        raise UserError(
+            f"{field}: its loss has no gradient with respect to the logprobs, so nothing would be learned; use "
+            f"x.logprobs without detaching it"
+        )
+    ends = np.cumsum(_LENGTHS).tolist()
+    completions = [slice(end - length, end) for end, length in zip(ends, _LENGTHS, strict=True)]
+    if not _same(policy_loss, x, completions, losses, gradient):
+        raise UserError(
+            f"{field}: a completion's loss changes with the other completions of its micro-batch, which are there by "
+            f"chance; a token's loss may look at its own completion only (x.sequence_ids)"
+        )
+    try:
+        policy_loss(_part(x, slice(0, 0)))
+    except UserError as error:
+        raise UserError(f"{error}. It was tried on a micro-batch without tokens, which there are too") from error
+    _, without = _with_gradient(policy_loss, replace(x, advantages=torch.zeros(num_tokens)))
+    tokens = [slice(t, t + 1) for t in range(num_tokens)]
+    return LossTraits(
+        whole_completions=not _same(policy_loss, x, tokens, losses, gradient),
+        learns_without_advantage=bool(without.any()),
+    )
+
+
+class _Own:
+    """A function of the user's, whose errors name it."""
+
+    def __init__(self, kind: str, use: str):
+        self._field = _field(kind, use)
+        self._function = load_function(use, base_dir=Path.cwd(), field=f"algorithm.{kind}")
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self._function(*arguments)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # the engine computes it again, in parts
+            raise self.error(f"raised {type(error).__name__}: {error} (at {raised_at(error)})") from error
+
+    def error(self, what: str) -> UserError:
+        """What the function does wrong."""
+        return UserError(f"{self._field}: {what}")
+
+
+def _field(kind: str, use: str) -> str:
+    return f"algorithm.{kind}: {use!r}"
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor) -> AdvantageInputs:
+    tokens_PGL = torch.zeros(*lengths_PG.shape, int(lengths_PG.max()), dtype=torch.float64)
+    tokens_PGL.scatter_(-1, (lengths_PG - 1).unsqueeze(-1), rewards_PG.nan_to_num(0.0).unsqueeze(-1))
+    return AdvantageInputs(
+        rewards=rewards_PG,
+        reward_parts=rewards_PG.unsqueeze(-1),
+        reward_weights=torch.ones(1, dtype=torch.float64),
+        token_rewards=tokens_PGL,
+        lengths=lengths_PG,
+    )
+
+
+def _loss_inputs(*, has_reference: bool) -> LossInputs:
+    """Three completions, the policies some way from each other, advantages of both signs and 0."""
+    lengths, generator = torch.tensor(_LENGTHS), torch.Generator().manual_seed(0)
+    count = int(lengths.sum())
+    values = torch.rand(6, count, generator=generator)
+    return LossInputs(
+        logprobs=-2 * values[0],
+        old_logprobs=-2 * values[1],
+        sampling_logprobs=-2 * values[2],
+        reference_logprobs=-2 * values[3] if has_reference else None,
+        entropy=values[4],
+        advantages=torch.repeat_interleave(torch.tensor([1.0, 0.0, -0.5]), lengths),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+    )
+
+
+def _part(x: LossInputs, tokens: slice) -> LossInputs:
+    """Some of the tokens."""
+    parts: Mapping[str, Any] = {
+        name: getattr(x, name)[tokens] for name in LossInputs.__slots__ if getattr(x, name) is not None
+    }
+    return replace(x, **parts)
+
+
+def _with_gradient(policy_loss: PolicyLoss, x: LossInputs) -> tuple[Tensor, Tensor]:
+    """The losses [T], and the gradient of their sum, [2, T]: to the logprobs and to the entropy."""
+    leaves = [t.clone().requires_grad_() for t in (x.logprobs, x.entropy)]
+    losses = policy_loss(replace(x, logprobs=leaves[0], entropy=leaves[1])).per_token_loss
+    if not losses.requires_grad:
+        return losses, torch.zeros(2, len(losses))
+    gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    return losses.detach(), torch.stack([torch.zeros(len(losses)) if g is None else g for g in gradients])
+
+
+def _same(policy_loss: PolicyLoss, x: LossInputs, parts: list[slice], losses: Tensor, gradient: Tensor) -> bool:
+    """Whether the parts, each computed alone, have the losses and gradients that they have together."""
+    alone = [_with_gradient(policy_loss, _part(x, part)) for part in parts]
+    return all(
+        torch.allclose(one, losses[part], rtol=1e-4, atol=1e-6)
+        and torch.allclose(one_gradient, gradient[:, part], rtol=1e-4, atol=1e-6)
+        for (one, one_gradient), part in zip(alone, parts, strict=True)
+    )

@@ -1,0 +1,68 @@
+"""The keys of `algorithm` around the policy loss (KL, entropy): their defaults, and which of them have no effect."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cohort.config.algorithm import AlgorithmConfig
+
+ALL_TOKENS = 1.0  # of algorithm.top_entropy_quantile
+
+
+def term_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of those keys that something reads, by what was given of the section."""
+    defaults: dict[str, Any] = {}
+    if _is_positive(given.get("beta")):
+        defaults |= {"kl_estimator": "k3", "kl_in": "loss"}
+        if given.get("kl_in", "loss") == "loss":
+            defaults["kl_unbiased"] = False
+        if given.get("kl_target") is not None:
+            defaults["kl_horizon"] = 10_000
+    if given.get("entropy_target") is not None:
+        defaults |= {"entropy_coef_delta": 0.005, "entropy_coef_max": 1.0}
+    return defaults
+
+
+def check_terms(algorithm: "AlgorithmConfig") -> None:
+    """Refuse keys that have no effect, and terms that are not what they seem.
+
+    Raises:
+        ValueError: names the key, the value and what works.
+    """
+    for key in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target", "kl_horizon"):
+        if algorithm.beta == 0 and getattr(algorithm, key) is not None:
+            _refuse(algorithm, key, "beta: 0", "set beta above 0 (such as 0.04)")
+    if algorithm.kl_in == "reward" and algorithm.kl_unbiased is not None:
+        _refuse(algorithm, "kl_unbiased", "kl_in: reward", "use kl_in: loss")
+    if algorithm.kl_target is None and algorithm.kl_horizon is not None:
+        _refuse(algorithm, "kl_horizon", "a fixed beta", "set kl_target")
+    for key in ("entropy_coef_delta", "entropy_coef_max"):
+        if algorithm.entropy_target is None and getattr(algorithm, key) is not None:
+            _refuse(algorithm, key, "a fixed entropy_coef", "set entropy_target")
+    if algorithm.entropy_coef_max is not None and algorithm.entropy_coef > algorithm.entropy_coef_max:
+        raise ValueError(
+            f"entropy_coef: {algorithm.entropy_coef} is above entropy_coef_max: {algorithm.entropy_coef_max}; lower "
+            f"one or raise the other"
+        )
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_unbiased:
+        raise ValueError(
+            "kl_estimator: k1 in the loss has a gradient of 0 in expectation, so it would only add noise; use "
+            "kl_estimator: k2 or k3, kl_unbiased: true, or kl_in: reward"
+        )
+    if algorithm.kl_estimator == "k2" and algorithm.kl_unbiased:
+        raise ValueError(
+            "kl_unbiased: true with kl_estimator: k2 is the gradient of no divergence; use kl_estimator: k3, whose "
+            "unbiased gradient is k2's times the importance ratio"
+        )
+
+
+def _refuse(algorithm: "AlgorithmConfig", key: str, because: str, instead: str) -> None:
+    raise ValueError(f"{key}: {getattr(algorithm, key)} has no effect with {because}; remove it, or {instead}")
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether what was given is a number above 0; text is judged later, by the field."""
+    try:
+        return value is not None and float(value) > 0
+    except (TypeError, ValueError):
+        return False

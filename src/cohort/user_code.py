@@ -1,0 +1,120 @@
+"""Functions that a user brings: found by file or module, and the line of his code where something happened."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cohort.errors import UserError
+
+_PACKAGE = Path(__file__).parent
+_MACHINERY = tuple(str(_PACKAGE / name) for name in ("user_code.py", "rewards/call.py", "algorithms/own.py"))
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def load_function(use: str, *, base_dir: Path, field: str) -> Callable[..., Any]:
+    """The callable that `use` names.
+
+    Args:
+        use: `path/to/file.py:name` or `package.module:name`.
+        base_dir: folder of the configuration file; a file is looked up there and then in the working directory.
+        field: what to call this setting in messages.
+
+    Raises:
+        UserError: no such file, module or name in it; it does not import; or it is not callable.
+    """
+    where, _, name = use.rpartition(":")
+    is_file = where.endswith(".py") or "/" in where
+    module = _module_of_file(where, base_dir, use, field) if is_file else _module(where, use, field)
+    if not hasattr(module, name):
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise UserError(f"{field}: {use!r}: {where} has no {name!r}. {nearest(name, public, 'Callable in it')}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"{field}: {use!r} is not callable, it is {function!r} ({type(function).__name__})")
+    if isinstance(function, type):
+        raise UserError(
+            f"{field}: {use!r} is a class; name an instance of it that can be called, for example "
+            f"`{name.lower()} = {name}()` in {where}"
+        )
+    return function
+
+
+def user_line(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """`file:line` of the innermost frame that is the user's own code, else of the innermost frame, else None."""
+    own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_MACHINERY, *_LIBRARIES))]
+    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or list(frames))), None)
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` in the user's code where `error` was raised; for a syntax error, the line that does not parse."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    return user_line(traceback.extract_tb(error.__traceback__)) or "an unknown line"
+
+
+def nearest(wrong: str, right: Iterable[str], what: str) -> str:
+    """`Did you mean 'x'? What: a, b, c.`"""
+    known = sorted(right)
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return (f"Did you mean {close[0]!r}? " if close else "") + f"{what}: {', '.join(known) or 'none'}."
+
+
+def _module_of_file(path: str, base_dir: Path, use: str, field: str) -> ModuleType:
+    candidates = [base_dir / path, Path.cwd() / path]
+    found = next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        tried = " and ".join(dict.fromkeys(str(candidate) for candidate in candidates))
+        beside = sorted({file.name for candidate in candidates for file in candidate.parent.glob("*.py")})
+        raise UserError(f"{field}: {use!r}: no such file. Tried {tried}. {nearest(path, beside, 'Files there')}")
+    # One module per file, so that two functions from one file share its state and its code runs once.
+    module_name = f"cohort_user_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    _importable(found.parent)
+    spec = importlib.util.spec_from_file_location(module_name, found)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{field}: {use!r}: {found} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[module_name]
+        raise _import_error(error, use, field) from error
+    return module
+
+
+def _module(name: str, use: str, field: str) -> ModuleType:
+    _importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The module itself or a package that holds it, and not something that it imports.
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{field}: {use!r}: there is no module {error.name!r} among the installed packages or in the working "
+                f"directory {Path.cwd()}. For a file, write 'path/to/file.py:function'"
+            ) from error
+        raise _import_error(error, use, field) from error
+    except BaseException as error:
+        raise _import_error(error, use, field) from error
+
+
+def _import_error(error: BaseException, use: str, field: str) -> BaseException:
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    return UserError(f"{field}: {use!r} does not import: {type(error).__name__}: {error} (at {raised_at(error)})")
+
+
+def _importable(folder: Path) -> None:
+    """Lets the code import its neighbours; last in line, so that no neighbour hides an installed package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,68 @@
+"""Inputs of advantages and policy losses for tests that state numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cohort.algorithms import AdvantageInputs
+from cohort.batch import LossInputs
+from cohort.records import Completion, FinishReason, Prompt, ScoredGroup
+
+NAN = float("nan")
+
+
+def loss_inputs(
+    ratios: Sequence[float],
+    advantages: Sequence[float],
+    *,
+    ids: Sequence[int] | None = None,
+    reference: Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> LossInputs:
+    """Tokens of these ratios of the current to the old policy; the old one was sure of each, as was the sampler."""
+    zeros = torch.zeros(len(ratios), dtype=dtype)
+    return LossInputs(
+        logprobs=torch.tensor(ratios, dtype=dtype).log().requires_grad_(),
+        old_logprobs=zeros,
+        sampling_logprobs=zeros,
+        reference_logprobs=None if reference is None else torch.tensor(reference, dtype=dtype),
+        entropy=torch.zeros(1),
+        advantages=torch.tensor(advantages, dtype=dtype),
+        sequence_ids=torch.arange(len(ratios)) if ids is None else torch.tensor(ids),
+    )
+
+
+def judged(rewards_PG: torch.Tensor, *, lengths: Sequence[Sequence[int]] | None = None) -> AdvantageInputs:
+    """Completions with their reward at the last token, of one token each unless `lengths` says otherwise."""
+    lengths_PG = torch.ones_like(rewards_PG, dtype=torch.int64) if lengths is None else torch.tensor(lengths)
+    tokens_PGL = torch.zeros(*rewards_PG.shape, int(lengths_PG.max()), dtype=rewards_PG.dtype)
+    return AdvantageInputs(
+        rewards=rewards_PG,
+        reward_parts=rewards_PG.unsqueeze(-1),
+        reward_weights=torch.ones(1, dtype=rewards_PG.dtype),
+        token_rewards=tokens_PGL.scatter(2, lengths_PG.unsqueeze(-1) - 1, rewards_PG.nan_to_num(0.0).unsqueeze(-1)),
+        lengths=lengths_PG,
+    )
+
+
+def scored(
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    finish: Sequence[FinishReason] | None = None,
+    parts: dict[str, Sequence[float]] | None = None,
+) -> ScoredGroup:
+    """A group of completions of these rewards and lengths."""
+    prompt = Prompt(id=0, epoch=0, content="q", token_ids=np.array([7, 8]), columns={})
+    completions = tuple(
+        Completion(
+            token_ids=np.arange(n),
+            sampling_logprobs=-np.ones(n),
+            finish_reason=reason,
+            policy_version=0,
+            text="",
+        )
+        for n, reason in zip(lengths, finish or ["stop"] * len(lengths), strict=True)
+    )
+    by_name = {name: np.array(values) for name, values in (parts or {}).items()}
+    return ScoredGroup(prompt=prompt, completions=completions, rewards=np.array(rewards), reward_parts=by_name)

@@ -1,0 +1,131 @@
+"""Laws 1 and 2 for every algorithm, policy loss, loss weight and mask; and steps that have nothing to teach."""
+
+import copy
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
+from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
+from cohort.policy import Policy
+from cohort.policy.layout import Layout
+from cohort.records import TrainSequence
+from test_laws import dense_gradient, make_engine, packed_gradient, random_groups
+from tiny import make_policy, pack_for, relative_error
+
+WEIGHTS = {"brief": 0.5, "right": 2.0}
+GRID = [*itertools.product(COMPONENTS["policy_loss"], COMPONENTS["loss_weight"], (False, True))]
+LENGTHS = [[3, 14, 9, 1], [1, 6, 2, 5]]
+
+
+def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
+    """A step of two groups with two rewards each, one completion not judged, some truncated."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group in random_groups(LENGTHS, seed):
+        parts = {name: rng.random(4).round(2) for name in WEIGHTS}
+        rewards = sum(weight * parts[name] for name, weight in WEIGHTS.items())
+        groups.append(replace(group, rewards=rewards, reward_parts=parts))
+    groups[1] = replace(
+        groups[1],
+        rewards=np.where(np.arange(4) == 2, np.nan, groups[1].rewards),
+        reward_parts={k: np.where(np.arange(4) == 2, np.nan, v) for k, v in groups[1].reward_parts.items()},
+    )
+    return assign_advantages(groups, algorithm, reward_weights=WEIGHTS)
+
+
+@cache
+def shallow_policy() -> Policy:
+    """One layer, whose weights nobody changes."""
+    return make_policy(dtype=torch.float64, num_hidden_layers=1)
+
+
+def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int) -> None:
+    policy = shallow_policy()
+    algorithm = build_algorithm(config, max_completion_tokens=16)
+    sequences = sequences_of(algorithm, seed)
+    expected_loss, expected = dense_gradient(policy, policy, sequences, algorithm)
+    assert max(gradient.norm() for gradient in expected.values()) > 1e-6
+    engine = make_engine(policy)
+    shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
+    layouts: list[Layout] = ["shared", "packed", "padded"]
+    splits = [(sequences, 10_000, "shared"), (with_gradient(shuffled, algorithm), 25, layouts[seed % 3])]
+    for order, budget, layout in splits:
+        loss, actual = packed_gradient(engine, order, algorithm, budget, layout)
+        assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+        for key, gradient in expected.items():
+            assert relative_error(actual[key], gradient) < 1e-6, key
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_of_every_algorithm_depends_on_no_split(name: str):
+    assert_any_split_has_the_dense_gradient(AlgorithmConfig(name=name), seed=len(name))
+
+
+@pytest.mark.parametrize(("policy_loss", "loss_weight", "mask"), GRID)
+def test_the_gradient_of_every_combination_depends_on_no_split(policy_loss: str, loss_weight: str, mask: bool):
+    config = AlgorithmConfig(policy_loss=policy_loss, loss_weight=loss_weight, mask_truncated_completions=mask)
+    assert_any_split_has_the_dense_gradient(config, seed=GRID.index((policy_loss, loss_weight, mask)))
+
+
+def test_a_completion_in_two_micro_batches_would_have_another_gradient():
+    """Negative control: what GSPO computes if a completion is torn in two."""
+    policy = shallow_policy()
+    algorithm = build_algorithm(AlgorithmConfig(name="gspo", clip_low=0.9, clip_high=9.0), max_completion_tokens=16)
+    sequences = sequences_of(algorithm, seed=0)
+    _, expected = dense_gradient(policy, policy, sequences, algorithm)
+
+    def torn(x):
+        return algorithm.policy_loss(replace(x, sequence_ids=torch.arange(len(x.sequence_ids)) // 2))
+
+    _, actual = packed_gradient(make_engine(policy), sequences, replace(algorithm, loss_at=lambda _: torn), 10_000)
+    assert max(relative_error(actual[key], expected[key]) for key in expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gspo", "vespo", "gmpo", "reinforce_pp"])
+def test_float32_gradients_agree_to_1e_5(name: str):
+    policy = make_policy()
+    algorithm = build_algorithm(AlgorithmConfig(name=name), max_completion_tokens=16)
+    sequences = sequences_of(algorithm, seed=3)
+    engine = make_engine(policy)
+    _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
+    for budget in (1, 30):
+        _, split = packed_gradient(engine, sequences, algorithm, budget)
+        assert max(relative_error(split[key], whole[key]) for key in whole) < 1e-5
+
+
+@pytest.mark.parametrize("reason", ["equal rewards", "all truncated and masked", "nobody judged"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
+    """Of a run's first steps: without momentum, and without weight decay."""
+    policy = make_policy(num_hidden_layers=1)
+    algorithm = build_algorithm(
+        AlgorithmConfig(name=name, mask_truncated_completions=reason.startswith("all")), max_completion_tokens=16
+    )
+    groups = random_groups(LENGTHS, seed=0)
+    if reason == "equal rewards":
+        groups = [replace(group, rewards=np.full(4, 0.7)) for group in groups]
+    elif reason == "nobody judged":
+        groups = [replace(group, rewards=np.full(4, np.nan)) for group in groups]
+    else:
+        groups = [
+            replace(
+                group,
+                rewards=np.arange(4.0),
+                completions=tuple(replace(c, finish_reason="length") for c in group.completions),
+            )
+            for group in groups
+        ]
+    sequences = assign_advantages(groups, algorithm)
+    assert with_gradient(sequences, algorithm) == []
+    before = copy.deepcopy(policy.model.state_dict())
+    engine = make_engine(policy, learning_rate=0.1)
+    for computed in (sequences, []):
+        (batch,) = pack_for(policy, computed, 50)
+        engine.forward_backward(batch, algorithm.policy_loss)
+        assert engine.optim_step().grad_norm == 0
+    assert all(torch.equal(value, before[key]) for key, value in policy.model.state_dict().items())

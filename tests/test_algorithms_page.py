@@ -1,0 +1,73 @@
+"""`cohort algorithms`, docs/algorithms.md and the README's table: all made from the catalogue."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cohort.cli.app import app
+from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
+from cohort.config.algorithm_docs import render, with_table
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_and_the_table_are_up_to_date():
+    assert (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8") == render(), "run `make docs`"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == with_table(readme), "run `make docs`"
+    broken = readme.replace("| `dapo` |", "| `dopa` |")
+    assert broken != readme and with_table(broken) == readme
+
+
+def test_every_algorithm_and_component_is_on_the_page():
+    page = render()
+    for name in [*ALGORITHMS, *(name for known in COMPONENTS.values() for name in known)]:
+        assert f"| `{name}` |" in page
+
+
+def test_the_list_names_each_with_its_parts_and_paper():
+    result = CliRunner().invoke(app, ["algorithms"])
+    assert result.exit_code == 0
+    for name, algorithm in ALGORITHMS.items():
+        assert f"\n{name} " in "\n" + result.output
+        assert f"{algorithm.advantage} + {algorithm.policy_loss} + {algorithm.loss_weight}  ({algorithm.source})" in (
+            result.output
+        )
+
+
+def test_one_algorithm_with_formulas_and_its_own_defaults():
+    output = CliRunner().invoke(app, ["algorithms", "dapo"]).output
+    assert COMPONENTS["policy_loss"]["clipped"].formula in output
+    assert "    clip_high: 0.28\n" in output and "    delta: null\n" in output
+
+
+def test_json_is_what_a_configuration_of_that_name_has():
+    for name, found in ((f["name"], f) for f in json.loads(CliRunner().invoke(app, ["algorithms", "--json"]).output)):
+        assert found == json.loads(CliRunner().invoke(app, ["algorithms", name, "--json"]).output)
+        config = AlgorithmConfig(name=name)
+        assert found["min_generations"] == config.min_generations
+        for kind in COMPONENTS:
+            assert found[kind]["name"] == getattr(config, kind)
+            for key, value in found[kind]["defaults"].items():
+                assert getattr(config, key) == value
+
+
+def test_an_unknown_name_is_told_the_nearest():
+    result = CliRunner().invoke(app, ["algorithms", "gpso"])
+    assert result.exit_code == 2
+    assert "error: algorithm 'gpso': is not one of grpo, dr_grpo, " in result.output
+    assert result.output.rstrip().endswith("did you mean gspo?")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["gspo"]])
+def test_it_does_not_import_torch(arguments: list[str]):
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom cohort.cli.app import app\n"
+        f"assert CliRunner().invoke(app, ['algorithms', *{arguments}]).exit_code == 0\n"
+        "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

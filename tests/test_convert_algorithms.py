@@ -1,0 +1,160 @@
+"""`cohort convert`: losses, estimators and bounds of TRL, ms-swift and verl as algorithms of Cohort."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.check import convert_file
+from cohort.config import AlgorithmConfig, load_config
+
+SWIFT = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset org/d --learning_rate 1e-5 --beta 0.0 "
+VERL = (
+    "python -m verl.trainer.main_ppo data.train_batch_size=256 data.train_files=t.parquet trainer.total_epochs=2 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.path=org/m trainer.n_gpus_per_node=8 "
+    "actor_rollout_ref.rollout.n=5 "
+)
+TRL = "reward_funcs: [accuracy]\nmax_steps: 10\n"
+
+
+def converted(tmp_path: Path, name: str, text: str) -> tuple[AlgorithmConfig, str]:
+    """The algorithm, and the notes, of a file's conversion; what it says has to be a valid configuration."""
+    (tmp_path / name).write_text(text)
+    output = convert_file(tmp_path / name)
+    (tmp_path / "out.yaml").write_text(output)
+    return load_config(tmp_path / "out.yaml").algorithm, " ".join(li for li in output.splitlines() if li[:1] == "#")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"name": "dapo", "clip_high": 0.2}),
+        ({"loss_type": "grpo"}, {}),
+        ({"loss_type": "bnpo", "epsilon_high": 0.3}, {"name": "bnpo", "clip_high": 0.3}),
+        ({"loss_type": "grpo", "delta": 4.0}, {"delta": 4.0}),
+        ({"loss_type": "dr_grpo", "scale_rewards": "false"}, {"name": "dr_grpo"}),
+        ({"loss_type": "dr_grpo"}, {"advantage": "group_mean_std", "name": "dr_grpo"}),
+        ({"loss_type": "grpo", "scale_rewards": "none"}, {"advantage": "group_mean"}),
+        ({"loss_type": "grpo", "scale_rewards": "batch"}, {"advantage": "group_mean_batch_std"}),
+        ({"loss_type": "grpo", "multi_objective_aggregation": "normalize_then_sum"}, {"name": "gdpo"}),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {"name": "gspo"},
+        ),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.1},
+            {"name": "luspo", "clip_low": 0.1, "clip_high": 0.1},
+        ),
+        ({"loss_type": "luspo"}, {"name": "luspo", "policy_loss": "clipped"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"name": "cispo", "clip_high": 4.0}),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.5}, {"name": "sapo", "tau_negative": 1.5}),
+        ({"loss_type": "vespo", "vespo_k_pos": 1.0}, {"name": "vespo", "vespo_k_positive": 1.0}),
+        ({"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": "true"}, {"beta": 0.1, "kl_unbiased": True}),
+        ({"loss_type": "grpo", "top_entropy_quantile": 0.2}, {"top_entropy_quantile": 0.2}),
+        ({"loss_type": "grpo", "off_policy_mask_threshold": 0.5}, {"off_policy_mask_threshold": 0.5}),
+        (
+            {"loss_type": "grpo", "entropy_coef": 0.01, "use_adaptive_entropy": "true", "entropy_coef_max": 0.5},
+            {"entropy_coef": 0.01, "entropy_target": 0.2, "entropy_coef_max": 0.5},
+        ),
+    ],
+)
+def test_trl(tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]):
+    text = TRL + "".join(f"{key}: {value}\n" for key, value in said.items())
+    algorithm, notes = converted(tmp_path, "trl.yaml", text)
+    assert algorithm == AlgorithmConfig.model_validate(expected)
+    assert not any(f"no equivalent: {key}" in notes for key in said)
+
+
+def test_what_trl_has_of_its_own_is_told(tmp_path: Path):
+    algorithm, notes = converted(tmp_path, "trl.yaml", TRL + "loss_type: cispo\n")
+    assert algorithm == AlgorithmConfig(name="cispo")
+    assert "a cap of 0.2 on CISPO's weights multiplies what is on-policy by 0.2 there; here such a weight is 1" in notes
+    _, notes = converted(tmp_path, "trl.yaml", TRL + "loss_type: grpo\ndelta: 1.1\n")
+    assert "no equivalent: delta 1.1; it bounds policy_loss: clipped, from above 1 + clip_high" in notes
+    _, notes = converted(tmp_path, "trl.yaml", TRL + "loss_type: sapo\nimportance_sampling_level: sequence\n")
+    assert "no equivalent: importance_sampling_level sequence with loss_type sapo" in notes
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("--loss_type grpo --importance_sampling_level sequence_token --epsilon 0.1", ("gspo_token", "group_mean_std")),
+        ("--advantage_estimator rloo", ("grpo", "leave_one_out")),
+        ("--advantage_estimator reinforce_plus_plus", ("reinforce_pp_baseline", "group_mean_whitened")),
+        ("--scale_rewards gdpo", ("gdpo", "per_reward_mean_std")),
+        ("--scale_rewards none", ("grpo", "group_mean")),
+        ("--loss_type cispo --epsilon_high 3", ("cispo", "group_mean_std")),
+    ],
+)
+def test_swift(tmp_path: Path, said: str, expected: tuple[str, str]):
+    algorithm, notes = converted(tmp_path, "swift.sh", SWIFT + said + "\n")
+    assert (algorithm.name, algorithm.advantage) == expected
+    assert "no equivalent: advantage" not in notes and "no equivalent: loss" not in notes
+
+
+def test_swift_takes_the_kl_from_the_reward(tmp_path: Path):
+    text = SWIFT.replace("--beta 0.0", "--beta 0.05") + "--kl_in_reward true --top_entropy_quantile 0.2\n"
+    algorithm, _ = converted(tmp_path, "swift.sh", text)
+    assert (algorithm.beta, algorithm.kl_in, algorithm.kl_estimator) == (0.05, "reward", "k1")
+    assert algorithm.top_entropy_quantile == 0.2
+
+
+def test_a_loss_that_nobody_here_has(tmp_path: Path):
+    algorithm, notes = converted(tmp_path, "swift.sh", SWIFT + "--loss_type fipo\n")
+    assert algorithm == AlgorithmConfig() and "no equivalent: loss fipo; grpo stands in its place" in notes
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("algorithm.adv_estimator=grpo", {"name": "dapo", "clip_high": 0.2, "delta": 3.0}),
+        (
+            "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False "
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm actor_rollout_ref.actor.clip_ratio_c=5",
+            {"name": "dr_grpo", "delta": 5.0},
+        ),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            {"name": "reinforce_pp", "loss_weight": "token_mean", "delta": 3.0},
+        ),
+        (
+            "algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean "
+            "actor_rollout_ref.actor.clip_ratio=0.4",
+            {"name": "gmpo"},
+        ),
+        (
+            "algorithm.adv_estimator=rloo actor_rollout_ref.actor.policy_loss.loss_mode=gpg "
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+            {"name": "rloo"},
+        ),
+        (
+            "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 "
+            "algorithm.kl_ctrl.type=adaptive",
+            {
+                "name": "dapo",
+                "clip_high": 0.2,
+                "delta": 3.0,
+                "beta": 0.01,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+                "kl_target": 0.1,
+            },
+        ),
+        (
+            "algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True "
+            "actor_rollout_ref.actor.kl_loss_type=mse actor_rollout_ref.actor.entropy_coeff=0.001",
+            {
+                "name": "dapo",
+                "clip_high": 0.2,
+                "delta": 3.0,
+                "beta": 0.001,
+                "kl_estimator": "k2",
+                "entropy_coef": 0.001,
+            },
+        ),
+    ],
+)
+def test_verl(tmp_path: Path, said: str, expected: dict[str, Any]):
+    algorithm, notes = converted(tmp_path, "verl.sh", VERL + said + "\n")
+    assert algorithm == AlgorithmConfig.model_validate(expected)
+    assert "no equivalent: algorithm" not in notes and "no equivalent: actor" not in notes

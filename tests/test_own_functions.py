@@ -1,0 +1,167 @@
+"""A user's own advantage, policy loss and loss weight: loaded, tried before the run, used on every rank."""
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cohort.algorithms import build_algorithm, check_own_functions
+from cohort.config import AlgorithmConfig, load_config
+from cohort.errors import UserError
+from samples import judged, loss_inputs
+from test_training import assert_same_weights, changed, make_inputs, train
+
+OWN = """
+    import numpy as np
+    import torch
+    from cohort.algorithms.advantages import group_mean
+    from cohort.batch import LossOutput
+
+    def centred(x):
+        return group_mean(x)
+
+    def reinforce(x):
+        ratio = torch.exp(x.logprobs - x.old_logprobs)
+        return -torch.minimum(ratio * x.advantages, ratio.clamp(0.8, 1.2) * x.advantages)
+
+    def with_metrics(x):
+        return LossOutput(per_token_loss=reinforce(x), token_metrics={"mine": x.logprobs})
+
+    def with_entropy(x):
+        return reinforce(x) - 0.1 * x.entropy
+
+    def of_sequence(x):
+        means = torch.zeros(int(x.sequence_ids.max()) + 1 if len(x.sequence_ids) else 0, dtype=x.logprobs.dtype)
+        sums = means.index_add(0, x.sequence_ids, x.logprobs - x.old_logprobs)
+        return -x.advantages * (sums / x.sequence_ids.bincount(minlength=len(means)))[x.sequence_ids].exp()
+
+    def per_step(lengths, included):
+        return included / max(lengths[included].sum(), 1)
+
+    def too_short(x): return x.rewards[:1]
+    def integers(x): return (x.rewards > 1).long()
+    def nan_advantage(x): return x.rewards / 0
+    def not_nan_aware(x): return x.rewards - x.rewards.mean(dim=1, keepdim=True)
+    def by_std(x): return (x.rewards - x.rewards.nanmean(1, keepdim=True)).nan_to_num(0)
+    def raising(x): return x.nothing
+    def summed(x): return reinforce(x).sum()
+    def as_text(x): return "loss"
+    def in_double(x): return reinforce(x).double()
+    def detached(x): return reinforce(x).detach()
+    def log_of_advantage(x): return x.logprobs * x.advantages.log()
+    def over_the_batch(x): return reinforce(x) - x.logprobs.mean()
+    def needs_tokens(x): return reinforce(x) + 0 * x.logprobs.max()
+    def reference(x): return x.logprobs - x.reference_logprobs
+    def everywhere(lengths, included): return np.ones(len(lengths))
+    def nowhere(lengths, included): return np.zeros(len(lengths))
+    def mean_of_none(lengths, included): return included / included.sum()
+    def one_number(lengths, included): return 1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "own.py"
+
+
+def check(**keys):
+    settings = {"num_generations": 4, "gradients_in_forward": False} | {
+        name: keys.pop(name) for name in ("num_generations", "gradients_in_forward") if name in keys
+    }
+    check_own_functions(AlgorithmConfig(**keys), **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("advantage", "too_short", ["gave a tensor of shape (1, 4) for rewards (2, 4)", "(2, 4, 4), one for each of"]),
+        ("advantage", "integers", ["must be a tensor of real numbers"]),
+        ("advantage", "nan_advantage", ["gave NaN or infinity to a judged completion"]),
+        ("advantage", "not_nan_aware", ["gave NaN or infinity to a judged completion"]),
+        ("advantage", "raising", ["raised AttributeError", "no attribute 'nothing'", "own.py:"]),
+        ("advantage", "missing", ["has no 'missing'"]),
+        ("policy_loss", "summed", ["gave a tensor of shape () as per_token_loss", "(8,) here, not summed"]),
+        ("policy_loss", "as_text", ["gave a str; it must give a tensor [T]"]),
+        ("policy_loss", "in_double", ["torch.float64; it must have the dtype of the logprobs, torch.float32"]),
+        ("policy_loss", "detached", ["no gradient with respect to the logprobs"]),
+        ("policy_loss", "log_of_advantage", ["NaN or infinite"]),
+        ("policy_loss", "over_the_batch", ["changes with the other completions of its micro-batch"]),
+        ("policy_loss", "needs_tokens", ["raised RuntimeError", "tried on a micro-batch without tokens"]),
+        ("policy_loss", "reference", ["raised TypeError"]),
+        ("loss_weight", "everywhere", ["gave a weight to a completion that is left out"]),
+        ("loss_weight", "nowhere", ["gave 0 to every completion"]),
+        ("loss_weight", "mean_of_none", ["gave [nan, nan, nan, nan] for 4 completions"]),
+        ("loss_weight", "one_number", ["gave 1.0 for 4 completions; it must be one finite number for each"]),
+    ],
+)
+def test_a_function_that_breaks_a_rule_is_refused(own: Path, kind: str, name: str, words: list[str]):
+    with pytest.raises(UserError) as caught:
+        check(**{kind: f"{own}:{name}"})
+    assert str(caught.value).startswith(f"algorithm.{kind}: '{own}:{name}'")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_what_an_own_loss_looks_at_is_found_by_trying_it(own: Path):
+    def traits(name: str) -> bool:
+        config = AlgorithmConfig(policy_loss=f"{own}:{name}")
+        return build_algorithm(config, max_completion_tokens=8).learns_without_advantage
+
+    assert not traits("reinforce")
+    assert traits("with_entropy")
+    check(policy_loss=f"{own}:of_sequence")
+    check(policy_loss=f"{own}:reinforce", gradients_in_forward=True)
+    with pytest.raises(UserError, match=r"changes with the other tokens of its completion, and train.gradients_in_f"):
+        check(policy_loss=f"{own}:of_sequence", gradients_in_forward=True)
+    check(policy_loss=f"{own}:reference", beta=0.1)
+
+
+def test_an_advantage_that_needs_peers_is_refused_alone(own: Path):
+    check(advantage=f"{own}:by_std")
+    with pytest.raises(UserError, match=r"gave 0 to every completion of groups of 1, .* raise rollout.num_generations"):
+        check(advantage=f"{own}:by_std", num_generations=1)
+
+
+def test_an_own_loss_is_used_as_one_of_ours(own: Path):
+    algorithm = build_algorithm(AlgorithmConfig(policy_loss=f"{own}:with_metrics"), max_completion_tokens=8)
+    out = algorithm.policy_loss(loss_inputs([1.5, 0.5], [1.0, 1.0]))
+    torch.testing.assert_close(out.per_token_loss, torch.tensor([-1.2, -0.5], dtype=torch.float64))
+    assert out.token_metrics["mine"].tolist() == pytest.approx(np.log([1.5, 0.5]).tolist())
+    weights = build_algorithm(AlgorithmConfig(loss_weight="own.py:per_step"), max_completion_tokens=8).loss_weight
+    assert weights(np.array([3, 1]), np.array([True, True])).tolist() == [0.25, 0.25]
+
+
+def test_a_run_with_own_functions_is_the_run_with_ours(own: Path, tmp_path: Path):
+    """The same formulas, written by a user: the same weights; and another function is another run."""
+    config = changed(make_inputs(tmp_path, dtype=torch.float64), train={"steps": 3}, model={"dtype": "float64"})
+    config = changed(config, eval={"every": 0, "before_training": False})
+    ours = {"name": "dr_grpo", "loss_weight": "token_mean"}
+    theirs = {"advantage": "own.py:centred", "policy_loss": "own.py:reinforce", "loss_weight": "own.py:per_step"}
+    runs = [
+        train(changed(config, algorithm=algorithm, run={"dir": str(tmp_path / name), "checkpoint_every": 0}))
+        for name, algorithm in {"ours": ours, "theirs": theirs}.items()
+    ]
+    assert_same_weights(runs[1].final_dir, runs[0].final_dir)
+    written = load_config(tmp_path / "theirs" / "config.yaml").algorithm
+    assert written.advantage == f"{own}:centred"
+    other = changed(
+        config, algorithm=theirs | {"policy_loss": "own.py:with_entropy"}, run={"dir": str(tmp_path / "theirs")}
+    )
+    with pytest.raises(UserError, match=r"algorithm.policy_loss"):
+        train(other)
+
+
+def test_the_example_of_the_docs_works(own: Path):
+    page = (Path(__file__).parents[1] / "docs" / "algorithm-terms.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    (own.parent / "example.py").write_text(code, encoding="utf-8")
+    check(advantage="example.py:leave_one_out", policy_loss="example.py:soft_clip", gradients_in_forward=True)
+    advantage = build_algorithm(
+        AlgorithmConfig(advantage="example.py:leave_one_out"), max_completion_tokens=8
+    ).advantage
+    rewards = torch.tensor([[1.0, 2.0, torch.nan]], dtype=torch.float64)
+    assert advantage(judged(rewards))[0, :2].tolist() == [-1.0, 1.0]
