@@ -28,6 +28,7 @@ STATE = TrainerState(
     pending=[],
     num_tokens=0,
     seconds=0,
+    control={},
     micro_batch_tokens=1,
     micro_batch_tokens_wanted=1,
     processes=1,

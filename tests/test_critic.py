@@ -52,6 +52,7 @@ def inputs(rewards: Sequence[float], values: Sequence[Sequence[float]]) -> Advan
     return AdvantageInputs(
         rewards=rewards_PG,
         reward_parts=rewards_PG.unsqueeze(-1),
+        reward_weights=torch.ones(1, dtype=torch.float64),
         token_rewards=tokens,
         lengths=lengths,
         values=padded.unsqueeze(0),
