@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from cohort.algorithms import assign_advantages, bare_sequences, build_algorithm, with_returns
+from cohort.algorithms.terms import Coefficients
 from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
@@ -138,7 +139,7 @@ def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> d
             estimates = crew.estimate(bare_sequences(groups), ALGORITHM.estimates)
             sequences = assign_advantages(groups, ALGORITHM, estimates)
             critic = crew.train_critic(crew.pack_for_critic(with_returns(sequences)))
-            losses = crew.forward_backward(crew.pack(sequences))
+            losses = crew.forward_backward(crew.pack(sequences), Coefficients(kl=0.0, entropy=0.0))
             crew.optim_step()
             metrics.append((critic.metrics, losses.metrics["loss"]))
             if update == 1:
