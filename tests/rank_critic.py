@@ -1,11 +1,13 @@
 """What ranks do together in the tests of the critic."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from cohort.algorithms import Coefficients, assign_advantages, bare_sequences, build_algorithm, with_returns
+from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TrainEngine
@@ -20,6 +22,17 @@ from test_laws import random_groups
 
 STEPS = {"uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT), "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG)}
 PLACES = ("forward embedding", "forward mlp 1", "backward self_attn 1", "backward mlp 0")  # where memory runs out
+STATE = TrainerState(
+    steps_done=2,
+    data={},
+    pending=[],
+    num_tokens=0,
+    seconds=0,
+    control={},
+    micro_batch_tokens=1,
+    micro_batch_tokens_wanted=1,
+    processes=1,
+)
 ALGORITHM = build_algorithm(AlgorithmConfig(name="ppo"), max_completion_tokens=32)
 
 
@@ -38,18 +51,20 @@ def critic_sequences(
     return with_returns(assign_advantages(groups, ALGORITHM, Estimates(values=values)))
 
 
-def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64") -> Crew:
-    """Of a policy, and a critic of the same model whose values are not 0."""
+def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: Path | None = None) -> Crew:
+    """Of a policy, and a critic of the same model whose values are not 0; or of both from a checkpoint."""
+    model = str(checkpoint or model)
     collectives = Collectives()
     config = ModelConfig(path=model, dtype=dtype)
     tokenizer = load_tokenizer(config) if ranks.is_first else None
     how: dict[str, Any] = {"device": CPU, "tokenizer": tokenizer, "ranks": ranks, "collectives": collectives}
-    policy, critic = load_policy(config, **how), load_critic(config, **how)
-    head = critic.model.value_head.weight
-    with torch.no_grad():
-        (head.to_local() if hasattr(head, "to_local") else head).copy_(
-            torch.sin(torch.arange(head.shape[1], dtype=head.dtype)).unsqueeze(0)[: head_rows(head)]
-        )
+    of_critic = config.model_copy(update={"path": str(checkpoint / CRITIC)}) if checkpoint else config
+    policy, critic = load_policy(config, **how), load_critic(of_critic, **how)
+    if checkpoint is None:
+        head = critic.model.value_head.weight
+        own = head.to_local() if hasattr(head, "to_local") else head  # one row, and most ranks have none
+        with torch.no_grad():
+            own.copy_(torch.sin(torch.arange(head.shape[1], dtype=head.dtype)).unsqueeze(0)[: len(own)])
     train = TrainConfig(learning_rate=0.01)
 
     def options() -> dict[str, Any]:
@@ -61,7 +76,7 @@ def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64") -> Crew:
             "ranks": ranks,
         }
 
-    return Crew(
+    crew = Crew(
         ranks=ranks,
         policy=policy,
         algorithm=ALGORITHM,
@@ -71,11 +86,11 @@ def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64") -> Crew:
         tokenizer=tokenizer,
         memory=PeakMemory(CPU),
     )
-
-
-def head_rows(head: Any) -> int:
-    """Rows of a head that this rank has: it has one, and most ranks none."""
-    return (head.to_local() if hasattr(head, "to_local") else head).shape[0]
+    if checkpoint is not None:
+        state = crew.engine_state()
+        load_engine_state(checkpoint, state, ranks)
+        crew.load_engine_state(state)
+    return crew
 
 
 def critic_gradient(crew: Crew, sequences: list[TrainSequence], budget: int) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -109,21 +124,25 @@ def run_critic_gradients(ranks: Ranks, model: str) -> dict[str, Any]:
     return results
 
 
-def run_critic_steps(ranks: Ranks, model: str) -> dict[str, Any]:
-    """Three updates at rank 0's word: estimates, metrics, and the weights of policy and critic."""
-    crew = make_crew(model, ranks)
+def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> dict[str, Any]:
+    """Three updates at rank 0's word, a checkpoint after the second: metrics, and the weights of policy and critic.
+
+    With `resume` the third alone, from that checkpoint.
+    """
+    crew = make_crew(model, ranks, checkpoint=Path(root) / "step-2" if resume else None)
 
     def command() -> dict[str, Any]:
-        groups = random_groups([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=3)
-        completions = sum(len(group.completions) for group in groups)
-        sequences = assign_advantages(groups, ALGORITHM, crew.estimate(bare_sequences(groups), ALGORITHM.estimates))
-        assert len(sequences) == completions
         metrics = []
-        for update in range(3):
-            critic = crew.train_critic(None if update else crew.pack_for_critic(with_returns(sequences)))
-            losses = crew.forward_backward(None if update else crew.pack(sequences), Coefficients(kl=0.0, entropy=0.0))
+        for update in range(2 if resume else 0, 3):
+            groups = random_groups([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=3 + update)
+            estimates = crew.estimate(bare_sequences(groups), ALGORITHM.estimates)
+            sequences = assign_advantages(groups, ALGORITHM, estimates)
+            critic = crew.train_critic(crew.pack_for_critic(with_returns(sequences)))
+            losses = crew.forward_backward(crew.pack(sequences), Coefficients(kl=0.0, entropy=0.0))
             crew.optim_step()
             metrics.append((critic.metrics, losses.metrics["loss"]))
+            if update == 1:
+                crew.save(Path(root), STATE, keep=1)
         return {"metrics": metrics}
 
     done = commanded(crew, command)

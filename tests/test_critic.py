@@ -328,9 +328,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory, model: str) -> list[dict[str, Any]]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the checkpoint of three ranks."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory, model: str, root: Path) -> list[dict[str, Any]]:
     """What three ranks made of each job."""
-    return run_ranks(3, tmp_path_factory.mktemp("ranks"), ("critic_gradients", model), ("critic_steps", model))
+    jobs = (("critic_gradients", model), ("critic_steps", model, str(root)))
+    return run_ranks(3, tmp_path_factory.mktemp("ranks"), *jobs)
 
 
 def test_the_gradient_over_three_ranks_is_that_of_one(three: list[dict[str, Any]], model: str):
@@ -350,8 +357,8 @@ def test_the_gradient_over_three_ranks_is_that_of_one(three: list[dict[str, Any]
         assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, place
 
 
-def test_updates_over_three_ranks_are_those_of_one(three: list[dict[str, Any]], model: str):
-    one = run_critic_steps(ALONE, model)
+def test_updates_over_three_ranks_are_those_of_one(three: list[dict[str, Any]], model: str, tmp_path: Path):
+    one = run_critic_steps(ALONE, model, str(tmp_path))
     for (critic, loss), (expected_critic, expected_loss) in zip(three[1]["metrics"], one["metrics"], strict=True):
         assert critic == pytest.approx(expected_critic, rel=1e-6)
         assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
@@ -359,6 +366,15 @@ def test_updates_over_three_ranks_are_those_of_one(three: list[dict[str, Any]], 
         assert three[1][part].keys() == one[part].keys()
         assert max(relative_error(three[1][part][k], one[part][k]) for k in one[part]) < 1e-6
     assert one["metrics"][0][0].keys() == {"value_loss", "value/clip_ratio", "value/grad_norm", "value/learning_rate"}
+
+
+def test_a_checkpoint_of_three_ranks_goes_on_with_one(three: list[dict[str, Any]], model: str, root: Path):
+    """Policy, critic and both optimizers."""
+    resumed = run_critic_steps(ALONE, model, str(root), "resume")
+    (metrics, loss), (expected, expected_loss) = resumed["metrics"][0], three[1]["metrics"][2]
+    assert metrics == pytest.approx(expected, rel=1e-6) and loss == pytest.approx(expected_loss, rel=1e-6)
+    for part in ("policy", "critic"):
+        assert max(relative_error(resumed[part][k], weight) for k, weight in three[1][part].items()) < 1e-6
 
 
 def ppo_inputs(folder: Path, **critic: Any) -> dict[str, Any]:

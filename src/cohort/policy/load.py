@@ -143,10 +143,7 @@ def load_critic(config: ModelConfig, **how: Any) -> Critic:
 
     Args:
         config: the `model` section, its path that of the critic.
-        how: the keyword arguments of `load_policy`.
-
-    Raises:
-        UserError, Stopped: as `load_policy`.
+        how: the keyword arguments of `load_policy`, which says what is raised too.
     """
     return _load(Critic, config, **how)
 

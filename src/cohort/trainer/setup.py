@@ -96,18 +96,20 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     )
     reference = build_reference(config, algorithm, partial(load_policy, **how))
     critic = _load_critic(config, critic_config, policy, order, how) if algorithm.critic else None
-    waits = critic_config.warmup_steps if critic else 0
     engine = TrainEngine(
         policy,
         train,
         micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=_learning_rate(train, num_steps=order.num_steps, waits=waits),
+        learning_rate=_learning_rate(
+            train, num_steps=order.num_steps, waits=critic_config.warmup_steps if critic else 0
+        ),
         temperature=rollout.temperature,
         reference=reference,
         reference_in_loss=algorithm.needs_reference,
         reference_changes=config.reference is not None and config.reference.refresh_every > 0,
         ranks=ranks,
     )
+    ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
     crew = Crew(
         ranks=ranks,
         policy=policy,
@@ -115,11 +117,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         engine=engine,
         critic=None if critic is None else _critic_engine(config, critic_config, critic, order, ranks),
         critic_updates=critic_config.updates,
-        sampler=Sampler(
-            policy,
-            end_token_ids=ranks.first(lambda: end_token_ids(policy, tokenizer)),
-            max_num_seqs=rollout.max_num_seqs,
-        ),
+        sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
     )
