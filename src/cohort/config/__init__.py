@@ -3,6 +3,15 @@
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
+from cohort.config.optim import (
+    AdafactorConfig,
+    Adamw8bitConfig,
+    AdamwConfig,
+    MuonConfig,
+    OptimConfig,
+    ParameterGroup,
+    SgdConfig,
+)
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
     LocalRolloutConfig,
@@ -26,6 +35,9 @@ __all__ = [
     "COMPONENTS",
     "KEYS_OF_OWN_SERVERS",
     "WRITTEN_BY_COHORT",
+    "AdafactorConfig",
+    "Adamw8bitConfig",
+    "AdamwConfig",
     "AlgorithmConfig",
     "Component",
     "Config",
@@ -34,11 +46,15 @@ __all__ = [
     "HardwareConfig",
     "LocalRolloutConfig",
     "ModelConfig",
+    "MuonConfig",
     "NamedAlgorithm",
+    "OptimConfig",
+    "ParameterGroup",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SgdConfig",
     "TrainConfig",
     "VllmRolloutConfig",
     "config_from_dict",

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from cohort.batch import TrainBatch
-from cohort.config import TrainConfig
+from cohort.config import AdamwConfig, OptimConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine.accumulation import (
     Accumulation,
@@ -26,6 +25,7 @@ from cohort.engine.accumulation import (
 )
 from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
 from cohort.engine.loss import PerSequence, PolicyLoss, StepLoss, per_sequence
+from cohort.engine.optimizer import Optimizers
 from cohort.engine.passes import Passes
 from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, TrainingError
@@ -62,6 +62,7 @@ class TrainEngine:
         self,
         policy: Policy,
         config: TrainConfig,
+        optim: OptimConfig | None = None,
         *,
         micro_batch_tokens: int,
         learning_rate: Callable[[int], float],
@@ -74,6 +75,7 @@ class TrainEngine:
         Args:
             policy: trained in place.
             config: the `train` section.
+            optim: the `optim` section; AdamW by default.
             micro_batch_tokens: budget that the batches are packed under; halved when memory runs out.
             learning_rate: number of updates done -> learning rate of the next.
             temperature: of sampling; the logprobs of the loss are of the same distribution.
@@ -99,17 +101,7 @@ class TrainEngine:
         forward_only = partial(ForwardOnly, accumulation=self._accumulation, ranks=ranks, temperature=temperature)
         self._policy_forward = forward_only(policy)
         self._reference_forward = None if reference is None else forward_only(reference)
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},  # norms and biases do not decay
-        ]
-        self._optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=policy.device.type in ("cpu", "cuda"),
-        )
+        self._optimizer = Optimizers(policy.model, optim or AdamwConfig())
 
     @property
     def has_reference(self) -> bool:
@@ -192,7 +184,7 @@ class TrainEngine:
         Every rank calls this. To be asked before the first step, and with sequences of loss weight 0.
         """
         self.policy.model.train()
-        states = sum(2 * p.numel() * p.element_size() for p in map(_local, self._parameters))
+        states = self._optimizer.state_bytes()
         try:
             room = torch.empty(states, dtype=torch.uint8, device=self.policy.device)  # for the optimizer's state
             for parameter in self._parameters:  # and for the gradients, which all micro-batches but the first find
@@ -210,7 +202,7 @@ class TrainEngine:
         passes = Passes(self._step_loss(policy_loss, is_old=True), self._accumulation)
         done = passes.compute(Piece(sequences=sequences), None)
         del room
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         self.old_logprobs, self._reference_logprobs = {}, None
         return self.ranks.largest(done is not None) == 0
 
@@ -244,10 +236,8 @@ class TrainEngine:
             TrainingError: the gradient is NaN or infinite; the weights are as before. Every rank raises it.
         """
         learning_rate = self._learning_rate(self.updates_done)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
         for parameter in self._parameters:
-            if parameter.grad is None:  # nothing had a gradient in this step: AdamW's momentum moves the weights still
+            if parameter.grad is None:  # nothing had a gradient in this step: momentum moves the weights still
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -256,8 +246,7 @@ class TrainEngine:
                 f"the gradient's norm is {grad_norm} at optimizer step {self.updates_done + 1}; the weights were not "
                 f"changed. Lower train.learning_rate (now {learning_rate:.3g}) or look at the completions"
             )
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(learning_rate)
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 
@@ -267,13 +256,13 @@ class TrainEngine:
         The weights are saved as a model folder.
         """
         return {
-            "optimizer": get_optimizer_state_dict(self.policy.model, self._optimizer),
+            "optimizer": self._optimizer.state_dict(),
             "updates_done": self.updates_done,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        set_optimizer_state_dict(self.policy.model, self._optimizer, optim_state_dict=state["optimizer"])
+        self._optimizer.load_state_dict(state["optimizer"])
         self.updates_done = state["updates_done"]
 
     def _step_loss(self, policy_loss: PolicyLoss, *, is_old: bool) -> StepLoss:
@@ -290,11 +279,6 @@ class TrainEngine:
     def _repack(self, sequences: Sequences) -> TrainBatch:
         """Sequences of this rank, under the budget as it is now."""
         return pack_alone(sequences, self.policy, self.micro_batch_tokens)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """What of a parameter is on this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _seed(*parts: int) -> int:

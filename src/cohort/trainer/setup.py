@@ -16,7 +16,7 @@ from cohort.checkpoint import TrainerState, load_engine_state
 from cohort.config import Config
 from cohort.data import PromptStream
 from cohort.distributed import Ranks, Stopped
-from cohort.engine import TrainEngine, learning_rate_factor
+from cohort.engine import TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
 from cohort.plan import RunPlan
@@ -75,6 +75,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         Stopped: on the other ranks then.
     """
     rollout, train = config.rollout, config.train
+    ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
     _check_folder_is_shared(order.folder, ranks)
     path = config.model.path if order.checkpoint is None else str(order.checkpoint)
     load = partial(
@@ -102,6 +103,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     engine = TrainEngine(
         policy,
         train,
+        config.optim,
         micro_batch_tokens=order.micro_batch_tokens,
         learning_rate=lambda updates_done: train.learning_rate * factor(updates_done),
         temperature=rollout.temperature,
