@@ -14,7 +14,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cohort.algorithms import assign_advantages, build_algorithm, with_gradient
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
-from cohort.config import ModelConfig, TrainConfig
+from cohort.config import (
+    AdafactorConfig,
+    Adamw8bitConfig,
+    AdamwConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimConfig,
+    SgdConfig,
+    TrainConfig,
+)
 from cohort.distributed import Ranks
 from cohort.engine import TrainEngine, find_budget
 from cohort.packing import pack
@@ -33,6 +42,13 @@ STEPS = {
     "one long prompt": ([[1, 12, 2, 8, 5, 3, 1]], LONG),
 }
 BUDGETS = (1, 20, 320, 10_000)
+OPTIMIZERS: dict[str, OptimConfig] = {
+    "adamw": AdamwConfig(),
+    "adamw_8bit": Adamw8bitConfig(),
+    "adafactor": AdafactorConfig(),
+    "muon": MuonConfig(weight_decay=0.1),
+    "sgd": SgdConfig(momentum=0.9),
+}
 MANY = [[3, 14, 9], [10, 6, 2], [8, 12, 7], [5, 5, 5], [13, 1, 4]]
 
 
@@ -43,6 +59,7 @@ def make_engine(
     reference: str,
     reference_changes: bool = False,
     precision: dict[str, Any] | None = None,
+    optim: OptimConfig | None = None,
     **train: Any,
 ) -> TrainEngine:
     collectives = Collectives()
@@ -58,6 +75,7 @@ def make_engine(
     return TrainEngine(
         load(model, trainable=True),
         config,
+        optim,
         micro_batch_tokens=10_000,
         learning_rate=lambda _: config.learning_rate,
         temperature=0.9,
@@ -116,7 +134,9 @@ def run_gradients(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
 
 def run_accumulation(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """Gradients of two rollouts added up, clipped and applied, twice; and an update of which nothing has a gradient."""
-    engine = make_engine(model, ranks, reference=reference, learning_rate=0.01, max_grad_norm=0.05, weight_decay=0.1)
+    engine = make_engine(
+        model, ranks, reference=reference, learning_rate=0.01, max_grad_norm=0.05, optim=AdamwConfig(weight_decay=0.1)
+    )
     norms = []
     for update in range(2):
         for rollout in range(2):
@@ -201,9 +221,9 @@ def nothing() -> Iterator[None]:
     yield
 
 
-def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: str) -> dict[str, Any]:
-    """Two updates, a checkpoint, two more; or the last two from the checkpoint. The reference follows the policy."""
-    folder = Path(root) / "step-2"
+def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: str, optim: str) -> dict[str, Any]:
+    """Two updates, a checkpoint, two more; or the last two from it. The reference follows."""
+    folder = Path(root) / optim / "step-2"
     source = str(folder) if resume == "resume" else model
     engine = make_engine(
         source,
@@ -211,6 +231,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
         reference=reference,
         reference_changes=True,
         precision={"dtype": "float32"},
+        optim=OPTIMIZERS[optim],
         learning_rate=0.01,
     )
     if resume == "resume":
@@ -224,7 +245,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
         engine.refresh_reference(0.5)
         if update == 1 and resume != "resume":
             save_checkpoint(
-                Path(root),
+                Path(root) / optim,
                 policy=engine.policy,
                 tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
                 engine_state=engine.state_dict(),

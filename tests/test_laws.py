@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.batch import LossInputs
-from cohort.config import AlgorithmConfig, TrainConfig
+from cohort.config import AdamwConfig, AlgorithmConfig, OptimConfig, TrainConfig
 from cohort.engine import TrainEngine
 from cohort.policy import Policy, linear_loss
 from cohort.policy.layout import Layout
@@ -71,11 +71,14 @@ def random_groups(lengths_PG: list[list[int]], seed: int, prompt_tokens: tuple[i
     return groups
 
 
-def make_engine(policy: Policy, reference: Policy | None = None, **train) -> TrainEngine:
+def make_engine(
+    policy: Policy, reference: Policy | None = None, *, optim: OptimConfig | None = None, **train
+) -> TrainEngine:
     config = TrainConfig(**train)
     return TrainEngine(
         policy,
         config,
+        optim,
         micro_batch_tokens=config.micro_batch_tokens,
         learning_rate=lambda _: config.learning_rate,
         temperature=0.9,
@@ -281,7 +284,7 @@ def test_frozen_weights_stay_bit_identical_and_master_weights_keep_their_dtype()
     trained_before = copy.deepcopy(policy.model.state_dict())
     algorithm = build_algorithm(AlgorithmConfig(beta=0.1), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
-    engine = make_engine(policy, reference, learning_rate=0.01, weight_decay=0.1)
+    engine = make_engine(policy, reference, learning_rate=0.01, optim=AdamwConfig(weight_decay=0.1))
     for _ in range(3):
         (batch,) = pack_for(engine.policy, sequences, 50)
         engine.forward_backward(batch, algorithm.policy_loss)

@@ -4,6 +4,15 @@ from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
 from cohort.config.critic import CriticConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
+from cohort.config.optim import (
+    AdafactorConfig,
+    Adamw8bitConfig,
+    AdamwConfig,
+    MuonConfig,
+    OptimConfig,
+    ParameterGroup,
+    SgdConfig,
+)
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
@@ -28,6 +37,9 @@ __all__ = [
     "COMPONENTS",
     "KEYS_OF_OWN_SERVERS",
     "WRITTEN_BY_COHORT",
+    "AdafactorConfig",
+    "Adamw8bitConfig",
+    "AdamwConfig",
     "AlgorithmConfig",
     "Component",
     "Config",
@@ -37,12 +49,16 @@ __all__ = [
     "HardwareConfig",
     "LocalRolloutConfig",
     "ModelConfig",
+    "MuonConfig",
     "NamedAlgorithm",
+    "OptimConfig",
+    "ParameterGroup",
     "ReferenceConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SgdConfig",
     "TrainConfig",
     "VllmRolloutConfig",
     "config_from_dict",

@@ -8,6 +8,7 @@ from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
 from cohort.config.catalogue import with_a_critic, with_one_completion
 from cohort.config.critic import CriticConfig
+from cohort.config.optim import AdamwConfig, OptimConfig
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
@@ -132,15 +133,11 @@ class TrainConfig(Section):
     updates_per_rollout: int = Field(
         1, ge=1, description="Optimizer steps on the same completions, each over all of them (GRPO's mu)."
     )
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="After warm-up: constant, or decay towards 0 at the end of the run."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's beta2.")
-    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Clip the gradient's norm to this.")
     seed: int = Field(0, ge=0, description="One seed, one run: data order and every completion's random stream.")
 
@@ -281,6 +278,7 @@ class Config(Section):
     reference: ReferenceConfig | None = None
     critic: CriticConfig | None = None
     train: TrainConfig = Field(default_factory=TrainConfig)
+    optim: OptimConfig = Field(default_factory=AdamwConfig)
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     run: RunConfig = Field(default_factory=RunConfig)
@@ -289,6 +287,11 @@ class Config(Section):
     def keeps_reference(self) -> bool:
         """Whether a reference's weights lie beside the policy's all the time."""
         return self.algorithm.beta > 0 and (self.reference is None or self.reference.device == "auto")
+
+    @field_validator("optim", mode="before")
+    @classmethod
+    def _adamw_unless_named(cls, value: Any) -> Any:
+        return {"name": "adamw", **value} if isinstance(value, dict) else value
 
     @field_validator("rollout", mode="before")
     @classmethod
@@ -392,7 +395,7 @@ class Config(Section):
 
 
 # sections of which there are several: the key whose value says which
-UNIONS = {"rollout": "engine"}
+UNIONS = {"rollout": "engine", "optim": "name"}
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

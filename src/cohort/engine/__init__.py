@@ -4,6 +4,7 @@ from cohort.engine.accumulation import must_fit
 from cohort.engine.budget import find_budget
 from cohort.engine.critic import CriticEngine
 from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
+from cohort.engine.optimizer import check_optimizer
 from cohort.engine.schedule import learning_rate_factor
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "OptimResult",
     "TrainEngine",
     "TrainResult",
+    "check_optimizer",
     "find_budget",
     "learning_rate_factor",
     "must_fit",

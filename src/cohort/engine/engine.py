@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from cohort.batch import TrainBatch
-from cohort.config import TrainConfig
+from cohort.config import AdamwConfig, OptimConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine.accumulation import (
     Accumulation,
@@ -31,6 +26,7 @@ from cohort.engine.accumulation import (
 )
 from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
+from cohort.engine.optimizer import Optimizers, local
 from cohort.engine.passes import Passes
 from cohort.engine.totals import COUNTS
 from cohort.engine.work import Piece, Sequences, Turn, Work
@@ -79,6 +75,7 @@ class TrainEngine:
         self,
         policy: Policy,
         config: TrainConfig,
+        optim: OptimConfig | None = None,
         *,
         micro_batch_tokens: int,
         learning_rate: Callable[[int], float],
@@ -93,6 +90,7 @@ class TrainEngine:
         Args:
             policy: trained in place.
             config: the `train` section.
+            optim: the `optim` section; AdamW by default.
             micro_batch_tokens: budget that the batches are packed under; halved when memory runs out.
             learning_rate: number of updates done -> learning rate of the next.
             temperature: of sampling; the logprobs of the loss are of the same distribution.
@@ -123,17 +121,7 @@ class TrainEngine:
         self._reference_changes = reference_changes
         self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},  # norms and biases do not decay
-        ]
-        self._optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=policy.device.type in ("cpu", "cuda"),
-        )
+        self._optimizer = Optimizers(policy.model, optim or AdamwConfig())
 
     def forward_backward(
         self,
@@ -209,8 +197,8 @@ class TrainEngine:
 
     @property
     def num_state_bytes(self) -> int:
-        """What the optimizer keeps on this rank: AdamW's two moments."""
-        return sum(2 * p.numel() * p.element_size() for p in map(_local, self._parameters))
+        """What the optimizer keeps on this rank."""
+        return self._optimizer.state_bytes()
 
     def fits(self, sequences: Sequences, per_token_loss: PerTokenLoss, *, reserved_bytes: int = 0) -> bool:
         """Whether a micro-batch of these sequences fits into the memory of every rank; nothing is learned.
@@ -241,7 +229,7 @@ class TrainEngine:
         passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation)
         done = passes.compute(Piece(sequences=sequences), None)
         del room
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         self.old_outputs, self._reference_logprobs = {}, None
         return self.ranks.largest(done is not None) == 0
 
@@ -277,10 +265,8 @@ class TrainEngine:
             TrainingError: the gradient is NaN or infinite; the weights are as before. Every rank raises it.
         """
         learning_rate = self._learning_rate(self.updates_done)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
         for parameter in self._parameters:
-            if parameter.grad is None:  # nothing had a gradient in this step: AdamW's momentum moves the weights still
+            if parameter.grad is None:  # nothing had a gradient in this step: momentum moves the weights still
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -290,8 +276,8 @@ class TrainEngine:
                 f"changed. Lower train.learning_rate (now {learning_rate:.3g}) or look at the completions"
             )
         if learning_rate > 0:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.step(learning_rate)
+        self._optimizer.zero_grad()
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 
@@ -304,7 +290,7 @@ class TrainEngine:
         assert self._reference is not None, "only a run with a reference refreshes it"
         of_policy = dict(self.policy.model.named_parameters())
         for name, parameter in self._reference.model.named_parameters():
-            _local(parameter).lerp_(_local(of_policy[name]).to(_local(parameter).device), mix)
+            local(parameter).lerp_(local(of_policy[name]).to(local(parameter).device), mix)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer state and counters, to be resumed from on any number of ranks; a changing reference's weights too.
@@ -312,7 +298,7 @@ class TrainEngine:
         The policy's weights are saved as a model folder.
         """
         state = {
-            "optimizer": get_optimizer_state_dict(self.policy.model, self._optimizer),
+            "optimizer": self._optimizer.state_dict(),
             "updates_done": self.updates_done,
         }
         if self._reference is not None and self._reference_changes:
@@ -321,7 +307,7 @@ class TrainEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        set_optimizer_state_dict(self.policy.model, self._optimizer, optim_state_dict=state["optimizer"])
+        self._optimizer.load_state_dict(state["optimizer"])
         self.updates_done = state["updates_done"]
         if self._reference is not None and self._reference_changes:
             set_model_state_dict(self._reference.model, state["reference"])
@@ -345,11 +331,6 @@ class TrainEngine:
     def _repack(self, sequences: Sequences) -> TrainBatch:
         """Sequences of this rank, under the budget as it is now."""
         return pack_alone(sequences, self.policy, self.micro_batch_tokens)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """What of a parameter is on this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _seed(*parts: int) -> int:

@@ -16,7 +16,7 @@ from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
 from cohort.data import PromptStream
 from cohort.distributed import Ranks, Stopped
-from cohort.engine import CriticEngine, TrainEngine, learning_rate_factor
+from cohort.engine import CriticEngine, TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
 from cohort.plan import RunPlan
@@ -77,6 +77,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         Stopped: on the other ranks then.
     """
     rollout, train, critic_config = config.rollout, config.train, config.critic or CriticConfig()
+    ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
     _check_folder_is_shared(order.folder, ranks)
     path = config.model.path if order.checkpoint is None else str(order.checkpoint)
     how = dict[str, Any](
@@ -99,6 +100,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     engine = TrainEngine(
         policy,
         train,
+        config.optim,
         micro_batch_tokens=order.micro_batch_tokens,
         learning_rate=_learning_rate(
             train, num_steps=order.num_steps, waits=critic_config.warmup_steps if critic else 0
@@ -169,6 +171,7 @@ def _critic_engine(
     return CriticEngine(
         critic,
         train,
+        config.optim,
         micro_batch_tokens=order.micro_batch_tokens,
         learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
         temperature=1.0,

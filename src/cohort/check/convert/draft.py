@@ -36,10 +36,10 @@ _LOGS = ("tensorboard", "wandb", "trackio")
 # what TRL and ms-swift both take from transformers' TrainingArguments
 _OF_TRANSFORMERS: dict[str, tuple[str, Kind]] = {
     "train.learning_rate": ("learning_rate", "number"),
-    "train.weight_decay": ("weight_decay", "number"),
-    "train.adam_beta1": ("adam_beta1", "number"),
-    "train.adam_beta2": ("adam_beta2", "number"),
-    "train.adam_epsilon": ("adam_epsilon", "number"),
+    "optim.weight_decay": ("weight_decay", "number"),
+    "optim.beta1": ("adam_beta1", "number"),
+    "optim.beta2": ("adam_beta2", "number"),
+    "optim.epsilon": ("adam_epsilon", "number"),
     "train.max_grad_norm": ("max_grad_norm", "number"),
     "train.seed": ("seed", "whole"),
     "train.updates_per_rollout": ("num_iterations", "whole"),

@@ -51,7 +51,7 @@ def from_verl(draft: Draft, start: Start | None) -> None:
             "rollout.temperature": (f"{_ROLLOUT}.temperature", "number"),
             "rollout.top_p": (f"{_ROLLOUT}.top_p", "number"),
             "train.learning_rate": (f"{_ACTOR}.optim.lr", "number"),
-            "train.weight_decay": (f"{_ACTOR}.optim.weight_decay", "number"),
+            "optim.weight_decay": (f"{_ACTOR}.optim.weight_decay", "number"),
             "train.max_grad_norm": (f"{_ACTOR}.grad_clip", "number"),
             "train.updates_per_rollout": (f"{_ACTOR}.ppo_epochs", "whole"),
             "model.gradient_checkpointing": ("actor_rollout_ref.model.enable_gradient_checkpointing", "flag"),
