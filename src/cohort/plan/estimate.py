@@ -2,7 +2,8 @@
 
 A step has P prompts of G generations each, and all of them are taken to have the longest length:
 
-- training: 6 operations per weight and token, at 40 % of the GPU's peak. A group's prompt counts once.
+- training: 6 operations per weight and token, at 40 % of the GPU's peak; 4 where an adapter is trained in the place of
+  the weights, whose own gradients are not computed then. A group's prompt counts once.
 - sampling: whole groups go to servers in turn. A server makes one token for each of its completions in flight at a
   time, which takes as long as reading the weights once, at 60 % of the memory's bandwidth, or as computing with them, 2
   operations per weight and completion at 40 % of the peak, whichever is longer. Prompts are computed once per group.
@@ -19,6 +20,7 @@ import math
 from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.plan.adapter import ADAPTER_BYTES
 from cohort.plan.defaults import compute_dtype, memory_share, serving_dtype
 from cohort.plan.flops import memory_bandwidth, peak_flops
 
@@ -38,6 +40,7 @@ class Sizes:
     gpu_memory_bytes: int
     num_parameters: int
     active_parameters: int  # that one token is multiplied with: fewer with experts
+    adapter_parameters: int = 0  # of `model.adapter`, where that is counted already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,10 @@ def predict(config: Config, sizes: Sizes, *, num_training: int, num_sampling: in
     rollout, train = config.rollout, config.train
     assert isinstance(rollout, VllmRolloutConfig)
     group_tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_completion_tokens
-    training_flops = 6.0 * sizes.active_parameters * train.prompts_per_step * group_tokens * train.updates_per_rollout
+    per_token = 6.0 * sizes.active_parameters
+    if config.model.adapter is not None:
+        per_token = 4.0 * sizes.active_parameters + 6.0 * sizes.adapter_parameters
+    training_flops = per_token * train.prompts_per_step * group_tokens * train.updates_per_rollout
     training_peak = _peak(sizes, compute_dtype(config.model, on_gpu=True))
     training_s = training_flops / (num_training * _SHARE_OF_PEAK * training_peak)
 
@@ -123,8 +129,11 @@ def why_it_does_not_fit(
 
 def _state_bytes(config: Config, sizes: Sizes, num_training: int) -> float:
     """Of one GPU of `num_training`: weights, gradients, two moments, and a reference's weights."""
-    copies = 4 + (config.algorithm.beta > 0)
-    state = copies * _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters / num_training
+    has_reference = config.algorithm.beta > 0
+    state = (4 + has_reference) * _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters / num_training
+    if config.model.adapter is not None:  # the reference is the model without it
+        weights = _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters
+        state = (weights + 4 * ADAPTER_BYTES * sizes.adapter_parameters) / num_training
     dtype = compute_dtype(config.model, on_gpu=True)
     has_casts = num_training == 1 and dtype != config.model.dtype  # autocast keeps them for backward
     return state + has_casts * _DTYPE_BYTES[dtype] * sizes.num_parameters

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.defaults import compute_dtype, memory_share
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
@@ -26,6 +27,7 @@ class Plan:
     hardware: Hardware
     layout: Layout
     rows: Rows
+    longest_tokens: int  # of a prompt with its completion
     work: Work  # of one training process
     memory: MemoryPlan
     num_prompts: int | None
@@ -40,8 +42,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits."""
-        return self.headroom_bytes >= 0
+        """Whether every phase fits, on some split of the GPUs."""
+        return self.headroom_bytes >= 0 and self.layout.problem is None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said besides."""
+        notes = [] if self.layout.problem is None else [self.layout.problem]
+        limit = self.shape.max_positions
+        if limit is not None and self.longest_tokens > limit:
+            notes.append(
+                f"rollout.max_prompt_tokens and rollout.max_completion_tokens make {self.longest_tokens} tokens, and "
+                f"the model knows {limit} positions: training refuses that if a prompt is that long"
+            )
+        return tuple(notes)
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -91,6 +105,7 @@ class Plan:
                 "fits": self.fits,
                 "trl_bytes": self.trl_bytes,
             },
+            "notes": list(self.notes),
             "timing": {name: {"value": n.value, "origin": n.origin, "how": n.how} for name, n in self.timing.items()},
         }
 
@@ -129,6 +144,7 @@ def predict_run(
         hardware=hardware,
         layout=layout,
         rows=rows,
+        longest_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         work=work,
         memory=plan_memory(work),
         num_prompts=num_prompts,
@@ -159,7 +175,7 @@ def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layou
 
 
 def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, rows: Rows) -> Work:
-    rollout, model = config.rollout, config.model
+    rollout, model, adapter = config.rollout, config.model, config.model.adapter
     vllm_bytes = sampled = sampled_tokens = 0
     if isinstance(rollout, VllmRolloutConfig):
         if layout.shared:
@@ -176,13 +192,14 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         checkpointing=model.gradient_checkpointing,
         offload=model.activation_offload,
         gradients_in_forward=config.train.gradients_in_forward,
-        has_reference=config.algorithm.beta > 0,
+        has_reference=config.algorithm.beta > 0 and (adapter is None or adapter.path is not None),
         row_tokens=rows.row_tokens,
         scored_tokens=rows.scored_tokens,
         kept_prompt_tokens=rows.kept_prompt_tokens,
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
         vllm_bytes=vllm_bytes,
+        adapter=adapter_shape(adapter, shape) if adapter else None,
     )
 
 

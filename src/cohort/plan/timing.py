@@ -67,7 +67,10 @@ def step_times(config: Config, shape: ModelShape, hardware: Hardware, layout: La
     # servers of other people are taken to be as many GPUs as names
     sampling = layout.num_sampling or len(getattr(rollout, "urls", ())) * tensor_parallel
     times = predict(
-        config, sizes_of(shape, hardware), num_training=layout.num_training, num_sampling=max(sampling, tensor_parallel)
+        config,
+        sizes_of(config, shape, hardware),
+        num_training=layout.num_training,
+        num_sampling=max(sampling, tensor_parallel),
     )
     factor = (_RECOMPUTED if config.model.gradient_checkpointing else 1.0) * (
         _REFERENCE if config.algorithm.beta > 0 else 1.0
