@@ -3,9 +3,9 @@
     python bench/plan_verify.py [--layers 4] [--shapes 0.5b 7b] [--trained full lora] > grid.jsonl
     python bench/plan_verify.py --table grid.jsonl
 
-5 shapes x 3 numbers of processes x 3 lengths x checkpointing off and on x all weights or LoRA of rank 16; one completion
-with a prompt of 512 tokens. Layers of a model are alike: by default 4 of them run, and the closed form counts as many;
-`--layers 0` runs all. No GPU is needed.
+5 shapes x 3 numbers of processes x 3 lengths x checkpointing off and on x all weights or LoRA of rank 16; one
+completion with a prompt of 512 tokens. Layers of a model are alike: by default 4 of them run, and the closed form
+counts as many; `--layers 0` runs all. No GPU is needed.
 """
 
 import argparse

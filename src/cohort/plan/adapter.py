@@ -1,7 +1,7 @@
 """The size of an adapter: what LoRA adds to a model's shape, counted from the configuration alone.
 
-Targets are known by the last part of their names, as peft has them. Experts and their router are no linear layers of the
-library, so `all-linear` leaves them alone. r rank; an addition to a weight [out, in] has r (in + out) parameters.
+Targets are known by the last part of their names, as peft has them. Experts and their router are no linear layers of
+the library, so `all-linear` leaves them alone. r rank; an addition to a weight [out, in] has r (in + out) parameters.
 """
 
 import json

@@ -88,14 +88,14 @@ def _offload(config: Config, plan: Plan) -> Iterator[Changes]:
 
 def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
-        if number > plan.hardware.gpus_per_node:
+        if plan.hardware.on_gpu and number > plan.hardware.gpus_per_node:
             processes = {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
             yield {"--gpus": number, **processes}
 
 
 def _nodes(config: Config, plan: Plan) -> Iterator[Changes]:
     more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
-    for factor in (2, 4, 8):
+    for factor in (2, 4, 8) if plan.hardware.on_gpu else ():
         yield {"--nodes": plan.hardware.nodes * factor, **more}
 
 

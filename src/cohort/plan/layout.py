@@ -109,6 +109,8 @@ def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:
         gpu_memory_bytes=hardware.gpu_memory_bytes,
         num_parameters=shape.num_parameters,
         active_parameters=shape.active_parameters,
+        on_gpu=hardware.on_gpu,
+        measured=hardware.measured,
         adapter_parameters=adapter_shape(adapter, shape).num_parameters(shape.layers) if adapter else 0,
     )
 

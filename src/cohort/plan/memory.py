@@ -20,7 +20,7 @@ from cohort.plan.shape import ModelShape
 Checkpointing = bool | Literal["selective"]
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
 
-CUDA_BYTES = 10**9  # assumed: context, libraries' workspaces, and gaps of the allocator
+CUDA_BYTES = 10**9  # assumed where it was not measured: context, libraries' workspaces, and gaps of the allocator
 NCCL_BYTES = 5 * 10**8  # assumed: buffers between processes
 ASLEEP_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps of a shared GPU
 _TILE = 1 << 24  # logits computed at a time
@@ -47,6 +47,7 @@ class Work:
     sampled_sequences: int  # completions that this process samples at a time; 0 where servers do
     sampled_tokens: int  # of them and their prompts, keys and values of which are kept
     vllm_bytes: int  # of a server on the same GPU while it samples; 0 without
+    framework_bytes: int | None = None  # measured; None: not
     on_gpu: bool = True
     adapter: AdapterShape | None = None  # None: every weight is trained
 
@@ -132,7 +133,10 @@ def _always(work: Work) -> dict[str, int]:
         kept = work.trained_parameters  # of an adapter, what it was at the start
         parts["reference weights"] = _shard(work, kept, work.trained_bytes)
     if work.on_gpu:
-        parts["framework"] = CUDA_BYTES + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
+        context = CUDA_BYTES if work.framework_bytes is None else work.framework_bytes
+        parts["framework"] = context + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
+    elif work.framework_bytes is not None:
+        parts["framework"] = work.framework_bytes
     return parts
 
 

@@ -11,7 +11,7 @@ from cohort.plan.defaults import compute_dtype, memory_share
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, Rows, group_share_tokens, plan_layout, plan_rows
-from cohort.plan.memory import MemoryPlan, Work, plan_memory
+from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, plan_memory
 from cohort.plan.shape import ModelShape
 from cohort.plan.timing import Number, plan_timing
 
@@ -58,6 +58,18 @@ class Plan:
         return tuple(notes)
 
     @property
+    def memory_origins(self) -> dict[str, Number]:
+        """Where the parts of the memory's table come from, and the memory that is there; each with its most bytes."""
+        parts: dict[str, int] = {}
+        for phase in self.memory.phases.values():
+            for part, size in phase.items():
+                parts[part] = max(size, parts.get(part, 0))
+        return {
+            **{part: origin_of(part, size, self.work, self.hardware) for part, size in parts.items()},
+            "there": _memory_there(self.hardware),
+        }
+
+    @property
     def steps_per_epoch(self) -> float | None:
         """Steps in which every prompt is seen once."""
         return None if self.num_prompts is None else self.num_prompts / self._prompts_per_step
@@ -95,6 +107,7 @@ class Plan:
                 "num_steps": self.num_steps,
             },
             "memory": {
+                "origins": {part: {"origin": n.origin, "how": n.how} for part, n in self.memory_origins.items()},
                 "phases": {
                     phase: {"total": self.memory.total(phase), "parts": dict(parts)}
                     for phase, parts in self.memory.phases.items()
@@ -149,7 +162,7 @@ def predict_run(
         memory=plan_memory(work),
         num_prompts=num_prompts,
         num_steps=num_steps,
-        timing=plan_timing(config, shape, hardware, layout, num_steps=num_steps),
+        timing=plan_timing(config, hardware, layout, rows, work, num_steps=num_steps),
         trl_bytes=_trl_bytes(config, work, rows),
     )
 
@@ -188,7 +201,7 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         shape=shape,
         processes=layout.num_training,
         weight_bytes=_BYTES[model.dtype],
-        compute_bytes=_BYTES[compute_dtype(config.model, on_gpu=True)],
+        compute_bytes=_BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=model.gradient_checkpointing,
         offload=model.activation_offload,
         gradients_in_forward=config.train.gradients_in_forward,
@@ -199,8 +212,40 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
         vllm_bytes=vllm_bytes,
+        on_gpu=hardware.on_gpu,
         adapter=adapter_shape(adapter, shape) if adapter else None,
+        framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
     )
+
+
+def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
+    """Where a part of the memory's table comes from."""
+    if part == "vLLM's share":
+        return Number(value=size, origin="derived", how="rollout.gpu_memory_utilization of the memory")
+    if part != "framework":
+        how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
+        return Number(value=size, origin="derived", how=how)
+    assumed = [
+        f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
+        for what, bytes_, is_there in (
+            ("for CUDA", CUDA_BYTES, hardware.measured is None),
+            ("for NCCL", NCCL_BYTES, work.on_gpu and work.processes > 1),
+            ("of a vLLM that sleeps", ASLEEP_BYTES, work.vllm_bytes > 0),
+        )
+        if is_there
+    ]
+    if hardware.measured is None:
+        return Number(value=size, origin="assumed", how=", ".join(assumed))
+    bytes_, told = hardware.measured.framework_bytes, hardware.measured.told()
+    own = f"{bytes_ / 1e9:.1f} GB of a process without tensors (measured {told})"
+    return Number(value=size, origin="assumed" if assumed else "measured", how=", ".join([own, *assumed]))
+
+
+def _memory_there(hardware: Hardware) -> Number:
+    size = hardware.gpu_memory_bytes
+    if hardware.memory_is_measured and hardware.measured is not None:
+        return Number(value=size, origin="measured", how=hardware.measured.told())
+    return Number(value=size, origin="assumed", how="what was said, or what such a GPU has for a process")
 
 
 def _trl_bytes(config: Config, work: Work, rows: Rows) -> int:
