@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cohort.cli import plan_calibrate
 from cohort.cli.app import app
 from cohort.cli.plan_calibrate import Effort, calibrate, collective_bandwidth
-from cohort.errors import UserError
+from cohort.errors import TrainingError, UserError
 from cohort.plan.calibration import (
     VERSION,
     Calibration,
@@ -167,7 +167,7 @@ def test_a_real_gather_of_two_processes() -> None:
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_calibrate, "_CPU_PROCESS", "raise SystemExit(3)")
-    with pytest.raises(Exception, match="a process that imports the trainer failed"):
+    with pytest.raises(TrainingError, match="a process that imports the trainer failed"):
         calibrate(torch.device("cpu"), TINY)
 
 
