@@ -33,7 +33,11 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   `field`, `message`, `nearest`). `starts` is empty where a number that decides could not be read.
 - **Nearest values** change one number each (batch size, accumulation, generations, GPUs; two where no single one
   helps) and were tried by the same rule. The distance is that of the logarithms.
-- **Not checked**: whether memory suffices; keys that ms-swift or verl do not know (TRL's are); data and rewards.
+- **Memory** is judged where the GPU and the model are known: `--gpu 4090` or `--gpu-memory 24GB`, or Slurm's options in
+  the file; a folder with config.json, or a common model by its id. For TRL and Open-R1 the state in its sharding, the
+  activations of padded rows and the logits of this version are added up, for Cohort `cohort plan` is asked. Nothing is
+  said about ms-swift and verl.
+- **Not checked**: data and rewards.
 
 ## Findings
 

@@ -123,4 +123,11 @@ RULES: dict[str, Rule] = {
         "vLLM keeps its memory while training",
         "Training and sampling share each GPU, and vLLM does not sleep meanwhile.",
     ),
+    "CHK019": Rule(
+        "error",
+        "The memory of the GPUs does not suffice",
+        "By an estimate, and by more than a tenth. Judged where the GPU is known (`--gpu`, `--gpu-memory`, or Slurm's "
+        "options in the file) and the model's shape is (a folder with config.json, or a common model by its id), for "
+        "Cohort, TRL and Open-R1.",
+    ),
 }

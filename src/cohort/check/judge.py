@@ -9,7 +9,7 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Unread
 from cohort.check.nearest import nearest_starts
 from cohort.check.readers import read_launch
-from cohort.check.rules import judge
+from cohort.check.rules import judge, judge_memory
 from cohort.check.rules.start import Judged, Start
 from cohort.errors import UserError
 
@@ -49,11 +49,21 @@ def check_file(
     world_sizes: Sequence[int] = WORLD_SIZES,
     trl_version: str | None = None,
     launched_with: str | None = None,
+    gpu: str | None = None,
+    gpu_memory: str | None = None,
 ) -> FileReport:
     """Reads and judges one file. What is wrong with the file itself is a finding too.
 
+    Args:
+        path: the file.
+        world_sizes: numbers of training processes to judge.
+        trl_version: whose rules hold, for TRL and Open-R1.
+        launched_with: the command that starts it, where the file does not hold it.
+        gpu: that it runs on, by the name that `cohort plan` has for it; memory is judged then.
+        gpu_memory: of each GPU, such as 80GB.
+
     Raises:
-        UserError: `launched_with` cannot be read.
+        UserError: `launched_with` cannot be read, or there is no such GPU or size.
     """
     try:
         launch = read_launch(path)
@@ -70,6 +80,7 @@ def check_file(
     if not unknown & judged.decides:  # otherwise the findings above say which number is missing
         starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
         findings += _start_findings(launch, judged, starts)
+        findings += judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
     order = {"error": 0, "warning": 1}
     findings.sort(key=lambda finding: (order[finding.severity], finding.code))
     return FileReport(

@@ -5,6 +5,7 @@ exactly; the tests compare with what the Hugging Face library builds.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +85,15 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def read_shape(path: str) -> ModelShape:
-    """The shape of the model of a folder.
+    """The shape of the model of a folder, or of a common model by its id on the hub.
 
     Raises:
         UserError: there is no config.json, or it is not of a model that is known here.
     """
     file = Path(path) / "config.json"
+    named = preset_of_id(path) if not file.exists() else None
+    if named is not None:
+        return named
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,6 +106,24 @@ def read_shape(path: str) -> ModelShape:
     if not isinstance(config, dict):
         raise UserError(f"model.path: {file}: has to be a JSON object")
     return shape_of(config, name=Path(path).resolve().name)
+
+
+def known_shape(path: str) -> ModelShape | None:
+    """As `read_shape`; None where the shape is not known."""
+    try:
+        return read_shape(path)
+    except UserError:
+        return None
+
+
+def preset_of_id(model_id: str) -> ModelShape | None:
+    """The shape of a model whose id on the hub says which one it is, such as Qwen/Qwen2.5-7B-Instruct."""
+    name = model_id.rpartition("/")[2].lower()
+    for pattern, preset in _IDS:
+        match = re.fullmatch(pattern, name)
+        if match and preset.format(*match.groups()) in PRESETS:
+            return preset_shape(preset.format(*match.groups()))
+    return None
 
 
 def preset_shape(name: str) -> ModelShape:
@@ -273,6 +295,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma2-9b": _preset("gemma2", 3584, 14336, 42, 16, 8, 256000, 8192),
     "gemma3-1b": _preset("gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768),
 }
+
+# Names on the hub of models with these shapes: what was trained further has the same one.
+_IDS: tuple[tuple[str, str], ...] = (
+    (r"qwen2\.5-(?:coder-)?([\d.]+b)(?:-instruct)?", "qwen2.5-{}"),
+    (r"qwen3-([\d.]+b(?:-a3b)?)(?:-base)?", "qwen3-{}"),
+    (r"qwen3-(4b|30b-a3b)-(?:instruct|thinking)-2507", "qwen3-{}"),
+    (r"(?:meta-)?llama-3\.1-(8b|70b)(?:-instruct)?", "llama3-{}"),
+    (r"llama-3\.2-(1b|3b)(?:-instruct)?", "llama3-{}"),
+    (r"llama-3\.3-(70b)-instruct", "llama3-{}"),
+    (r"deepseek-r1-distill-llama-(8b|70b)", "llama3-{}"),
+    (r"mistral-7b(?:-instruct)?-v0\.3", "mistral-7b"),
+    (r"mixtral-8x7b(?:-instruct)?-v0\.1", "mixtral-8x7b"),
+    (r"gemma-2-(2b|9b)(?:-it)?", "gemma2-{}"),
+    (r"gemma-3-1b-(?:it|pt)", "gemma3-1b"),
+)
 
 _ALIASES: Mapping[str, str] = {
     "0.5b": "qwen2.5-0.5b",

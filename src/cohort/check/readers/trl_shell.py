@@ -45,6 +45,7 @@ def read(path: Path, text: str) -> Launch | None:
         processes=Said(1, f"{where}, which uses no launcher") if alone else launcher.processes,
         processes_per_node=launcher.per_node,
         training_gpus=launcher.gpus,
+        sharded_stage=launcher.sharded_stage,
         server_gpus=gpus_of(servers[0].env) if servers else None,
         server=parse_options(servers[0].words, f"line {servers[0].line}").settings if servers else {},
         version=trl_yaml.pinned_version(text),
