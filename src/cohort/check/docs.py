@@ -24,8 +24,11 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   `--launch "accelerate launch --config_file zero3.yaml --num_processes 7"`,
   `--launch "sbatch --nodes=2 slurm/train.slurm"`, `--launch "NPROC_PER_NODE=4 swift rlhf"`.
   `--world-sizes 1,2,3` chooses the numbers of training processes that the table has.
-- **Shell** is read and not run: continued lines, quotes, variables assigned in the file, `${X:-default}`, `$((...))`.
-  What only a running shell knows is named (CHK004), and the rest is checked.
+- **Shell** is read and not run: continued lines, quotes, variables assigned in the file, `${X:-default}`, `$((...))`,
+  functions with their arguments, `bash -c '...'`, and the nodes and GPUs of `#SBATCH` lines. What only a running shell
+  knows is named (CHK004), and the rest is checked.
+- **Several runs** of a file are all judged, and so is every `GRPOConfig(...)`; `--json` has those after the first in
+  `other_runs`. `cohort convert` takes the first.
 - **Exit codes.** 0: no errors (warnings do not count); 1: at least one error; 2: the command itself is wrong. So it
   fits pre-commit and CI: `cohort check recipes/*.yaml`.
 - **`--json`** prints a list with one object per file: `file`, `framework`, `version`, `starts` (by number of training

@@ -61,8 +61,8 @@ RULES: dict[str, Rule] = {
     "CHK004": Rule(
         "warning",
         "Something could not be read",
-        "A variable that the shell script does not assign, a computed argument, a second run in the same file. The "
-        "rest is checked; where a number of the batch is missing, whether it starts is not judged.",
+        "A variable that the shell script does not assign, a computed argument. The rest is checked; where a "
+        "number of the batch is missing, whether it starts is not judged.",
     ),
     "CHK005": Rule(
         "warning",

@@ -190,6 +190,22 @@ def _inputs_of_adapter(work: Work, adapter: AdapterShape) -> int:
     return a * (adapter.kept_features + adapter.rank_features) + (a + 1) * adapter.dropout_features
 
 
+def _mlp_bytes_per_token(work: Work) -> int:
+    """Of `layer_bytes_per_token`, what backward is done with when it comes to a layer's attention."""
+    shape, a = work.shape, work.compute_bytes
+    mlp = shape.experts_per_token * 4 * a * shape.mlp
+    return min(mlp, layer_bytes_per_token(work)) + shape.norms_per_layer // 2 * 4 * shape.hidden
+
+
+def _attention_passing(work: Work) -> int:
+    """Gradients by one token's queries, keys and values, and what they are computed with, in backward of attention."""
+    shape, a = work.shape, work.compute_bytes
+    if work.on_gpu:  # kernels keep to the dtype and to the number of key heads; norms are float32
+        width = shape.query_width + shape.key_width
+        return 2 * a * width + 4 * width * shape.has_query_norm
+    return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, and key heads as many as queries
+
+
 def kept_bytes_per_token(work: Work) -> int:
     """What one layer keeps of one token until backward comes to it, with the checkpointing that is set."""
     shape, a = work.shape, work.compute_bytes
@@ -274,8 +290,12 @@ def _backward(work: Work) -> dict[str, int]:
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
-    at_head = activations - passing - again + last_norm
+    kept = activations - passing - again
+    at_head = kept + last_norm
     outer_only = a * shape.outer_parameters * (work.processes > 1)
+    # most models have wider MLPs than attention; of the others attention's backward is the peak
+    at_attention = activations - passing + (_attention_passing(work) - _mlp_bytes_per_token(work)) * work.row_tokens
+    activations = max(activations, at_attention)
     candidates = [
         {
             "gathered weights": gathered if work.processes == 1 else outer_only,
@@ -303,11 +323,11 @@ def _backward(work: Work) -> dict[str, int]:
             {
                 **in_layer,
                 "activations": activations - kept_of_one,
-                "gradients on their way": on_its_way + a * layer // 3,
+                "gradients on their way": on_its_way + (a * layer if at_attention == activations else a * layer // 3),
             },
             {
                 **in_layer,
-                "activations": max(0, activations - passing - again - kept_of_one),
+                "activations": max(0, kept - kept_of_one),
                 "gradients on their way": on_its_way + a * layer,
             },
             {"gathered weights": outer_only, "logprob head": head, "gradients on their way": embedding + on_its_way},

@@ -8,7 +8,8 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Said
 from cohort.check.readers.files import read_text
 from cohort.check.readers.options import Options, env_count, gpus_of, parse_options
-from cohort.check.readers.shell import Command, Word
+from cohort.check.readers.shell import Command
+from cohort.check.readers.shell_words import Word
 from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
 
