@@ -353,3 +353,39 @@ def test_memory_of_cohorts_own_files_is_that_of_the_plan(tmp_path: Path) -> None
     assert memory_finding(tmp_path, text) is None
     found = memory_finding(tmp_path, text, gpu="4090", gpu_memory=None)
     assert "by `cohort plan`" in found.message and found.nearest
+
+
+# --- keys that ms-swift and verl do not know
+
+
+def test_an_argument_that_ms_swift_does_not_know_stops_it(tmp_path: Path) -> None:
+    known = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --dataset d --beta 0.04 --lora_rank 8 --bf16 true "
+    assert "CHK006" not in by_code(report(tmp_path, known + "--vllm_mode colocate --use_vllm true\n"))
+    found = by_code(report(tmp_path, known + "--num_generation 8\n"))["CHK006"]
+    assert "remaining_argv: ['--num_generation', ...]" in found.message
+    assert found.nearest == ("num_generations",)
+    ignored = by_code(report(tmp_path, known + "--num_generation 8 --ignore_args_error true\n"))
+    assert "CHK006" not in ignored and ignored["CHK005"].field == "num_generation"
+    on_megatron = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model m --dataset d --micro_batch_size 1 "
+    assert "CHK006" not in by_code(report(tmp_path, on_megatron + "--expert_model_parallel_size 2\n"))
+    assert by_code(report(tmp_path, on_megatron + "--deepspeed zero3\n"))["CHK006"].field == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("actor_rollout_ref.rollout.n=8", False),
+        ("actor_rollout_ref.rollout.num=8", True),
+        ("+actor_rollout_ref.rollout.num=8", False),  # added
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.anything=8", False),  # into an empty mapping
+        ("actor_rollout_ref.actor.megatron.param_offload=True", False),  # of another engine
+        ("actor_rollout_ref.rollout.agent.num_workers=8", False),
+        ("mine.key=8", False),  # a section that was not read
+    ],
+)
+def test_a_key_that_verl_does_not_have_stops_hydra(tmp_path: Path, override: str, refused: bool) -> None:
+    text = f"python -m verl.trainer.main_ppo data.train_batch_size=8 algorithm.adv_estimator=grpo {override}\n"
+    found = by_code(report(tmp_path, text)).get("CHK006")
+    assert (found is not None) == refused
+    if found is not None:
+        assert "Key 'num' is not in struct" in found.message and "+actor_rollout_ref.rollout.num" in found.nearest

@@ -16,6 +16,7 @@ class Said:
 
     value: Any  # as YAML, Python or the shell gives it: a number may still be text
     where: str  # such as "line 12"
+    added: bool = False  # by Hydra's `+key=value`: it need not be there already
 
 
 @dataclass(frozen=True, slots=True)

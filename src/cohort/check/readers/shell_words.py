@@ -128,9 +128,9 @@ def _parameter(inner: str, variables: Mapping[str, list[Word]]) -> list[Word]:
     """`${inner}`: a name, an array, or a name with a default."""
     match = _NAME.match(inner) or _ARGUMENT.match(inner)
     if not match:
-        rest = re.fullmatch(r"[@*]:(\d+)", inner)
-        if rest:  # from one of them on
-            return variables.get("@", [])[max(0, int(rest[1]) - 1) :]
+        later = re.fullmatch(r"[@*]:(\d+)", inner)
+        if later:  # from one of them on
+            return variables.get("@", [])[max(0, int(later[1]) - 1) :]
         return variables.get(inner[:1], []) if inner[:1] in ("@", "*") else [Word("", (f"${{{inner}}}",))]
     name, rest = match[0], inner[match.end() :]
     if rest in ("", "[@]", "[*]"):

@@ -35,7 +35,7 @@ def _launch_of(run: Command) -> Launch:
         if match and word.missing:
             unread.append(Unread(match[2], where, f"{', '.join(word.missing)} is not assigned in the file"))
         elif match:
-            settings[match[2]] = Said(_hydra_value(match[3]), where)
+            settings[match[2]] = Said(_hydra_value(match[3]), where, added=bool(match[1]))
         elif word.missing and not word.text and not before.startswith("-"):
             unread += [Unread("(options)", where, f"{name} is not assigned in the file") for name in word.missing]
     return Launch(
