@@ -40,8 +40,8 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   the file; a folder with config.json, or a common model by its id. For TRL and Open-R1 the state in its sharding, the
   activations of padded rows and the logits of this version are added up, for Cohort `cohort plan` is asked. Nothing is
   said about ms-swift and verl.
-- **Not checked**: data and rewards; keys of verl outside `data`, `actor_rollout_ref`, `algorithm` and `trainer`, and those
-  of its YAML files.
+- **Not checked**: data and rewards; keys of verl outside `data`, `actor_rollout_ref`, `algorithm` and `trainer`, and
+  those of its YAML files.
 
 ## Findings
 
