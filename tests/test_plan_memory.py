@@ -1,5 +1,6 @@
 """Memory in closed form: counted parameters, monotone parts, and the symbolic run of the real step."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from cohort.cli.app import app
 from cohort.cli.plan_verify import track_step
 from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
@@ -269,3 +272,19 @@ def test_an_adapter_that_was_saved_has_the_shape_of_its_file(tmp_path: Any) -> N
         adapter_shape(asked, shape)
     with pytest.raises(UserError, match=r"model\.adapter\.targets: nose: none is a linear layer"):
         adapter_shape(AdapterConfig(targets=("nose",)), shape)
+
+
+@pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
+def test_the_command_verifies_its_own_plan(tmp_path: Any, more: list[str]) -> None:
+    config = {**SMALL, "model_type": "qwen2", "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
+        "rollout: {max_prompt_tokens: 64, max_completion_tokens: 128, num_generations: 4}\nhardware: {processes: 2}\n"
+    )
+    command = ["plan", str(tmp_path / "run.yaml"), *more, "--verify", "--layers", "2", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    verified = json.loads(done.output)["verified"]
+    assert verified["layers"] == 2
+    assert verified["ratio"] == pytest.approx(1, abs=0.08)

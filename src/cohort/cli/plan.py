@@ -38,6 +38,7 @@ def plan(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run the step symbolically, with torch, and compare its memory.")
     ] = False,
+    layers: Annotated[int, typer.Option(min=0, help="That --verify runs, as all are alike; 0: all of them.")] = 4,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine once, with torch, for later plans of its hardware."),
@@ -65,7 +66,7 @@ def plan(
     machines = hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
-    _show(settings, predicted, max_=max_, price=price, verify=verify, as_json=json_)
+    _show(settings, predicted, max_=max_, price=price, verified_layers=layers if verify else None, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
 
@@ -89,7 +90,13 @@ def _calibrate(*, as_json: bool) -> None:
 
 
 def _show(
-    settings: "Config", predicted: "Plan", *, max_: str | None, price: float | None, verify: bool, as_json: bool
+    settings: "Config",
+    predicted: "Plan",
+    *,
+    max_: str | None,
+    price: float | None,
+    verified_layers: int | None,
+    as_json: bool,
 ) -> None:
     """The plan with what else was asked for, to a person or to a program."""
     from cohort.plan.advice import advise
@@ -100,10 +107,10 @@ def _show(
         answer["max"] = {max_: _largest(settings, predicted, max_)}
     if price is not None and "gpu_hours" in answer["timing"]:
         answer["cost"] = price * answer["timing"]["gpu_hours"]["value"]
-    if verify:
+    if verified_layers is not None:
         from cohort.cli.plan_verify import verify_plan
 
-        answer["verified"] = verify_plan(settings, predicted)
+        answer["verified"] = verify_plan(settings, predicted, layers=verified_layers)
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
         return

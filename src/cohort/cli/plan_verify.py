@@ -216,10 +216,10 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def verify_plan(config: Config, plan: Plan, *, layers: int = 4) -> dict[str, Any]:
+def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
     """Compare the closed form with a symbolic run of the plan's micro-batch.
 
-    The model has `layers` of its layers, which are alike; both sides count the same ones.
+    The model has `layers` of its layers, which are alike (0: all of them); both sides count the same ones.
 
     Raises:
         UserError: there is one process, whose weights are not sharded, or the model's folder is not there.
@@ -227,7 +227,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int = 4) -> dict[str, Any
     if plan.layout.num_training < 2:
         raise UserError("--verify: the symbolic run is of sharded training; plan for at least 2 GPUs")
     model_config = _model_config(config, plan)
-    model_config["num_hidden_layers"] = layers
+    model_config["num_hidden_layers"] = layers = layers or plan.shape.layers
     rollout, completions = config.rollout, plan.rows.row_completions
     tracked = track_step(
         model_config,
