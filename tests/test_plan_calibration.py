@@ -45,14 +45,8 @@ MEASURED = Calibration(
 TINY = Effort(matrix=64, copied_bytes=1 << 16, seconds=0.01)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_a_file_of_one_machine(cache: Path) -> None:
-    file = cache / "cohort" / "calibration.json"
+def test_a_file_of_one_machine(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "cohort" / "calibration.json"
     assert calibration_file() == file
     assert calibration_of(H100) is None and calibration_here() is None
     file.parent.mkdir(parents=True)
