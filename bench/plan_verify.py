@@ -1,80 +1,118 @@
 """The closed form of `cohort plan` against the symbolic run of the real training step, over a grid.
 
-    python bench/plan_verify.py [--layers 8] [--shapes 0.5b 7b] > grid.jsonl
+    python bench/plan_verify.py [--layers 4] [--shapes 0.5b 7b] [--trained full lora] > grid.jsonl
+    python bench/plan_verify.py --table grid.jsonl
 
-5 shapes x 3 numbers of processes x 3 lengths x checkpointing off and on; one completion with a prompt of 512 tokens.
-Layers of a model are alike: by default 8 of them run, and the closed form counts as many. No GPU is needed.
+5 shapes x 3 numbers of processes x 3 lengths x checkpointing off and on x all weights or LoRA of rank 16; one
+completion with a prompt of 512 tokens. Layers of a model are alike: by default 4 of them run, and the closed form
+counts as many; `--layers 0` runs all. No GPU is needed.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterable, Iterator
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 from cohort.cli.plan_verify import track_step
+from cohort.config.adapter import AdapterConfig
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import Work, plan_memory
 from cohort.plan.shape import PRESETS, preset_shape, shape_of
 
 SHAPES = ("0.5b", "qwen3-0.6b", "llama3-1b", "7b", "llama3-70b")
 PROCESSES = (2, 8, 64)
 LENGTHS = (512, 2048, 4096)
+TRAINED = ("full", "lora")
 PROMPT_TOKENS = 512
 
 
 def main() -> None:
-    """Print one JSON object for each point, and the largest difference at the end."""
+    """Print one JSON object for each point, as it is there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4, help="0: all")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--processes", nargs="+", type=int, default=PROCESSES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED)
+    parser.add_argument("--table", type=Path, help="Print the ratios of points that were run before.")
     options = parser.parse_args()
-    ratios = []
-    for name, checkpointing, length, processes in product(
-        options.shapes, (False, True), options.lengths, options.processes
-    ):
-        started = time.perf_counter()
-        config = {**PRESETS[preset_shape(name).name], "num_hidden_layers": options.layers}
-        tracked = track_step(
-            config,
-            world_size=processes,
-            prompt_tokens=PROMPT_TOKENS,
-            completion_tokens=length,
-            num_generations=1,
-            checkpointing=checkpointing,
-        )
-        work = Work(
-            shape=shape_of(config, name=name),
-            processes=processes,
-            weight_bytes=4,
-            compute_bytes=2,
-            checkpointing=checkpointing,
-            offload=False,
-            gradients_in_forward=False,
-            has_reference=False,
-            row_tokens=PROMPT_TOKENS + length - 1,
-            scored_tokens=length,
-            kept_prompt_tokens=0,
-            sampled_sequences=0,
-            sampled_tokens=0,
-            vllm_bytes=0,
-            on_gpu=False,
-        )
-        predicted = plan_memory(work).total("backward")
-        ratios.append(predicted / tracked.train_bytes)
-        point = {
-            "shape": name,
-            "layers": options.layers,
-            "processes": processes,
-            "completion_tokens": length,
-            "checkpointing": checkpointing,
-            "tracked_bytes": tracked.train_bytes,
-            "predicted_bytes": predicted,
-            "ratio": round(ratios[-1], 4),
-            "seconds": round(time.perf_counter() - started, 1),
-        }
+    if options.table:
+        for row in table(map(json.loads, options.table.read_text(encoding="utf-8").splitlines())):
+            print(row)
+        return
+    grid = product(options.trained, options.shapes, (False, True), options.lengths, options.processes)
+    for trained, name, checkpointing, length, processes in grid:
+        point = measure(name, options.layers, processes, length, checkpointing=checkpointing, trained=trained)
         print(json.dumps(point), flush=True)
-    print(json.dumps({"points": len(ratios), "smallest": min(ratios), "largest": max(ratios)}))
+
+
+def measure(
+    name: str, layers: int, processes: int, length: int, *, checkpointing: bool, trained: str
+) -> dict[str, Any]:
+    """One point: both numbers, in bytes, and their ratio."""
+    started = time.perf_counter()
+    config = dict(PRESETS[preset_shape(name).name])
+    config["num_hidden_layers"] = layers = layers or config["num_hidden_layers"]
+    adapter, shape = AdapterConfig() if trained == "lora" else None, shape_of(config, name=name)
+    tracked = track_step(
+        config,
+        world_size=processes,
+        prompt_tokens=PROMPT_TOKENS,
+        completion_tokens=length,
+        num_generations=1,
+        checkpointing=checkpointing,
+        adapter=adapter,
+    )
+    work = Work(
+        shape=shape,
+        processes=processes,
+        weight_bytes=4,
+        compute_bytes=2,
+        checkpointing=checkpointing,
+        offload=False,
+        gradients_in_forward=False,
+        has_reference=False,
+        row_tokens=PROMPT_TOKENS + length - 1,
+        scored_tokens=length,
+        kept_prompt_tokens=0,
+        sampled_sequences=0,
+        sampled_tokens=0,
+        vllm_bytes=0,
+        on_gpu=False,
+        adapter=adapter_shape(adapter, shape) if adapter else None,
+    )
+    predicted = plan_memory(work).total("backward")
+    return {
+        "shape": name,
+        "trained": trained,
+        "layers": layers,
+        "processes": processes,
+        "completion_tokens": length,
+        "checkpointing": checkpointing,
+        "tracked_bytes": tracked.train_bytes,
+        "predicted_bytes": predicted,
+        "ratio": round(predicted / tracked.train_bytes, 4),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def table(points: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: of each shape, the smallest and the largest ratio over processes and lengths."""
+    ratios: dict[tuple[str, int], dict[tuple[str, bool], list[float]]] = {}
+    for point in points:
+        columns = ratios.setdefault((point["shape"], point["layers"]), {})
+        columns.setdefault((point["trained"], point["checkpointing"]), []).append(point["ratio"])
+    columns_in_order = [(trained, checkpointing) for trained in TRAINED for checkpointing in (False, True)]
+    names = [trained + ", checkpointing" * checkpointing for trained, checkpointing in columns_in_order]
+    yield "| model | layers | points | " + " | ".join(names) + " |"
+    yield "| --- | --- | --- | " + " | ".join("---" for _ in names) + " |"
+    for (shape, layers), by_column in ratios.items():
+        found = [by_column.get(column, []) for column in columns_in_order]
+        cells = [f"{min(some):.3f} to {max(some):.3f}" if some else "not run" for some in found]
+        yield f"| {shape} | {layers} | {sum(map(len, found))} | " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

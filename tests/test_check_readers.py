@@ -407,3 +407,92 @@ def test_no_file_makes_it_fail(tmp_path_factory: pytest.TempPathFactory, text: s
     path.write_text(start + text, encoding="utf-8", errors="replace")
     report = check_file(path)
     json.dumps(report.as_json())
+
+
+# --- several runs, functions, shells in shells, Slurm
+
+TRL_RUN = "accelerate launch --num_processes {} grpo.py --per_device_train_batch_size {} --num_generations 8\n"
+
+
+def test_every_run_of_a_script_is_read(tmp_path: Path):
+    launch = read(tmp_path, "swift rlhf --rlhf_type sft\n" + TRL_RUN.format(3, 8) + TRL_RUN.format(7, 4), "a.sh")
+    assert [run.processes.value for run in (launch, *launch.others) if run.processes] == [3, 7]
+    assert launch.others[0].reason.endswith("line 3")
+    verl = "python -m verl.trainer.main_ppo data.train_batch_size={} actor_rollout_ref.rollout.n=5\n"
+    launch = read(tmp_path, verl.format(8) + verl.format(16), "b.sh")
+    assert [run.settings["data.train_batch_size"].value for run in (launch, *launch.others)] == [8, 16]
+    launch = read(tmp_path, "a = GRPOConfig(num_generations=8)\nb = GRPOConfig(num_generations=2)\n", "c.py")
+    assert [run.settings["num_generations"].value for run in (launch, *launch.others)] == [8, 2]
+
+
+def test_a_function_is_read_with_the_arguments_of_each_call(tmp_path: Path):
+    text = (
+        "GENERATIONS=8\n"
+        "train() {\n"
+        "  local n=$1\n"
+        "  accelerate launch --num_processes $n grpo.py --num_generations $GENERATIONS "
+        '--run_name ${2:-none} "${@:3}"\n'
+        "}\n"
+        "function other {\n  echo nothing\n}\n"
+        "train 3 first --beta 0.1\n"
+        "GENERATIONS=4\n"
+        "train 7\n"
+    )
+    launch = read(tmp_path, text, "run.sh")
+    runs = (launch, *launch.others)
+    assert [int(run.processes.value) for run in runs if run.processes] == [3, 7]
+    assert [run.settings["num_generations"].value for run in runs] == ["8", "4"]
+    assert [run.settings["run_name"].value for run in runs] == ["first", "none"]
+    assert launch.settings["beta"].value == "0.1"
+    assert launch.reason.endswith("line 9")
+
+
+def test_a_function_that_is_not_called_or_calls_itself_is_read_once(tmp_path: Path):
+    launch = read(tmp_path, "go() {\n" + TRL_RUN.format(5, 8) + "}\n", "run.sh")
+    assert launch.processes and launch.processes.value == 5 and not launch.others
+    launch = read(tmp_path, "go() {\n  go\n" + TRL_RUN.format(5, 8) + "}\ngo\n", "run.sh")
+    assert launch.processes and launch.processes.value == 5
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["bash -c '{}'", 'srun --nodes=2 bash -lc "{}"', "docker run image sh -c '{}'", "bash -c 'cd x && {}'"],
+)
+def test_a_shell_in_a_shell_is_read(tmp_path: Path, command: str):
+    run = TRL_RUN.format("$N", 8).strip()
+    launch = read(tmp_path, f"export N=6\n{command.format(run)}\n", "run.sh")
+    assert launch.processes and launch.processes.value == 6
+    # what was not exported is not there in single quotes
+    launch = read(tmp_path, f"bash -c '{TRL_RUN.format(2, '$B').strip()}'\n", "run.sh")
+    assert launch.unread[0].key == "per_device_train_batch_size"
+
+
+def test_slurm_says_how_many_gpus_there_are(tmp_path: Path):
+    head = "#!/bin/bash\n#SBATCH --job-name=x --nodes=2\n#SBATCH --gres=gpu:h100:4  # four\n\n"
+    run = "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE grpo.py --num_generations 8\n"
+    launch = read(tmp_path, head + run, "run.slurm")
+    assert launch.processes and launch.processes.value == 8
+    assert launch.node_gpus and (launch.node_gpus.value, launch.gpu) == (4, "h100")
+    launch = read(tmp_path, head + "accelerate launch grpo.py --num_generations 8\n", "run.slurm")
+    assert launch.processes and launch.processes.value == 8
+    assert launch.processes.where == "line 3: #SBATCH --gres=gpu:h100:4"
+    late = "echo\n#SBATCH --gres=gpu:2\n" + TRL_RUN.format(4, 8)
+    assert read(tmp_path, late, "run.sh").node_gpus is None  # sbatch has stopped reading
+
+
+@pytest.mark.parametrize(
+    ("option", "each"),
+    [("--gpus=a100:16", 8), ("-G 16", 8), ("--gpus-per-node=8", 8), ("--gres=gpu:2,tmpfs:1", 2), ("--gpus=3", None)],
+)
+def test_ways_to_ask_slurm(tmp_path: Path, option: str, each: int | None):
+    launch = read(tmp_path, f"#!/bin/sh\n#SBATCH -N 2\n#SBATCH {option}\n{TRL_RUN.format(4, 8)}", "run.sh")
+    assert (launch.node_gpus.value if launch.node_gpus else None) == each
+
+
+def test_gpus_of_a_job_that_stand_idle_or_are_missing(tmp_path: Path):
+    def codes(processes: int) -> set[str]:
+        file = tmp_path / "run.sh"
+        file.write_text(f"#!/bin/sh\n#SBATCH --gpus-per-node=4\n{TRL_RUN.format(processes, 8)}")
+        return {finding.code for finding in check_file(file).findings} & {"CHK011", "CHK012"}
+
+    assert (codes(4), codes(3), codes(5)) == (set(), {"CHK011"}, {"CHK012"})

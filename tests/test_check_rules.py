@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from cohort.check import FileReport, check_file
 from cohort.check.nearest import GPUS, nearest_starts
-from cohort.check.readers import read_launch
-from cohort.check.rules import fits_memory
 from cohort.check.rules.start import Start
 from cohort.check.rules.swift import MegatronBatch, SwiftBatch, megatron_start, swift_start
 from cohort.check.rules.trl import TrlBatch, trl_start
 from cohort.check.rules.verl import VerlBatch, verl_start
+from cohort.errors import UserError
 
 
 def report(tmp_path: Path, text: str, name: str = "run.sh", **options: Any) -> FileReport:
@@ -301,9 +300,92 @@ def test_two_numbers_change_where_no_single_one_helps():
     assert proposal.distance == 2.0
 
 
-def test_memory_has_a_hook_and_no_finding(tmp_path: Path):
-    (tmp_path / "c.yaml").write_text(COHORT)
-    launch = read_launch(tmp_path / "c.yaml")
-    assert fits_memory(launch, 2, 80e9, lambda _, world_size: 100e9 / world_size) is True
-    assert fits_memory(launch, 1, 80e9, lambda _, world_size: 100e9 / world_size) is False
-    assert fits_memory(launch, 1, 80e9, lambda _, world_size: None) is None
+SEVEN = """
+model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+torch_dtype: bfloat16
+num_generations: 8
+per_device_train_batch_size: 16
+max_prompt_length: 1024
+max_completion_length: 4096
+gradient_checkpointing: true
+beta: 0.0
+"""
+
+
+def memory_finding(tmp_path: Path, text: str, name: str = "c.yaml", **options: Any) -> Any:
+    (tmp_path / name).write_text(text)
+    report = check_file(tmp_path / name, **{"gpu_memory": "80GB", "trl_version": "0.18.0", **options})
+    return next((f for f in report.findings if f.code == "CHK019"), None)
+
+
+def test_whole_logits_do_not_fit_and_the_nearest_changes_do(tmp_path: Path) -> None:
+    """16 completions of 4,097 tokens and 152,064 logits in float32, three times: 119.6 GB."""
+    found = memory_finding(tmp_path, SEVEN)
+    assert "with 8 processes" in found.message and "119.6 logits" in found.message
+    assert "1.9 weights, 1.9 gradients, 3.8 optimizer state" in found.message  # 7.6 billion / 8, fully sharded
+    assert "per_device_train_batch_size=4" in found.nearest and "use_liger_kernel=true" in found.nearest
+    assert memory_finding(tmp_path, SEVEN.replace("size: 16", "size: 4")) is None
+    assert memory_finding(tmp_path, SEVEN + "use_liger_loss: true\n") is None
+    assert memory_finding(tmp_path, SEVEN, trl_version="1.16") is None  # makes no whole logits
+
+
+def test_memory_is_judged_only_where_gpu_and_model_are_known(tmp_path: Path) -> None:
+    assert memory_finding(tmp_path, SEVEN, gpu_memory=None) is None
+    assert memory_finding(tmp_path, SEVEN.replace("Qwen/Qwen2.5-7B-Instruct", "org/unknown")) is None
+    assert memory_finding(tmp_path, SEVEN + "load_in_4bit: true\n") is None
+    with pytest.raises(UserError, match="--gpu-memory"):
+        memory_finding(tmp_path, SEVEN, gpu_memory="plenty")
+
+
+def test_the_accelerate_file_says_what_is_sharded(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(SEVEN.replace("size: 16", "size: 1"))
+    (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    (tmp_path / "zero3.yaml").write_text("deepspeed_config: {zero_stage: 3}\nnum_processes: 8\n")
+    command = "accelerate launch --config_file {} grpo.py --config c.yaml\n"
+    found = memory_finding(tmp_path, command.format("ddp.yaml"), "run.sh", gpu_memory="48GB")
+    assert "15.2 weights, 15.2 gradients, 30.5 optimizer state" in found.message
+    assert "ZeRO-3 or FSDP" in found.nearest
+    assert memory_finding(tmp_path, command.format("zero3.yaml"), "run.sh", gpu_memory="48GB") is None
+
+
+def test_memory_of_cohorts_own_files_is_that_of_the_plan(tmp_path: Path) -> None:
+    text = COHORT.replace("path: m", "path: Qwen/Qwen2.5-7B-Instruct") + "hardware: {processes: 8}\n"
+    assert memory_finding(tmp_path, text) is None
+    found = memory_finding(tmp_path, text, gpu="4090", gpu_memory=None)
+    assert "by `cohort plan`" in found.message and found.nearest
+
+
+# --- keys that ms-swift and verl do not know
+
+
+def test_an_argument_that_ms_swift_does_not_know_stops_it(tmp_path: Path) -> None:
+    known = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --dataset d --beta 0.04 --lora_rank 8 --bf16 true "
+    assert "CHK006" not in by_code(report(tmp_path, known + "--vllm_mode colocate --use_vllm true\n"))
+    found = by_code(report(tmp_path, known + "--num_generation 8\n"))["CHK006"]
+    assert "remaining_argv: ['--num_generation', ...]" in found.message
+    assert found.nearest == ("num_generations",)
+    ignored = by_code(report(tmp_path, known + "--num_generation 8 --ignore_args_error true\n"))
+    assert "CHK006" not in ignored and ignored["CHK005"].field == "num_generation"
+    on_megatron = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model m --dataset d --micro_batch_size 1 "
+    assert "CHK006" not in by_code(report(tmp_path, on_megatron + "--expert_model_parallel_size 2\n"))
+    assert by_code(report(tmp_path, on_megatron + "--deepspeed zero3\n"))["CHK006"].field == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("actor_rollout_ref.rollout.n=8", False),
+        ("actor_rollout_ref.rollout.num=8", True),
+        ("+actor_rollout_ref.rollout.num=8", False),  # added
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.anything=8", False),  # into an empty mapping
+        ("actor_rollout_ref.actor.megatron.param_offload=True", False),  # of another engine
+        ("actor_rollout_ref.rollout.agent.num_workers=8", False),
+        ("mine.key=8", False),  # a section that was not read
+    ],
+)
+def test_a_key_that_verl_does_not_have_stops_hydra(tmp_path: Path, override: str, refused: bool) -> None:
+    text = f"python -m verl.trainer.main_ppo data.train_batch_size=8 algorithm.adv_estimator=grpo {override}\n"
+    found = by_code(report(tmp_path, text)).get("CHK006")
+    assert (found is not None) == refused
+    if found is not None:
+        assert "Key 'num' is not in struct" in found.message and "+actor_rollout_ref.rollout.num" in found.nearest

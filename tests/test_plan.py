@@ -22,7 +22,7 @@ from cohort.plan.hardware import hardware, parse_bytes
 from cohort.plan.layout import plan_layout, plan_rows
 from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
-from cohort.plan.shape import PRESETS, preset_shape
+from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
 from cohort.trainer import loop
 from cohort.trainer.foresee import compared, plan_on
 from test_training import changed, make_inputs
@@ -132,6 +132,108 @@ def test_the_largest_model() -> None:
     assert (
         largest(config(), preset_shape("7b"), hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB"), "model") is None
     )
+
+
+def test_the_largest_length_is_at_most_what_the_model_has_positions_for() -> None:
+    plenty = hardware(gpu="b200", gpus=8, nodes=1, gpu_memory=None)
+    checkpointed = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
+    assert largest(checkpointed, preset_shape("7b"), plenty, "length") == 32_768 - 512
+    beyond = predict_run(config("rollout.max_completion_tokens=32257"), preset_shape("7b"), plenty)
+    assert "32769 tokens, and the model knows 32768 positions" in beyond.notes[0]
+    assert not predict_run(config(), preset_shape("7b"), plenty).notes
+
+
+@pytest.mark.parametrize(
+    ("more", "positions"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1024}}, 1024),
+        ({"max_position_embeddings": "many"}, None),
+    ],
+)
+def test_positions_of_a_config(more: dict[str, Any], positions: int | None) -> None:
+    shape = shape_of({**PRESETS["qwen2.5-7b"], "max_position_embeddings": 4096, **more}, name="x")
+    assert shape.max_positions == positions
+
+
+def test_a_model_of_the_hub_is_known_by_its_id(tmp_path: Path) -> None:
+    for model_id, name in (
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Coder-1.5B", "qwen2.5-1.5b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama3-1b"),
+        ("google/gemma-2-9b-it", "gemma2-9b"),
+    ):
+        assert read_shape(model_id).name == name
+    for model_id in ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-VL-7B-Instruct", "org/model"):
+        with pytest.raises(UserError, match="--model-shape"):
+            read_shape(model_id)
+
+
+def test_an_adapter_is_proposed_with_what_it_costs() -> None:
+    """One GPU of 24 GB and a model of 3 billion weights: their state alone is 49 GB."""
+    one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    wanted, shape = config("hardware.processes=1"), preset_shape("3b")
+    plan = predict_run(wanted, shape, one)
+    (lora,) = [a for a in advise(wanted, plan) if "model.adapter" in a.changes]
+    assert lora.changes["model.adapter"] == {"rank": 64}
+    assert "'model.adapter={rank: 64}'" in lora.told()
+    assert lora.costs.startswith("the experiment: only a sum of low rank is learned")
+    assert lora.saved_bytes > 40e9
+    adapted = replan(wanted, shape, one, lora.changes)
+    assert adapted.work.adapter is not None and adapted.work.adapter.rank == 64
+    whole_command = [*lora.told().replace("'", "").split(" ", maxsplit=lora.told().count("=") - 1)]
+    again = predict_run(config("hardware.processes=1", *whole_command), shape, one)  # as a person would write it
+    assert again.memory.peak_bytes == adapted.memory.peak_bytes
+
+
+def test_rank_is_in_the_predicted_gain() -> None:
+    wanted = config("model.adapter={rank: 512}")
+    plan = predict_run(wanted, preset_shape("7b"), EIGHT)
+    narrower = replan(wanted, preset_shape("7b"), EIGHT, {"model.adapter.rank": 8})
+    adapter_bytes = [p.memory.phases["optimizer"]["adapter"] for p in (plan, narrower)]
+    assert adapter_bytes[0] == 64 * adapter_bytes[1]
+    assert narrower.memory.peak_bytes < plan.memory.peak_bytes
+
+
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    whole = predict_run(config(), preset_shape("7b"), EIGHT)
+    adapted = predict_run(config("model.adapter={rank: 1}"), preset_shape("7b"), EIGHT)
+    ratio = adapted.timing["training_s"].value / whole.timing["training_s"].value
+    assert ratio == pytest.approx(4 / 6, rel=1e-3)
+    assert "4 operations" in adapted.timing["training_s"].how
+    with_reference = predict_run(config("model.adapter={rank: 1}", "algorithm.beta=0.1"), preset_shape("7b"), EIGHT)
+    assert "reference weights" not in with_reference.memory.phases["backward"]
+
+
+def test_dropout_computes_a_prompt_for_every_completion() -> None:
+    rows = plan_rows(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
+    assert (rows.row_completions, rows.row_tokens, rows.kept_prompt_tokens) == (2, 2 * (512 + 4097), 0)
+
+
+def test_more_gpus_of_the_node_are_proposed_before_more_nodes() -> None:
+    two = hardware(gpu="h100", gpus=2, nodes=1, gpu_memory="80GB")
+    wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "hardware.processes=2")
+    plan = predict_run(wanted, preset_shape("14b"), two)
+    assert not plan.fits
+    advice = [a for a in advise(wanted, plan) if "--gpus" in a.changes]
+    assert advice[0].changes == {"--gpus": 8, "hardware.processes": "auto"}
+    eight, four = (replan(wanted, preset_shape("14b"), two, {**advice[0].changes, "--gpus": n}) for n in (8, 4))
+    assert (eight.layout.num_training, eight.fits) == (8, True)
+    assert not four.fits
+    assert "--nodes" not in advise(wanted, plan)[0].changes
+
+
+def test_where_no_split_fits_the_plan_says_why_and_what_would() -> None:
+    wanted = config("rollout={engine: vllm, max_prompt_tokens: 512, max_completion_tokens: 4097}")
+    plan = predict_run(wanted, preset_shape("14b"), hardware(gpu="l40s", gpus=4, nodes=1, gpu_memory=None))
+    assert not plan.fits
+    assert "hardware.rollout_gpus: auto: nothing fits 4 GPUs" in plan.notes[0]
+    found = advise(wanted, plan)
+    assert found and all(a.fits for a in found)
 
 
 def test_sizes() -> None:

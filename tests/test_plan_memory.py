@@ -1,5 +1,6 @@
 """Memory in closed form: counted parameters, monotone parts, and the symbolic run of the real step."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -7,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from cohort.cli.app import app
 from cohort.cli.plan_verify import track_step
+from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import Work, activation_bytes, plan_memory
 from cohort.plan.shape import PRESETS, ModelShape, preset_shape, read_shape, shape_of
 
@@ -122,6 +127,7 @@ _works = st.builds(
     sampled_sequences=st.integers(0, 256),
     sampled_tokens=st.integers(0, 100_000),
     vllm_bytes=st.sampled_from([0, 40 * 10**9]),
+    framework_bytes=st.sampled_from([None, 600_000_000]),
 )
 
 
@@ -162,7 +168,30 @@ def test_what_is_kept_less_of_needs_less(some: Work) -> None:
 )
 def test_closed_form_agrees_with_the_symbolic_run(more: dict[str, Any], processes: int, checkpointing: Any) -> None:
     """Of the real step's every tensor; measured differences are at most 3 %."""
-    config = {**SMALL, **more}
+    compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapter=None, tolerance=0.06)
+
+
+@pytest.mark.parametrize(
+    ("more", "processes", "checkpointing", "adapter"),
+    [
+        ({"model_type": "qwen2", "vocab_size": 512}, 2, False, {"rank": 16}),
+        ({"model_type": "qwen3", "vocab_size": 512, "head_dim": 64}, 4, False, {"targets": ["q_proj", "v_proj"]}),
+        ({"model_type": "llama", "vocab_size": 4096}, 8, True, {"rank": 64}),
+    ],
+)
+def test_closed_form_of_adapters_agrees_with_the_symbolic_run(
+    more: dict[str, Any], processes: int, checkpointing: Any, adapter: dict[str, Any]
+) -> None:
+    """Frozen weights have no gradients, and their products keep no inputs that the adapter does not want."""
+    adapted = AdapterConfig(**adapter)
+    plan = compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapted, tolerance=0.08)
+    whole = plan_memory(replace(plan, adapter=None))
+    assert whole.peak_bytes > 1.05 * plan_memory(plan).peak_bytes
+
+
+def compare_with_the_symbolic_run(
+    config: dict[str, Any], processes: int, checkpointing: Any, adapter: AdapterConfig | None, tolerance: float
+) -> Work:
     prompt, completion, group = 100, 200, 4
     tracked = track_step(
         config,
@@ -171,16 +200,91 @@ def test_closed_form_agrees_with_the_symbolic_run(more: dict[str, Any], processe
         completion_tokens=completion,
         num_generations=group,
         checkpointing=checkpointing,
+        adapter=adapter,
     )
-    plan = plan_memory(
-        work(
-            shape_of(config, name="small"),
-            processes=processes,
-            checkpointing=checkpointing,
-            row_tokens=prompt + group * (completion - 1),
-            scored_tokens=group * completion,
-            on_gpu=False,
-        )
+    shape = shape_of(config, name="small")
+    some = work(
+        shape,
+        processes=processes,
+        checkpointing=checkpointing,
+        row_tokens=prompt + group * (completion - 1),
+        scored_tokens=group * completion,
+        on_gpu=False,
+        adapter=adapter_shape(adapter, shape) if adapter else None,
     )
+    plan = plan_memory(some)
     assert plan.total("optimizer") == pytest.approx(tracked.update_bytes, rel=0.02)
-    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=0.06)
+    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=tolerance)
+    return some
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-0.6b", "llama3-1b", "gemma2-2b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"rank": 8},
+        {"rank": 4, "targets": ["q_proj", "v_proj", "lm_head"]},
+        {"rank": 4, "targets": ["o_proj", "k_proj", "embed_tokens"]},
+        {"rank": 2, "dora": True},
+    ],
+)
+def test_parameters_of_adapters_are_those_that_peft_adds(name: str, adapter: dict[str, Any]) -> None:
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    wanted = AdapterConfig(**adapter)
+    config = {**PRESETS[name], "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        plain = {key: value for key, value in config.items() if key != "model_type"}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **plain))
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - {
+            "lm_head"
+        }
+        targets = sorted(linear) if wanted.targets == "all-linear" else list(wanted.targets)
+        lora = LoraConfig(r=wanted.rank, target_modules=targets, use_dora=wanted.dora, task_type="CAUSAL_LM")
+        inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
+    counted = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert adapter_shape(wanted, shape_of(config, name=name)).num_parameters(2) == counted
+
+
+def test_state_of_an_adapter_on_eight_gpus() -> None:
+    """Literal: rank 16 on all linear layers of Qwen2.5-7B is 40,370,176 parameters, of 4 bytes each on 8 processes."""
+    shape = preset_shape("7b")
+    adapter = adapter_shape(AdapterConfig(rank=16), shape)
+    assert adapter.num_parameters(shape.layers) == 40_370_176
+    phases = plan_memory(work(shape, adapter=adapter)).phases
+    assert phases["optimizer"]["weights"] == 3_807_808_256
+    assert phases["optimizer"]["adapter"] == phases["optimizer"]["gradients"] == 20_185_088
+    assert phases["optimizer"]["optimizer state"] == 2 * 20_185_088
+    with_reference = plan_memory(work(shape, adapter=adapter, has_reference=True)).phases
+    assert with_reference["optimizer"]["reference weights"] == 20_185_088  # what the adapter was at the start
+
+
+def test_an_adapter_that_was_saved_has_the_shape_of_its_file(tmp_path: Any) -> None:
+    shape = preset_shape("7b")
+    asked = AdapterConfig(rank=16, path=str(tmp_path))
+    assert adapter_shape(asked, shape).rank == 16  # nothing is there yet
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj", "v_proj"]}')
+    found = adapter_shape(asked, shape)
+    assert (found.rank, found.layer_parameters) == (4, 4 * (3584 + 3584) + 4 * (3584 + 512))
+    (tmp_path / "adapter_config.json").write_text('{"r": "many"}')
+    with pytest.raises(UserError, match=r"model\.adapter\.path"):
+        adapter_shape(asked, shape)
+    with pytest.raises(UserError, match=r"model\.adapter\.targets: nose: none is a linear layer"):
+        adapter_shape(AdapterConfig(targets=("nose",)), shape)
+
+
+@pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
+def test_the_command_verifies_its_own_plan(tmp_path: Any, more: list[str]) -> None:
+    config = {**SMALL, "model_type": "qwen2", "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
+        "rollout: {max_prompt_tokens: 64, max_completion_tokens: 128, num_generations: 4}\nhardware: {processes: 2}\n"
+    )
+    command = ["plan", str(tmp_path / "run.yaml"), *more, "--verify", "--layers", "2", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    verified = json.loads(done.output)["verified"]
+    assert verified["layers"] == 2
+    assert verified["ratio"] == pytest.approx(1, abs=0.08)

@@ -11,6 +11,7 @@ import torch
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
+from cohort.plan.calibration import calibration_of
 from cohort.plan.estimate import Sizes
 from cohort.plan.flops import model_flops
 from cohort.plan.split import GpuSplit, split_gpus
@@ -144,6 +145,7 @@ def _sizes(config: Config) -> Sizes | None:
         gpu_memory_bytes=memory_bytes,
         num_parameters=sum(math.prod(w.shape) for w in weights.values()),
         active_parameters=int(costs.body_forward + costs.head_forward) // 2,
+        measured=calibration_of(name),
     )
 
 

@@ -24,8 +24,11 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   `--launch "accelerate launch --config_file zero3.yaml --num_processes 7"`,
   `--launch "sbatch --nodes=2 slurm/train.slurm"`, `--launch "NPROC_PER_NODE=4 swift rlhf"`.
   `--world-sizes 1,2,3` chooses the numbers of training processes that the table has.
-- **Shell** is read and not run: continued lines, quotes, variables assigned in the file, `${X:-default}`, `$((...))`.
-  What only a running shell knows is named (CHK004), and the rest is checked.
+- **Shell** is read and not run: continued lines, quotes, variables assigned in the file, `${X:-default}`, `$((...))`,
+  functions with their arguments, `bash -c '...'`, and the nodes and GPUs of `#SBATCH` lines. What only a running shell
+  knows is named (CHK004), and the rest is checked.
+- **Several runs** of a file are all judged, and so is every `GRPOConfig(...)`; `--json` has those after the first in
+  `other_runs`. `cohort convert` takes the first.
 - **Exit codes.** 0: no errors (warnings do not count); 1: at least one error; 2: the command itself is wrong. So it
   fits pre-commit and CI: `cohort check recipes/*.yaml`.
 - **`--json`** prints a list with one object per file: `file`, `framework`, `version`, `starts` (by number of training
@@ -33,7 +36,12 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   `field`, `message`, `nearest`). `starts` is empty where a number that decides could not be read.
 - **Nearest values** change one number each (batch size, accumulation, generations, GPUs; two where no single one
   helps) and were tried by the same rule. The distance is that of the logarithms.
-- **Not checked**: whether memory suffices; keys that ms-swift or verl do not know (TRL's are); data and rewards.
+- **Memory** is judged where the GPU and the model are known: `--gpu 4090` or `--gpu-memory 24GB`, or Slurm's options in
+  the file; a folder with config.json, or a common model by its id. For TRL and Open-R1 the state in its sharding, the
+  activations of padded rows and the logits of this version are added up, for Cohort `cohort plan` is asked. Nothing is
+  said about ms-swift and verl.
+- **Not checked**: data and rewards; keys of verl outside `data`, `actor_rollout_ref`, `algorithm` and `trainer`, and
+  those of its YAML files.
 
 ## Findings
 

@@ -61,8 +61,8 @@ RULES: dict[str, Rule] = {
     "CHK004": Rule(
         "warning",
         "Something could not be read",
-        "A variable that the shell script does not assign, a computed argument, a second run in the same file. The "
-        "rest is checked; where a number of the batch is missing, whether it starts is not judged.",
+        "A variable that the shell script does not assign, a computed argument. The rest is checked; where a "
+        "number of the batch is missing, whether it starts is not judged.",
     ),
     "CHK005": Rule(
         "warning",
@@ -122,5 +122,12 @@ RULES: dict[str, Rule] = {
         "warning",
         "vLLM keeps its memory while training",
         "Training and sampling share each GPU, and vLLM does not sleep meanwhile.",
+    ),
+    "CHK019": Rule(
+        "error",
+        "The memory of the GPUs does not suffice",
+        "By an estimate, and by more than a tenth. Judged where the GPU is known (`--gpu`, `--gpu-memory`, or Slurm's "
+        "options in the file) and the model's shape is (a folder with config.json, or a common model by its id), for "
+        "Cohort, TRL and Open-R1.",
     ),
 }

@@ -1,7 +1,7 @@
 """One file from its text to its report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Unread
 from cohort.check.nearest import nearest_starts
 from cohort.check.readers import read_launch
-from cohort.check.rules import judge
+from cohort.check.rules import judge, judge_memory
+from cohort.check.rules.gpus import node_gpu_findings
 from cohort.check.rules.start import Judged, Start
 from cohort.errors import UserError
 
@@ -26,20 +27,23 @@ class FileReport:
     judged: Judged | None
     starts: dict[int, Start]  # by number of training processes; empty where the numbers could not be read
     findings: tuple[Finding, ...]
+    others: "tuple[FileReport, ...]" = ()  # of further runs of the file
 
     @property
     def failed(self) -> bool:
-        """Whether any finding is an error."""
-        return any(finding.severity == "error" for finding in self.findings)
+        """Whether any finding is an error, of any of its runs."""
+        return any(finding.severity == "error" for finding in self.findings) or any(o.failed for o in self.others)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as `--json` prints it."""
+        """The report as `--json` prints it. `other_runs` is there where the file starts several."""
+        others = [other.as_json() for other in self.others]
         return {
             "file": self.file,
             "framework": self.launch.framework if self.launch else None,
             "version": self.judged.version if self.judged else None,
             "starts": {str(size): start.as_json() for size, start in self.starts.items()},
             "findings": [finding.as_json() for finding in self.findings],
+            **({"other_runs": others} if others else {}),
         }
 
 
@@ -49,11 +53,21 @@ def check_file(
     world_sizes: Sequence[int] = WORLD_SIZES,
     trl_version: str | None = None,
     launched_with: str | None = None,
+    gpu: str | None = None,
+    gpu_memory: str | None = None,
 ) -> FileReport:
     """Reads and judges one file. What is wrong with the file itself is a finding too.
 
+    Args:
+        path: the file.
+        world_sizes: numbers of training processes to judge.
+        trl_version: whose rules hold, for TRL and Open-R1.
+        launched_with: the command that starts it, where the file does not hold it.
+        gpu: that it runs on, by the name that `cohort plan` has for it; memory is judged then.
+        gpu_memory: of each GPU, such as 80GB.
+
     Raises:
-        UserError: `launched_with` cannot be read.
+        UserError: `launched_with` cannot be read, or there is no such GPU or size.
     """
     try:
         launch = read_launch(path)
@@ -63,13 +77,30 @@ def check_file(
         return FileReport(file=str(path), launch=None, judged=None, starts={}, findings=(finding,))
     if launched_with:
         launch = read_launch(path, launched_with=launched_with)
+    about: dict[str, Any] = {"trl_version": trl_version, "gpu": gpu, "gpu_memory": gpu_memory}
+    first, *others = (_report(path, run, world_sizes=world_sizes, **about) for run in (launch, *launch.others))
+    return replace(first, others=tuple(others))
+
+
+def _report(
+    path: Path,
+    launch: Launch,
+    *,
+    world_sizes: Sequence[int],
+    trl_version: str | None,
+    gpu: str | None,
+    gpu_memory: str | None,
+) -> FileReport:
+    """Judges one run of a file."""
     judged = judge(launch, trl_version=trl_version)
     findings = [*(_unread(unread, judged.decides) for unread in launch.unread), *launch.findings, *judged.findings]
+    findings += node_gpu_findings(launch, server_elsewhere="server" in judged.sampling)
     unknown = {unread.key for unread in launch.unread} | {f.field for f in findings if f.code == "CHK010"}
     starts: dict[int, Start] = {}
     if not unknown & judged.decides:  # otherwise the findings above say which number is missing
         starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
         findings += _start_findings(launch, judged, starts)
+        findings += judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
     order = {"error": 0, "warning": 1}
     findings.sort(key=lambda finding: (order[finding.severity], finding.code))
     return FileReport(

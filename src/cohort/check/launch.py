@@ -16,6 +16,7 @@ class Said:
 
     value: Any  # as YAML, Python or the shell gives it: a number may still be text
     where: str  # such as "line 12"
+    added: bool = False  # by Hydra's `+key=value`: it need not be there already
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,12 @@ class Launch:
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
     server: Mapping[str, Said] = field(default_factory=dict)  # that command's settings
+    node_gpus: Said | None = None  # that the script asks Slurm for on each node
+    sharded_stage: int | None = None  # ZeRO's: 0 to 3, FSDP is 3; None: the file does not say
+    gpu: str | None = None  # by the name that `cohort plan` has for it, where the file asks for one
     version: Said | None = None  # of the framework (for open-r1: of TRL), where the file says
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed
+    others: "tuple[Launch, ...]" = ()  # further runs of the same file
 
 
 class Settings:

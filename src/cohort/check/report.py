@@ -14,10 +14,11 @@ _COLOURS = {"error": "red", "warning": "yellow"}
 
 def print_reports(reports: Sequence[FileReport], console: Console) -> None:
     """Every file: what it is, what it computes, with which numbers of GPUs it starts, and the findings."""
-    for report in reports:
-        _print_report(report, console)
-    errors = sum(finding.severity == "error" for report in reports for finding in report.findings)
-    warnings = sum(finding.severity == "warning" for report in reports for finding in report.findings)
+    runs = [run for report in reports for run in (report, *report.others)]
+    for run in runs:
+        _print_report(run, console)
+    errors = sum(finding.severity == "error" for run in runs for finding in run.findings)
+    warnings = sum(finding.severity == "warning" for run in runs for finding in run.findings)
     files = "1 file" if len(reports) == 1 else f"{len(reports)} files"
     console.print(f"{files}: {_count(errors, 'error')}, {_count(warnings, 'warning')}", highlight=False)
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +30,10 @@ def check(
     ] = None,
     trl_version: TrlVersion = None,
     launch: LaunchedWith = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU that they run on, as for `cohort plan`: memory is judged too.")
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU, such as 80GB.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -38,7 +42,8 @@ def check(
 
     sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
     version = _version(trl_version)
-    reports = [check_file(file, world_sizes=sizes, trl_version=version, launched_with=launch) for file in files]
+    options: dict[str, Any] = {"trl_version": version, "launched_with": launch, "gpu": gpu, "gpu_memory": gpu_memory}
+    reports = [check_file(file, world_sizes=sizes, **options) for file in files]
     if json_:
         typer.echo(json.dumps([report.as_json() for report in reports], indent=2))
     else:

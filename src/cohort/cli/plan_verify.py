@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cohort.batch import MicroBatch
 from cohort.config import Config, ModelConfig
+from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
 from cohort.packing import collate
 from cohort.plan.defaults import compute_dtype
@@ -57,6 +58,7 @@ def track_step(
     checkpointing: bool | Literal["selective"],
     dtype: str = "float32",
     compute_dtype: str = "bfloat16",
+    adapter: AdapterConfig | None = None,
 ) -> TrackedStep:
     """Run a step symbolically with one group for a micro-batch.
 
@@ -69,11 +71,18 @@ def track_step(
         checkpointing: as `model.gradient_checkpointing`.
         dtype: as `model.dtype`.
         compute_dtype: as `model.compute_dtype`.
+        adapter: as `model.adapter`.
     """
     with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
         (Path(folder) / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
         settings = ModelConfig.model_validate(
-            {"path": folder, "dtype": dtype, "compute_dtype": compute_dtype, "gradient_checkpointing": checkpointing}
+            {
+                "path": folder,
+                "dtype": dtype,
+                "compute_dtype": compute_dtype,
+                "gradient_checkpointing": checkpointing,
+                "adapter": adapter,
+            }
         )
         policy = _sharded_policy(settings, world_size)
         sequences = _group(prompt_tokens, completion_tokens, num_generations)
@@ -110,12 +119,31 @@ def _track(policy: Policy, micro_batch: MicroBatch) -> TrackedStep:
     earlier_gradients()
     update()  # the moments exist from here on, and what is computed once per shape has been
     earlier_gradients()
-    tracker = MemTracker()
+    tracker = _Tracker()
     tracker.track_external(policy.model, optimizer)
     update_bytes = _peak(tracker, update)
     gradients = sum(cast("DTensor", p.grad).to_local().nbytes for p in parameters)
     train_bytes = _peak(tracker, accumulate)
     return TrackedStep(state_bytes=update_bytes - gradients, train_bytes=train_bytes, update_bytes=update_bytes)
+
+
+class _NoHook:
+    """Stands for the hook of a parameter that gets no gradient."""
+
+    def remove(self) -> None:
+        """There is nothing to remove."""
+
+
+class _Tracker(MemTracker):
+    """PyTorch's tracker hooks every parameter's gradient, which frozen ones refuse: theirs count as hooked already."""
+
+    def _track_module_params_and_buffers(
+        self, module: torch.nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles[parameter] = (_NoHook(), _NoHook())
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
 def _peak(tracker: MemTracker, work: Callable[[], None]) -> int:
@@ -127,6 +155,8 @@ def _peak(tracker: MemTracker, work: Callable[[], None]) -> int:
 
 def _sharded_policy(config: ModelConfig, world_size: int) -> Policy:
     model = empty_model(config)
+    if config.adapter is not None:
+        _add_adapter(model, config.adapter)
     model.set_attn_implementation(attention.NAME)
     model.train()
     prepare_activations(model, config)
@@ -141,6 +171,25 @@ def _sharded_policy(config: ModelConfig, world_size: int) -> Policy:
         traits=traits,
         sharding=sharding,
     )
+
+
+def _add_adapter(model: Any, config: AdapterConfig) -> None:
+    """Freeze the model's weights and add peft's, without memory for them."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = config.targets if config.targets == "all-linear" else list(config.targets)
+    lora = LoraConfig(
+        r=config.rank,
+        lora_alpha=round(config.alpha),
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        task_type="CAUSAL_LM",  # so that all-linear leaves the head alone
+    )
+    inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
 
 
 def _group(prompt_tokens: int, completion_tokens: int, num_generations: int) -> list[TrainSequence]:
@@ -167,10 +216,10 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def verify_plan(config: Config, plan: Plan, *, layers: int = 4) -> dict[str, Any]:
+def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
     """Compare the closed form with a symbolic run of the plan's micro-batch.
 
-    The model has `layers` of its layers, which are alike; both sides count the same ones.
+    The model has `layers` of its layers, which are alike (0: all of them); both sides count the same ones.
 
     Raises:
         UserError: there is one process, whose weights are not sharded, or the model's folder is not there.
@@ -178,7 +227,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int = 4) -> dict[str, Any
     if plan.layout.num_training < 2:
         raise UserError("--verify: the symbolic run is of sharded training; plan for at least 2 GPUs")
     model_config = _model_config(config, plan)
-    model_config["num_hidden_layers"] = layers
+    model_config["num_hidden_layers"] = layers = layers or plan.shape.layers
     rollout, completions = config.rollout, plan.rows.row_completions
     tracked = track_step(
         model_config,
@@ -189,6 +238,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int = 4) -> dict[str, Any
         checkpointing=config.model.gradient_checkpointing,
         dtype=config.model.dtype,
         compute_dtype=compute_dtype(config.model, on_gpu=True),
+        adapter=config.model.adapter,
     )
     work = replace(
         plan.work,

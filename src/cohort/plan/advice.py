@@ -1,17 +1,21 @@
 """The nearest changes that make a run fit, or run faster, ranked by what they cost the experiment.
 
-Every change is planned with the model that planned the run; none is named that does not do what is said of it.
+Every change is planned with the model that planned the run; none is named that does not do what is said of it. A new
+way to save memory is one more `_Kind` in `_KINDS`, at the place that its cost gives it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config
+from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import ModelShape
+
+Changes = Mapping[str, Any]  # by key of the configuration; --gpus and --nodes are of the hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +30,7 @@ class Advice:
 
     def told(self) -> str:
         """The change as it is written on the command line."""
-        return " ".join(
-            f"{key}{' ' if key.startswith('--') else '='}{str(value).lower() if isinstance(value, bool) else value}"
-            for key, value in self.changes.items()
-        )
+        return " ".join(_told(key, value) for key, value in self.changes.items())
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -42,14 +43,111 @@ class Advice:
         }
 
 
-_CHANGES_NOTHING = "nothing: the gradient is the same"
+def _told(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{name}: {inner}" for name, inner in value.items())
+        return f"'{key}={{{inner}}}'"
+    return f"{key}{' ' if key.startswith('--') else '='}{str(value).lower() if isinstance(value, bool) else value}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Changes of one kind, from the smallest on."""
+
+    changes: Callable[[Config, Plan], Iterable[Changes]]
+    costs: str
+    changes_gradient: bool = False  # if not, later kinds may build on it
+
+
+_NODE_GPUS = 8  # the most that is proposed for one machine
+_RANKS = (64, 16)  # of adapters
+
+
+def _budget(config: Config, plan: Plan) -> Iterator[Changes]:
+    if config.train.micro_batch_tokens != "auto":
+        yield {"train.micro_batch_tokens": "auto"}
+
+
+def _sampled(config: Config, plan: Plan) -> Iterator[Changes]:
+    if config.rollout.engine == "local":
+        for number in _halves(config.rollout.max_num_seqs, least=8):
+            yield {"rollout.max_num_seqs": number}
+
+
+def _checkpointing(config: Config, plan: Plan) -> Iterator[Changes]:
+    if config.model.gradient_checkpointing is False:
+        yield {"model.gradient_checkpointing": "selective"}
+    if config.model.gradient_checkpointing is not True:
+        yield {"model.gradient_checkpointing": True}
+
+
+def _offload(config: Config, plan: Plan) -> Iterator[Changes]:
+    if not config.model.activation_offload:
+        yield {"model.activation_offload": True}
+
+
+def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
+    for number in (2, 4, _NODE_GPUS):
+        if plan.hardware.on_gpu and number > plan.hardware.gpus_per_node:
+            processes = {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
+            yield {"--gpus": number, **processes}
+
+
+def _nodes(config: Config, plan: Plan) -> Iterator[Changes]:
+    more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
+    for factor in (2, 4, 8) if plan.hardware.on_gpu else ():
+        yield {"--nodes": plan.hardware.nodes * factor, **more}
+
+
+def _adapter(config: Config, plan: Plan) -> Iterator[Changes]:
+    in_bfloat16 = {"model.dtype": "bfloat16"} if config.model.dtype == "float32" else None
+    if config.model.adapter is None:
+        for rank in _RANKS:
+            yield {"model.adapter": {"rank": rank}}
+        if in_bfloat16:
+            yield {"model.adapter": {"rank": _RANKS[-1]}, **in_bfloat16}
+
+
+def _narrower_adapter(config: Config, plan: Plan) -> Iterator[Changes]:
+    if config.model.adapter is not None and config.model.adapter.path is None:
+        for rank in _halves(config.model.adapter.rank, least=4):
+            yield {"model.adapter.rank": rank}
+
+
+def _dtype(config: Config, plan: Plan) -> Iterator[Changes]:
+    if config.model.dtype == "float32":
+        yield {"model.dtype": "bfloat16"}
+
+
+def _shorter(config: Config, plan: Plan) -> Iterator[Changes]:
+    for length in _halves(config.rollout.max_completion_tokens, least=64):
+        yield {"rollout.max_completion_tokens": length}
+
+
+def _smaller_groups(config: Config, plan: Plan) -> Iterator[Changes]:
+    for number in _halves(config.rollout.num_generations, least=2):
+        yield {"rollout.num_generations": number}
+
+
 _MEMORY = "memory; the gradient is the same"
-_TIME = "time; the gradient is the same"
-_TRANSFERS = "time, which is not predicted; the gradient is the same"
 _GPUS = "GPUs; the gradient is the same"
-_ROUNDS = "precision: needs a learning rate of 1e-5 or more"
-_SHORTER = "the experiment: completions are cut off earlier"
-_SMALLER = "the experiment: groups are smaller"
+_LORA = (
+    "the experiment: only a sum of low rank is learned; give it a learning rate some 10 times as high (a base in "
+    "bfloat16 is rounded, the adapter is not)"
+)
+_KINDS = (  # those that cost the experiment the least come first
+    _Kind(_budget, "nothing: the gradient is the same"),
+    _Kind(_sampled, "time; the gradient is the same"),
+    _Kind(_checkpointing, "time; the gradient is the same"),
+    _Kind(_offload, "time, which is not predicted; the gradient is the same"),
+    _Kind(_gpus, _GPUS, changes_gradient=True),
+    _Kind(_nodes, _GPUS, changes_gradient=True),
+    _Kind(_dtype, "precision: needs a learning rate of 1e-5 or more", changes_gradient=True),
+    _Kind(_narrower_adapter, "the experiment: a sum of lower rank is learned", changes_gradient=True),
+    _Kind(_adapter, _LORA, changes_gradient=True),
+    _Kind(_shorter, "the experiment: completions are cut off earlier", changes_gradient=True),
+    _Kind(_smaller_groups, "the experiment: groups are smaller", changes_gradient=True),
+)
 
 
 def advise(config: Config, plan: Plan) -> list[Advice]:
@@ -63,15 +161,16 @@ def advise(config: Config, plan: Plan) -> list[Advice]:
 def _fitting(config: Config, plan: Plan) -> list[Advice]:
     found: list[Advice] = []
     made: dict[str, Any] = {}  # changes of earlier kinds, none of which was enough
-    for changes, costs in _in_order(config, plan):
-        alone = _try(config, plan, changes, costs)
-        together = _try(config, plan, _needed(config, plan, {**made, **changes}), costs)
-        for advice in (alone, together):
-            if advice is not None and advice.fits and changes.items() <= advice.changes.items():
-                found.append(advice)
-                break
-        if costs in (_CHANGES_NOTHING, _TIME, _TRANSFERS):  # later kinds may build on these
-            made |= changes
+    for kind in _KINDS:
+        for changes in kind.changes(config, plan):
+            alone = _try(config, plan, changes, kind.costs)
+            together = _try(config, plan, _needed(config, plan, {**made, **changes}), kind.costs)
+            for advice in (alone, together):
+                if advice is not None and advice.fits and changes.items() <= advice.changes.items():
+                    found.append(advice)
+                    break
+            if not kind.changes_gradient:
+                made |= changes
     return _smallest_of_each_kind(found)
 
 
@@ -93,48 +192,26 @@ def _smallest_of_each_kind(found: list[Advice]) -> list[Advice]:
     return list(seen.values())
 
 
-def _in_order(config: Config, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
-    if config.train.micro_batch_tokens != "auto":
-        yield {"train.micro_batch_tokens": "auto"}, _CHANGES_NOTHING
-    if config.rollout.engine == "local" and config.rollout.max_num_seqs > 8:
-        for number in _halves(config.rollout.max_num_seqs, least=8):
-            yield {"rollout.max_num_seqs": number}, _TIME
-    if config.model.gradient_checkpointing is False:
-        yield {"model.gradient_checkpointing": "selective"}, _TIME
-    if config.model.gradient_checkpointing is not True:
-        yield {"model.gradient_checkpointing": True}, _TIME
-    if not config.model.activation_offload:
-        yield {"model.activation_offload": True}, _TRANSFERS
-    for factor in (2, 4, 8):
-        yield {"--nodes": plan.hardware.nodes * factor}, _GPUS
-    if config.model.dtype == "float32":
-        yield {"model.dtype": "bfloat16"}, _ROUNDS
-    for length in _halves(config.rollout.max_completion_tokens, least=64):
-        yield {"rollout.max_completion_tokens": length}, _SHORTER
-    for number in _halves(config.rollout.num_generations, least=2):
-        yield {"rollout.num_generations": number}, _SMALLER
-
-
 def _faster(config: Config, plan: Plan) -> list[Advice]:
-    options: list[tuple[dict[str, Any], str]] = []
+    options: list[tuple[Changes, str]] = []
     if config.model.gradient_checkpointing:
         kept = {"model.gradient_checkpointing": False}
         options.append((kept, _MEMORY))
         if config.train.micro_batch_tokens != "auto":  # where the budget is too large without
             options.append(({**kept, "train.micro_batch_tokens": "auto"}, _MEMORY))
-    options.append(({"--nodes": plan.hardware.nodes * 2}, _GPUS))
+    options += [(changes, _GPUS) for changes in [*_gpus(config, plan)][:1] or [*_nodes(config, plan)][:1]]
     tried = (_try(config, plan, changes, costs) for changes, costs in options)
     return [a for a in tried if a is not None and a.fits and a.saved_seconds > 0.01 * plan.timing["step_s"].value]
 
 
-def _try(config: Config, plan: Plan, changes: dict[str, Any], costs: str) -> Advice | None:
+def _try(config: Config, plan: Plan, changes: Changes, costs: str) -> Advice | None:
     """What a change brings; None where it contradicts the rest."""
     try:
         other = replan(config, plan.shape, plan.hardware, changes, num_prompts=plan.num_prompts)
     except UserError:
         return None
     return Advice(
-        changes=changes,
+        changes=dict(changes),
         costs=costs,
         saved_bytes=plan.memory.peak_bytes - other.memory.peak_bytes,
         saved_seconds=plan.timing["step_s"].value - other.timing["step_s"].value,
@@ -143,21 +220,29 @@ def _try(config: Config, plan: Plan, changes: dict[str, Any], costs: str) -> Adv
 
 
 def replan(
-    config: Config, shape: ModelShape, hardware: Hardware, changes: dict[str, Any], *, num_prompts: int | None = None
+    config: Config, shape: ModelShape, hardware: Hardware, changes: Changes, *, num_prompts: int | None = None
 ) -> Plan:
-    """The plan with some keys changed; `--nodes` is of the hardware.
+    """The plan with some keys changed; `--gpus` and `--nodes` are of the hardware.
 
     Raises:
         UserError: as `predict_run`.
     """
     for key, value in changes.items():
-        if key == "--nodes":
-            hardware = replace(hardware, nodes=value)
-            continue
-        section, name = key.split(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
+        if key in ("--gpus", "--nodes"):
+            hardware = replace(hardware, **{"gpus_per_node" if key == "--gpus" else "nodes": value})
+        else:
+            config = _changed(config, key.split("."), value)
     return predict_run(config, shape, hardware, num_prompts=num_prompts)
+
+
+def _changed(section: Any, path: list[str], value: Any) -> Any:
+    """The section with one of its keys, or of a section inside, changed."""
+    name, *rest = path
+    if rest:
+        value = _changed(getattr(section, name), rest, value)
+    elif name == "adapter":
+        value = AdapterConfig(**value)
+    return section.model_copy(update={name: value})
 
 
 def _halves(number: int, *, least: int) -> Iterator[int]:

@@ -2,14 +2,16 @@
 
 A step has P prompts of G generations each, and all of them are taken to have the longest length:
 
-- training: 6 operations per weight and token, at 40 % of the GPU's peak. A group's prompt counts once.
+- training: 6 operations per weight and token, at 40 % of the GPU's peak; 4 where an adapter is trained in the place of
+  the weights, whose own gradients are not computed then. A group's prompt counts once.
 - sampling: whole groups go to servers in turn. A server makes one token for each of its completions in flight at a
   time, which takes as long as reading the weights once, at 60 % of the memory's bandwidth, or as computing with them, 2
   operations per weight and completion at 40 % of the peak, whichever is longer. Prompts are computed once per group.
 
 The shares are assumptions, that of computing the same as in docs/scaling.md; peaks and bandwidths are the makers'
-(`cohort.plan.flops`). A step takes the sum of the two phases, since they wait for each other; with
-`rollout.max_staleness` above 0 they overlap, and it takes the longer one.
+(`cohort.plan.flops`). Where they were measured (`cohort.plan.calibration`), 60 % and 80 % of that are taken. A step
+takes the sum of the two phases, since they wait for each other; with `rollout.max_staleness` above 0 they overlap, and
+it takes the longer one.
 
 Memory: weights, gradients and AdamW's two moments, spread over the training GPUs, may take 80 % of theirs, or what vLLM
 leaves of shared ones; the servers' weights have to leave 20 % of a GPU for keys and values.
@@ -19,11 +21,15 @@ import math
 from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.plan.adapter import ADAPTER_BYTES
+from cohort.plan.calibration import Calibration
 from cohort.plan.defaults import compute_dtype, memory_share, serving_dtype
 from cohort.plan.flops import memory_bandwidth, peak_flops
 
 _SHARE_OF_PEAK = 0.4
 _SHARE_OF_BANDWIDTH = 0.6
+_SHARE_OF_MEASURED = 0.6  # of what a product alone has reached
+_SHARE_OF_MEASURED_BANDWIDTH = 0.8
 _TRAINING_STATE_SHARE = 0.8  # the rest: activations, a gathered layer, CUDA itself
 _KV_SHARE = 0.2
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -38,6 +44,9 @@ class Sizes:
     gpu_memory_bytes: int
     num_parameters: int
     active_parameters: int  # that one token is multiplied with: fewer with experts
+    adapter_parameters: int = 0  # of `model.adapter`, where that is counted already
+    on_gpu: bool = True
+    measured: Calibration | None = None  # of one GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +83,19 @@ def predict(config: Config, sizes: Sizes, *, num_training: int, num_sampling: in
     rollout, train = config.rollout, config.train
     assert isinstance(rollout, VllmRolloutConfig)
     group_tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_completion_tokens
-    training_flops = 6.0 * sizes.active_parameters * train.prompts_per_step * group_tokens * train.updates_per_rollout
-    training_peak = _peak(sizes, compute_dtype(config.model, on_gpu=True))
-    training_s = training_flops / (num_training * _SHARE_OF_PEAK * training_peak)
+    per_token = 6.0 * sizes.active_parameters
+    if config.model.adapter is not None:
+        per_token = 4.0 * sizes.active_parameters + 6.0 * sizes.adapter_parameters
+    training_flops = per_token * train.prompts_per_step * group_tokens * train.updates_per_rollout
+    speed = computing_rate(sizes, compute_dtype(config.model, on_gpu=sizes.on_gpu)).used
+    training_s = training_flops / (num_training * speed)
 
-    dtype, per_server = serving_dtype(config, on_gpu=True), rollout.tensor_parallel
-    speed = per_server * _SHARE_OF_PEAK * _peak(sizes, dtype)
-    bandwidth = memory_bandwidth(sizes.gpu_name) or memory_bandwidth(USUAL_GPU)
-    assert bandwidth is not None
+    dtype, per_server = serving_dtype(config, on_gpu=sizes.on_gpu), rollout.tensor_parallel
+    speed = per_server * computing_rate(sizes, dtype).used
     prompts = math.ceil(train.prompts_per_step / (num_sampling // per_server))  # of the server with the most
     completions = prompts * rollout.num_generations
     in_flight = min(rollout.max_num_seqs, completions)
-    reading_s = _DTYPE_BYTES[dtype] * sizes.num_parameters / (per_server * _SHARE_OF_BANDWIDTH * bandwidth)
+    reading_s = _DTYPE_BYTES[dtype] * sizes.num_parameters / (per_server * reading_rate(sizes).used)
     token_s = max(reading_s, 2.0 * sizes.active_parameters * in_flight / speed)
     decoding_s = completions / in_flight * rollout.max_completion_tokens * token_s
     prefill_s = 2.0 * sizes.active_parameters * prompts * rollout.max_prompt_tokens / speed
@@ -125,6 +135,9 @@ def _state_bytes(config: Config, sizes: Sizes, num_training: int) -> float:
     """Of one GPU of `num_training`: weights, gradients, two moments, and a reference's weights."""
     copies = 4 + config.keeps_reference
     state = copies * _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters / num_training
+    if config.model.adapter is not None:  # the reference is the model without it
+        weights = _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters
+        state = (weights + 4 * ADAPTER_BYTES * sizes.adapter_parameters) / num_training
     dtype = compute_dtype(config.model, on_gpu=True)
     has_casts = num_training == 1 and dtype != config.model.dtype  # autocast keeps them for backward
     return state + has_casts * _DTYPE_BYTES[dtype] * sizes.num_parameters
@@ -135,8 +148,34 @@ def server_bytes(config: Config, rollout: VllmRolloutConfig, sizes: Sizes) -> fl
     return _DTYPE_BYTES[serving_dtype(config, on_gpu=True)] * sizes.num_parameters / rollout.tensor_parallel
 
 
-def _peak(sizes: Sizes, dtype: str) -> float:
-    """Operations per second; where they are not known, those of the usual GPU."""
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A speed of one GPU, and the share of it that is taken to be reached."""
+
+    best: float  # per second
+    share: float
+    is_measured: bool
+
+    @property
+    def used(self) -> float:
+        """What is reckoned with."""
+        return self.best * self.share
+
+
+def computing_rate(sizes: Sizes, dtype: str) -> Rate:
+    """Operations of matrix products in `dtype`; of a GPU that is not known, those of the usual one."""
+    if sizes.measured is not None:
+        flops = sizes.measured.flops
+        return Rate(flops.get(dtype, flops["float32"] / 2), _SHARE_OF_MEASURED, True)  # float64 is not measured
     peak = peak_flops(sizes.gpu_name, dtype) or peak_flops(USUAL_GPU, dtype) or peak_flops(USUAL_GPU, "float32")
     assert peak is not None
-    return peak
+    return Rate(peak, _SHARE_OF_PEAK, False)
+
+
+def reading_rate(sizes: Sizes) -> Rate:
+    """Bytes from memory; of a GPU that is not known, those of the usual one."""
+    if sizes.measured is not None:
+        return Rate(sizes.measured.memory_bandwidth, _SHARE_OF_MEASURED_BANDWIDTH, True)
+    bandwidth = memory_bandwidth(sizes.gpu_name) or memory_bandwidth(USUAL_GPU)
+    assert bandwidth is not None
+    return Rate(bandwidth, _SHARE_OF_BANDWIDTH, False)

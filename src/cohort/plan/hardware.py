@@ -4,16 +4,20 @@ import re
 from dataclasses import dataclass
 
 from cohort.errors import UserError
+from cohort.plan.calibration import Calibration, calibration_here, calibration_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Nodes with the same number of the same GPUs."""
+    """Nodes with the same number of the same GPUs; without GPUs, of processes that share a CPU."""
 
     gpu_name: str  # as the driver tells it
     gpu_memory_bytes: int
     gpus_per_node: int
     nodes: int
+    on_gpu: bool = True
+    measured: Calibration | None = None  # of one of the GPUs, or of one process's share of the CPU
+    memory_is_measured: bool = False
 
     @property
     def num_gpus(self) -> int:
@@ -45,19 +49,32 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
     Raises:
         UserError: a GPU, a size or a number that cannot be.
     """
-    if gpu.lower() not in GPUS:
+    if gpu.lower() not in (*GPUS, "here"):
         raise UserError(
-            f"--gpu: {gpu!r} is not known; use one of {', '.join(GPUS)}, and --gpu-memory if it has another"
+            f"--gpu: {gpu!r} is not known; use one of {', '.join(GPUS)}, and --gpu-memory if it has another, or here "
+            f"for what `cohort plan --calibrate` has measured on this machine"
         )
     for option, number in (("--gpus", gpus), ("--nodes", nodes)):
         if not 1 <= number <= 100_000:
             raise UserError(f"{option}: {number} has to be a whole number of at least 1")
-    name, memory = GPUS[gpu.lower()]
+    if gpu.lower() == "here":
+        measured = calibration_here()
+        if measured is None:
+            raise UserError("--gpu here: nothing was measured on this machine; run `cohort plan --calibrate` first")
+        measured = measured if measured.on_gpu else measured.shared_by(gpus)
+        name, memory = measured.device, measured.memory_bytes
+    else:
+        name, memory = GPUS[gpu.lower()]
+        measured = calibration_of(name)
+        memory = measured.memory_bytes if measured else memory
     return Hardware(
         gpu_name=name,
         gpu_memory_bytes=memory if gpu_memory is None else parse_bytes(gpu_memory, option="--gpu-memory"),
         gpus_per_node=gpus,
         nodes=nodes,
+        on_gpu=measured is None or measured.on_gpu,
+        measured=measured,
+        memory_is_measured=measured is not None and gpu_memory is None,
     )
 
 

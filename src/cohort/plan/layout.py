@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.estimate import Sizes, predict
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import split_gpus
+from cohort.plan.split import DoesNotFitError, split_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Layout:
     num_sampling: int  # GPUs that sample; with `shared` the same ones; 0: somebody else's
     shared: bool
     reason: str
+    problem: str | None = None  # why no split of these GPUs fits; the numbers are then those of shared ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
     """Who gets which GPUs.
 
     Raises:
-        UserError: the configuration and the machines contradict each other, or no split fits the memory.
+        UserError: the configuration and the machines contradict each other.
     """
     processes, rollout = config.hardware.processes, config.rollout
     if processes != "auto" and processes > hardware.num_gpus:
@@ -60,7 +62,13 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
         return Layout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
     if hardware.nodes > 1:
         return _whole_nodes(config, shape, hardware)
-    split = split_gpus(config, num_gpus=hardware.gpus_per_node, sizes=sizes_of(shape, hardware))
+    num_gpus = hardware.gpus_per_node
+    try:
+        split = split_gpus(config, num_gpus=num_gpus, sizes=sizes_of(config, shape, hardware))
+    except DoesNotFitError as error:
+        return Layout(
+            num_training=num_gpus, num_sampling=num_gpus, shared=True, reason="no split fits", problem=str(error)
+        )
     return Layout(
         num_training=split.num_processes,
         num_sampling=sum(map(len, split.server_gpus)),
@@ -71,7 +79,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
 
 def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
     """Some nodes train and the others sample, as `cohort launch slurm --rollout-nodes` has it: the fastest split."""
-    per_node, sizes = hardware.gpus_per_node, sizes_of(shape, hardware)
+    per_node, sizes = hardware.gpus_per_node, sizes_of(config, shape, hardware)
     tensor_parallel = config.rollout.tensor_parallel if isinstance(config.rollout, VllmRolloutConfig) else 1
     if tensor_parallel > per_node:
         raise UserError(f"rollout.tensor_parallel: {tensor_parallel} is more than the {per_node} GPUs of a node")
@@ -93,21 +101,24 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     )
 
 
-def sizes_of(shape: ModelShape, hardware: Hardware) -> Sizes:
+def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:
     """What a split has to fit."""
+    adapter = config.model.adapter
     return Sizes(
         gpu_name=hardware.gpu_name,
         gpu_memory_bytes=hardware.gpu_memory_bytes,
         num_parameters=shape.num_parameters,
         active_parameters=shape.active_parameters,
+        on_gpu=hardware.on_gpu,
+        measured=hardware.measured,
+        adapter_parameters=adapter_shape(adapter, shape).num_parameters(shape.layers) if adapter else 0,
     )
 
 
 def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
     """Micro-batches of one process under a budget, when all sequences have the longest length."""
     rollout, prompts = config.rollout, config.train.prompts_per_step
-    before, group = rollout.max_prompt_tokens, rollout.num_generations
-    after = max(1, rollout.max_completion_tokens - 1)  # the last token is not an input
+    (before, after), group = _tokens(config), rollout.num_generations
     group_tokens = before + group * after
     share = prompts / num_training
     if group_tokens <= budget_tokens:
@@ -133,6 +144,14 @@ def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
 
 def group_share_tokens(config: Config, num_training: int) -> int:
     """Tokens of a whole step's share of one process: no budget needs to be larger."""
-    rollout = config.rollout
-    group = rollout.max_prompt_tokens + rollout.num_generations * max(1, rollout.max_completion_tokens - 1)
+    before, after = _tokens(config)
+    group = before + config.rollout.num_generations * after
     return math.ceil(config.train.prompts_per_step / num_training) * group
+
+
+def _tokens(config: Config) -> tuple[int, int]:
+    """Of a group's prompt, computed once, and of each completion. With dropout every completion has its own prompt."""
+    rollout = config.rollout
+    if config.model.adapter is not None and config.model.adapter.dropout:
+        return 0, rollout.max_prompt_tokens + rollout.max_completion_tokens
+    return rollout.max_prompt_tokens, max(1, rollout.max_completion_tokens - 1)  # the last token is not an input

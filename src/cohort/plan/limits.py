@@ -16,6 +16,8 @@ _MOST = 1 << 22  # of tokens and of generations; what is limited by other things
 def largest(config: Config, shape: ModelShape, hardware: Hardware, limit: Limit) -> str | int | None:
     """The largest that fits with everything else as it is, and the micro-batch budget `auto`; None where nothing does.
 
+    The length is at most what the model has positions for.
+
     Returns:
         the name of a preset, a number of completion tokens, or a number of generations.
     """
@@ -30,16 +32,19 @@ def largest(config: Config, shape: ModelShape, hardware: Hardware, limit: Limit)
         models = sorted(map(preset_shape, PRESETS), key=lambda m: -m.num_parameters)
         return next((m.name for m in models if fits({}, m)), None)
     key, least = {"length": ("max_completion_tokens", 1), "generations": ("num_generations", 2)}[limit]
-    return _largest_number(lambda n: fits({f"rollout.{key}": n}), least)
+    most = _MOST
+    if limit == "length" and shape.max_positions is not None:
+        most = shape.max_positions - config.rollout.max_prompt_tokens
+    return _largest_number(lambda n: fits({f"rollout.{key}": n}), least, most)
 
 
-def _largest_number(fits: Callable[[int], bool], least: int) -> int | None:
-    """The largest number that fits, where every smaller one does."""
-    if not fits(least):
+def _largest_number(fits: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The largest number up to `most` that fits, where every smaller one does."""
+    if most < least or not fits(least):
         return None
-    low, high = least, least * 2
-    while high < _MOST and fits(high):
-        low, high = high, high * 2
+    if fits(most):
+        return most
+    low, high = least, most
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -5,18 +5,22 @@ tensor holds is assumed: CUDA's context and NCCL's buffers.
 
 b bytes of a stored weight, a of a computed one; N weights, n of one layer, r of what is in no layer; L layers, H hidden
 size, F features of an MLP, Q and K features of queries and of keys; V vocabulary; T tokens of a row; W processes.
+
+With an adapter the model's own weights have neither gradients nor optimizer state, and a product with a frozen weight
+does not keep its input, unless the adapter's gradient wants it. The reference is the model without the adapter.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape
 from cohort.plan.shape import ModelShape
 
 Checkpointing = bool | Literal["selective"]
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
 
-CUDA_BYTES = 10**9  # assumed: context, libraries' workspaces, and gaps of the allocator
+CUDA_BYTES = 10**9  # assumed where it was not measured: context, libraries' workspaces, and gaps of the allocator
 NCCL_BYTES = 5 * 10**8  # assumed: buffers between processes
 ASLEEP_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps of a shared GPU
 _TILE = 1 << 24  # logits computed at a time
@@ -43,7 +47,34 @@ class Work:
     sampled_sequences: int  # completions that this process samples at a time; 0 where servers do
     sampled_tokens: int  # of them and their prompts, keys and values of which are kept
     vllm_bytes: int  # of a server on the same GPU while it samples; 0 without
+    framework_bytes: int | None = None  # measured; None: not
     on_gpu: bool = True
+    adapter: AdapterShape | None = None  # None: every weight is trained
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of one trained number, of its gradient and of each of its moments."""
+        return self.weight_bytes if self.adapter is None else max(ADAPTER_BYTES, self.weight_bytes)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Of the whole model."""
+        return self.shape.num_parameters if self.adapter is None else self.adapter.num_parameters(self.shape.layers)
+
+    @property
+    def trained_layer_parameters(self) -> int:
+        """Of one layer."""
+        return self.shape.layer_parameters if self.adapter is None else self.adapter.layer_parameters
+
+    @property
+    def trained_outer_parameters(self) -> int:
+        """Of what is in no layer."""
+        return self.shape.outer_parameters if self.adapter is None else self.adapter.outer_parameters
+
+    @property
+    def trained_head_parameters(self) -> int:
+        """Of the head."""
+        return self.shape.head_parameters if self.adapter is None else self.adapter.head_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +101,7 @@ class MemoryPlan:
 def plan_memory(work: Work) -> MemoryPlan:
     """What each phase of a step needs, by part."""
     shape, always = work.shape, _always(work)
-    gradients = {"gradients": _shard(work, work.weight_bytes)}
+    gradients = {"gradients": _shard(work, work.trained_parameters, work.trained_bytes)}
     largest = shape.head_parameters
     return MemoryPlan(
         phases={
@@ -88,20 +119,24 @@ def plan_memory(work: Work) -> MemoryPlan:
     )
 
 
-def _shard(work: Work, bytes_each: int) -> int:
-    """Of all weights on one process."""
-    return -(-bytes_each * work.shape.num_parameters // work.processes)
+def _shard(work: Work, parameters: int, bytes_each: int) -> int:
+    """Of so many numbers, what is on one process."""
+    return -(-bytes_each * parameters // work.processes)
 
 
 def _always(work: Work) -> dict[str, int]:
-    parts = {
-        "weights": _shard(work, work.weight_bytes),
-        "optimizer state": _shard(work, 2 * work.weight_bytes),
-    }
+    parts = {"weights": _shard(work, work.shape.num_parameters, work.weight_bytes)}
+    if work.adapter is not None:
+        parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
+    parts["optimizer state"] = _shard(work, work.trained_parameters, 2 * work.trained_bytes)
     if work.has_reference:
-        parts["reference weights"] = _shard(work, work.weight_bytes)
+        kept = work.trained_parameters  # of an adapter, what it was at the start
+        parts["reference weights"] = _shard(work, kept, work.trained_bytes)
     if work.on_gpu:
-        parts["framework"] = CUDA_BYTES + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
+        context = CUDA_BYTES if work.framework_bytes is None else work.framework_bytes
+        parts["framework"] = context + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
+    elif work.framework_bytes is not None:
+        parts["framework"] = work.framework_bytes
     return parts
 
 
@@ -128,16 +163,47 @@ def _sampling(work: Work) -> dict[str, int]:
 def layer_bytes_per_token(work: Work) -> int:
     """What one layer keeps for backward of one token, without checkpointing."""
     shape, a = work.shape, work.compute_bytes
-    if _autocasts(work):  # norms in and out are float32, and each product casts its own input
-        norms = shape.norms_per_layer * 8 * shape.hidden + 5 * a * shape.hidden
-    else:
-        norms = shape.norms_per_layer * (4 + 2 * a) * shape.hidden
-    query_norms = shape.has_query_norm * (4 + a) * (shape.query_width + shape.key_width)
     attention = 2 * a * (shape.query_width + shape.key_width) + 4 * shape.num_heads  # and log-sum-exps
-    mlp = shape.experts_per_token * 4 * a * shape.mlp
+    mlp = shape.experts_per_token * 3 * a * shape.mlp  # what goes into the gate, comes out of it, and is gated
     if shape.experts_per_token > 1:
         mlp += shape.experts_per_token * 2 * a * shape.hidden  # tokens as they are sent to experts, and come back
-    return norms + query_norms + attention + mlp
+    if work.adapter is None:
+        trained, kept_of_norm = _inputs_of_trained(work), a  # the normalised input, for the gradient of its weight
+    else:
+        trained, kept_of_norm = _inputs_of_adapter(work, work.adapter), 0
+    norms = shape.norms_per_layer * (8 if _autocasts(work) else 4 + kept_of_norm) * shape.hidden
+    query_norms = shape.has_query_norm * (4 + kept_of_norm) * (shape.query_width + shape.key_width)
+    return norms + query_norms + attention + mlp + trained
+
+
+def _inputs_of_trained(work: Work) -> int:
+    """Inputs of a layer's products with trained weights, beside what attention keeps in any case."""
+    shape, a = work.shape, work.compute_bytes
+    # norms come out in float32 under autocast, and each product casts its own input
+    into_products = 5 if _autocasts(work) else shape.norms_per_layer
+    return a * (into_products * shape.hidden + shape.experts_per_token * shape.mlp)
+
+
+def _inputs_of_adapter(work: Work, adapter: AdapterShape) -> int:
+    """What the gradients of an adapter's factors want: the inputs of its layers, and what lies between the factors."""
+    a = work.compute_bytes
+    return a * (adapter.kept_features + adapter.rank_features) + (a + 1) * adapter.dropout_features
+
+
+def _mlp_bytes_per_token(work: Work) -> int:
+    """Of `layer_bytes_per_token`, what backward is done with when it comes to a layer's attention."""
+    shape, a = work.shape, work.compute_bytes
+    mlp = shape.experts_per_token * 4 * a * shape.mlp
+    return min(mlp, layer_bytes_per_token(work)) + shape.norms_per_layer // 2 * 4 * shape.hidden
+
+
+def _attention_passing(work: Work) -> int:
+    """Gradients by one token's queries, keys and values, and what they are computed with, in backward of attention."""
+    shape, a = work.shape, work.compute_bytes
+    if work.on_gpu:  # kernels keep to the dtype and to the number of key heads; norms are float32
+        width = shape.query_width + shape.key_width
+        return 2 * a * width + 4 * width * shape.has_query_norm
+    return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, and key heads as many as queries
 
 
 def kept_bytes_per_token(work: Work) -> int:
@@ -147,7 +213,8 @@ def kept_bytes_per_token(work: Work) -> int:
     if work.checkpointing == "selective":
         # on CPUs attention to a prompt and to the tokens after it puts out float32 each
         attended = (a if work.on_gpu else 8) * shape.query_width + 4 * shape.num_heads
-        return stream + attended + a * (shape.query_width + 2 * shape.key_width + shape.hidden)
+        early = work.adapter.early_features if work.adapter else 0  # products too
+        return stream + attended + a * (shape.query_width + 2 * shape.key_width + shape.hidden + early)
     return stream if work.checkpointing else layer_bytes_per_token(work)
 
 
@@ -199,9 +266,11 @@ def head_bytes(work: Work, *, backward: bool) -> int:
         ids = max(1, min(ids, _TILE // hidden))
     tile = 4 * tokens * ids
     if not backward:
-        return tile + a * scored * hidden
-    sums = 4 * ids * hidden + 4 * tokens * hidden + 4 * scored * hidden
-    part = 4 * ids * hidden  # of the weight, or of its gradient before it is added
+        return tile + a * scored * hidden + 4 * (ids + tokens) * hidden * (a < 4 and not work.on_gpu)  # casts
+    is_trained = work.adapter is None
+    sums = 4 * ids * hidden * is_trained + 4 * tokens * hidden + 4 * scored * hidden
+    # of the weight, where it is cast, or of its gradient before it is added
+    part = 4 * ids * hidden * (is_trained or not work.on_gpu)
     rounded = tile * a // 4 if a < 4 else 0  # the tile, as it is multiplied
     passing = part + rounded if work.on_gpu else max(part, 8 * min(tokens * ids, CPU_BLOCK))
     return tile + passing + sums + 2 * a * scored * hidden
@@ -209,8 +278,9 @@ def head_bytes(work: Work, *, backward: bool) -> int:
 
 def _head_gradient(work: Work) -> int:
     """From the head's backward to the end: in the dtype in which the head's weight is there."""
-    gradient = work.shape.head_parameters * (work.weight_bytes if work.processes == 1 else work.compute_bytes)
-    return gradient + 4 * work.shape.head_parameters * work.gradients_in_forward
+    parameters = work.trained_head_parameters
+    gradient = parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
+    return gradient + 4 * parameters * work.gradients_in_forward
 
 
 def _backward(work: Work) -> dict[str, int]:
@@ -220,8 +290,12 @@ def _backward(work: Work) -> dict[str, int]:
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
-    at_head = activations - passing - again + last_norm
+    kept = activations - passing - again
+    at_head = kept + last_norm
     outer_only = a * shape.outer_parameters * (work.processes > 1)
+    # most models have wider MLPs than attention; of the others attention's backward is the peak
+    at_attention = activations - passing + (_attention_passing(work) - _mlp_bytes_per_token(work)) * work.row_tokens
+    activations = max(activations, at_attention)
     candidates = [
         {
             "gathered weights": gathered if work.processes == 1 else outer_only,
@@ -231,22 +305,32 @@ def _backward(work: Work) -> dict[str, int]:
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]
     if work.processes > 1:
-        layer, on_its_way = shape.layer_parameters, 4 * shape.layer_parameters  # gradients are reduced in float32
+        # what the outer weights were received in is freed after the first layer has come
+        layer = work.trained_layer_parameters
+        first = 2 * a * (shape.outer_parameters + shape.layer_parameters + layer)
+        on_its_way = 4 * layer  # gradients are reduced in float32
         kept_of_one = kept_bytes_per_token(work) * (work.row_tokens if shape.layers > 1 else 0)
         in_layer = {"gathered weights": gathered, "logprob head": head}
-        embedding = (1 + shape.tied) * a * shape.head_parameters  # if it is the head's too, with their sum
+        # if it is the head's too, with their sum
+        embedding = (1 + shape.tied) * a * shape.head_parameters if work.adapter is None else 0
         candidates += [
+            {"gathered weights": first},
+            {  # the last layer's place is still there
+                "gathered weights": outer_only + a * (shape.layer_parameters + layer),
+                "activations": at_head,
+                "logprob head": head_bytes(work, backward=False),
+            },
             {
                 **in_layer,
                 "activations": activations - kept_of_one,
-                "gradients on their way": on_its_way + a * layer // 3,
+                "gradients on their way": on_its_way + (a * layer if at_attention == activations else a * layer // 3),
             },
             {
                 **in_layer,
-                "activations": max(0, activations - passing - again - kept_of_one),
+                "activations": max(0, kept - kept_of_one),
                 "gradients on their way": on_its_way + a * layer,
             },
             {"gathered weights": outer_only, "logprob head": head, "gradients on their way": embedding + on_its_way},
-            {"logprob head": head, "gradients on their way": (4 + a) * shape.outer_parameters - head},
+            {"logprob head": head, "gradients on their way": (4 + a) * work.trained_outer_parameters - head},
         ]
     return max(candidates, key=lambda parts: sum(parts.values()))

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.defaults import compute_dtype, memory_share
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, Rows, group_share_tokens, plan_layout, plan_rows
-from cohort.plan.memory import MemoryPlan, Work, plan_memory
+from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, plan_memory
 from cohort.plan.shape import ModelShape
 from cohort.plan.timing import Number, plan_timing
 
@@ -26,6 +27,7 @@ class Plan:
     hardware: Hardware
     layout: Layout
     rows: Rows
+    longest_tokens: int  # of a prompt with its completion
     work: Work  # of one training process
     memory: MemoryPlan
     num_prompts: int | None
@@ -40,8 +42,32 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits."""
-        return self.headroom_bytes >= 0
+        """Whether every phase fits, on some split of the GPUs."""
+        return self.headroom_bytes >= 0 and self.layout.problem is None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said besides."""
+        notes = [] if self.layout.problem is None else [self.layout.problem]
+        limit = self.shape.max_positions
+        if limit is not None and self.longest_tokens > limit:
+            notes.append(
+                f"rollout.max_prompt_tokens and rollout.max_completion_tokens make {self.longest_tokens} tokens, and "
+                f"the model knows {limit} positions: training refuses that if a prompt is that long"
+            )
+        return tuple(notes)
+
+    @property
+    def memory_origins(self) -> dict[str, Number]:
+        """Where the parts of the memory's table come from, and the memory that is there; each with its most bytes."""
+        parts: dict[str, int] = {}
+        for phase in self.memory.phases.values():
+            for part, size in phase.items():
+                parts[part] = max(size, parts.get(part, 0))
+        return {
+            **{part: origin_of(part, size, self.work, self.hardware) for part, size in parts.items()},
+            "there": _memory_there(self.hardware),
+        }
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -81,6 +107,7 @@ class Plan:
                 "num_steps": self.num_steps,
             },
             "memory": {
+                "origins": {part: {"origin": n.origin, "how": n.how} for part, n in self.memory_origins.items()},
                 "phases": {
                     phase: {"total": self.memory.total(phase), "parts": dict(parts)}
                     for phase, parts in self.memory.phases.items()
@@ -91,6 +118,7 @@ class Plan:
                 "fits": self.fits,
                 "trl_bytes": self.trl_bytes,
             },
+            "notes": list(self.notes),
             "timing": {name: {"value": n.value, "origin": n.origin, "how": n.how} for name, n in self.timing.items()},
         }
 
@@ -129,11 +157,12 @@ def predict_run(
         hardware=hardware,
         layout=layout,
         rows=rows,
+        longest_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         work=work,
         memory=plan_memory(work),
         num_prompts=num_prompts,
         num_steps=num_steps,
-        timing=plan_timing(config, shape, hardware, layout, num_steps=num_steps),
+        timing=plan_timing(config, hardware, layout, rows, work, num_steps=num_steps),
         trl_bytes=_trl_bytes(config, work, rows),
     )
 
@@ -159,7 +188,7 @@ def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layou
 
 
 def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, rows: Rows) -> Work:
-    rollout, model = config.rollout, config.model
+    rollout, model, adapter = config.rollout, config.model, config.model.adapter
     vllm_bytes = sampled = sampled_tokens = 0
     if isinstance(rollout, VllmRolloutConfig):
         if layout.shared:
@@ -172,18 +201,51 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         shape=shape,
         processes=layout.num_training,
         weight_bytes=_BYTES[model.dtype],
-        compute_bytes=_BYTES[compute_dtype(config.model, on_gpu=True)],
+        compute_bytes=_BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=model.gradient_checkpointing,
         offload=model.activation_offload,
         gradients_in_forward=config.train.gradients_in_forward,
-        has_reference=config.keeps_reference,
+        has_reference=config.keeps_reference and (adapter is None or adapter.path is not None),
         row_tokens=rows.row_tokens,
         scored_tokens=rows.scored_tokens,
         kept_prompt_tokens=rows.kept_prompt_tokens,
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
         vllm_bytes=vllm_bytes,
+        on_gpu=hardware.on_gpu,
+        adapter=adapter_shape(adapter, shape) if adapter else None,
+        framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
     )
+
+
+def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
+    """Where a part of the memory's table comes from."""
+    if part == "vLLM's share":
+        return Number(value=size, origin="derived", how="rollout.gpu_memory_utilization of the memory")
+    if part != "framework":
+        how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
+        return Number(value=size, origin="derived", how=how)
+    assumed = [
+        f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
+        for what, bytes_, is_there in (
+            ("for CUDA", CUDA_BYTES, hardware.measured is None),
+            ("for NCCL", NCCL_BYTES, work.on_gpu and work.processes > 1),
+            ("of a vLLM that sleeps", ASLEEP_BYTES, work.vllm_bytes > 0),
+        )
+        if is_there
+    ]
+    if hardware.measured is None:
+        return Number(value=size, origin="assumed", how=", ".join(assumed))
+    bytes_, told = hardware.measured.framework_bytes, hardware.measured.told()
+    own = f"{bytes_ / 1e9:.1f} GB of a process without tensors (measured {told})"
+    return Number(value=size, origin="assumed" if assumed else "measured", how=", ".join([own, *assumed]))
+
+
+def _memory_there(hardware: Hardware) -> Number:
+    size = hardware.gpu_memory_bytes
+    if hardware.memory_is_measured and hardware.measured is not None:
+        return Number(value=size, origin="measured", how=hardware.measured.told())
+    return Number(value=size, origin="assumed", how="what was said, or what such a GPU has for a process")
 
 
 def _trl_bytes(config: Config, work: Work, rows: Rows) -> int:

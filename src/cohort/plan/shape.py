@@ -5,6 +5,7 @@ exactly; the tests compare with what the Hugging Face library builds.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class ModelShape:
     layer_parameters: int
     active_layer_parameters: int  # that one token is multiplied with: fewer with experts
     experts_per_token: int  # 1: an ordinary MLP
+    max_positions: int | None  # of prompt and completion together; None: not known
 
     @property
     def head_parameters(self) -> int:
@@ -83,12 +85,15 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def read_shape(path: str) -> ModelShape:
-    """The shape of the model of a folder.
+    """The shape of the model of a folder, or of a common model by its id on the hub.
 
     Raises:
         UserError: there is no config.json, or it is not of a model that is known here.
     """
     file = Path(path) / "config.json"
+    named = preset_of_id(path) if not file.exists() else None
+    if named is not None:
+        return named
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -101,6 +106,24 @@ def read_shape(path: str) -> ModelShape:
     if not isinstance(config, dict):
         raise UserError(f"model.path: {file}: has to be a JSON object")
     return shape_of(config, name=Path(path).resolve().name)
+
+
+def known_shape(path: str) -> ModelShape | None:
+    """As `read_shape`; None where the shape is not known."""
+    try:
+        return read_shape(path)
+    except UserError:
+        return None
+
+
+def preset_of_id(model_id: str) -> ModelShape | None:
+    """The shape of a model whose id on the hub says which one it is, such as Qwen/Qwen2.5-7B-Instruct."""
+    name = model_id.rpartition("/")[2].lower()
+    for pattern, preset in _IDS:
+        match = re.fullmatch(pattern, name)
+        if match and preset.format(*match.groups()) in PRESETS:
+            return preset_shape(preset.format(*match.groups()))
+    return None
 
 
 def preset_shape(name: str) -> ModelShape:
@@ -140,7 +163,7 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
         )
     try:
         return _shape(config, family, name)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a number above 0") from error
 
 
@@ -181,7 +204,22 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
         layer_parameters=attention + router + one * (experts or 1),
         active_layer_parameters=attention + router + one * chosen,
         experts_per_token=chosen,
+        max_positions=_known_positions(config),
     )
+
+
+def _known_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions that the model computes as it was made to; None where its config does not say."""
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, original = rope.get("rope_type") or rope.get("type"), rope.get("original_max_position_embeddings") or limit
+    if kind in ("longrope", "dynamic"):  # beyond this the rotation depends on the longest row of a batch
+        return int(original)
+    if kind in ("linear", "yarn"):  # some configs state the length before, some after stretching
+        return max(limit, int(original * rope.get("factor", 1.0)))
+    return limit
 
 
 def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -194,7 +232,15 @@ def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def _preset(
-    model_type: str, hidden: int, mlp: int, layers: int, heads: int, key_heads: int, vocabulary: int, **more: Any
+    model_type: str,
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    key_heads: int,
+    vocabulary: int,
+    positions: int,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
         "model_type": model_type,
@@ -204,6 +250,7 @@ def _preset(
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
         **more,
     }
 
@@ -212,18 +259,18 @@ _TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
 
 # From the config.json of each model.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2.5-0.5b": _preset("qwen2", 896, 4864, 24, 14, 2, 151936, **_TIED),
-    "qwen2.5-1.5b": _preset("qwen2", 1536, 8960, 28, 12, 2, 151936, **_TIED),
-    "qwen2.5-3b": _preset("qwen2", 2048, 11008, 36, 16, 2, 151936, **_TIED),
-    "qwen2.5-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-14b": _preset("qwen2", 5120, 13824, 48, 40, 8, 152064),
-    "qwen2.5-32b": _preset("qwen2", 5120, 27648, 64, 40, 8, 152064),
-    "qwen3-0.6b": _preset("qwen3", 1024, 3072, 28, 16, 8, 151936, **_TIED),
-    "qwen3-1.7b": _preset("qwen3", 2048, 6144, 28, 16, 8, 151936, **_TIED),
-    "qwen3-4b": _preset("qwen3", 2560, 9728, 36, 32, 8, 151936, **_TIED),
-    "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, 151936),
-    "qwen3-14b": _preset("qwen3", 5120, 17408, 40, 40, 8, 151936),
-    "qwen3-32b": _preset("qwen3", 5120, 25600, 64, 64, 8, 151936),
+    "qwen2.5-0.5b": _preset("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, **_TIED),
+    "qwen2.5-1.5b": _preset("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, **_TIED),
+    "qwen2.5-3b": _preset("qwen2", 2048, 11008, 36, 16, 2, 151936, 32768, **_TIED),
+    "qwen2.5-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768),
+    "qwen2.5-14b": _preset("qwen2", 5120, 13824, 48, 40, 8, 152064, 32768),
+    "qwen2.5-32b": _preset("qwen2", 5120, 27648, 64, 40, 8, 152064, 32768),
+    "qwen3-0.6b": _preset("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, **_TIED),
+    "qwen3-1.7b": _preset("qwen3", 2048, 6144, 28, 16, 8, 151936, 40960, **_TIED),
+    "qwen3-4b": _preset("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, **_TIED),
+    "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960),
+    "qwen3-14b": _preset("qwen3", 5120, 17408, 40, 40, 8, 151936, 40960),
+    "qwen3-32b": _preset("qwen3", 5120, 25600, 64, 64, 8, 151936, 40960),
     "qwen3-30b-a3b": _preset(
         "qwen3_moe",
         2048,
@@ -232,21 +279,37 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         32,
         4,
         151936,
+        40960,
         head_dim=128,
         moe_intermediate_size=768,
         num_experts=128,
         num_experts_per_tok=8,
     ),
-    "llama3-1b": _preset("llama", 2048, 8192, 16, 32, 8, 128256, **_TIED),
-    "llama3-3b": _preset("llama", 3072, 8192, 28, 24, 8, 128256, **_TIED),
-    "llama3-8b": _preset("llama", 4096, 14336, 32, 32, 8, 128256),
-    "llama3-70b": _preset("llama", 8192, 28672, 80, 64, 8, 128256),
-    "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, 32768),
-    "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
-    "gemma2-2b": _preset("gemma2", 2304, 9216, 26, 8, 4, 256000),
-    "gemma2-9b": _preset("gemma2", 3584, 14336, 42, 16, 8, 256000),
-    "gemma3-1b": _preset("gemma3_text", 1152, 6912, 26, 4, 1, 262144),
+    "llama3-1b": _preset("llama", 2048, 8192, 16, 32, 8, 128256, 131072, **_TIED),
+    "llama3-3b": _preset("llama", 3072, 8192, 28, 24, 8, 128256, 131072, **_TIED),
+    "llama3-8b": _preset("llama", 4096, 14336, 32, 32, 8, 128256, 131072),
+    "llama3-70b": _preset("llama", 8192, 28672, 80, 64, 8, 128256, 131072),
+    "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, 32768, 32768),
+    "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, num_local_experts=8),
+    "gemma2-2b": _preset("gemma2", 2304, 9216, 26, 8, 4, 256000, 8192),
+    "gemma2-9b": _preset("gemma2", 3584, 14336, 42, 16, 8, 256000, 8192),
+    "gemma3-1b": _preset("gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768),
 }
+
+# Names on the hub of models with these shapes: what was trained further has the same one.
+_IDS: tuple[tuple[str, str], ...] = (
+    (r"qwen2\.5-(?:coder-)?([\d.]+b)(?:-instruct)?", "qwen2.5-{}"),
+    (r"qwen3-([\d.]+b(?:-a3b)?)(?:-base)?", "qwen3-{}"),
+    (r"qwen3-(4b|30b-a3b)-(?:instruct|thinking)-2507", "qwen3-{}"),
+    (r"(?:meta-)?llama-3\.1-(8b|70b)(?:-instruct)?", "llama3-{}"),
+    (r"llama-3\.2-(1b|3b)(?:-instruct)?", "llama3-{}"),
+    (r"llama-3\.3-(70b)-instruct", "llama3-{}"),
+    (r"deepseek-r1-distill-llama-(8b|70b)", "llama3-{}"),
+    (r"mistral-7b(?:-instruct)?-v0\.3", "mistral-7b"),
+    (r"mixtral-8x7b(?:-instruct)?-v0\.1", "mixtral-8x7b"),
+    (r"gemma-2-(2b|9b)(?:-it)?", "gemma2-{}"),
+    (r"gemma-3-1b-(?:it|pt)", "gemma3-1b"),
+)
 
 _ALIASES: Mapping[str, str] = {
     "0.5b": "qwen2.5-0.5b",

@@ -16,6 +16,10 @@ from cohort.plan.estimate import USUAL_GPU, Sizes, predict, why_it_does_not_fit
 _STAND_IN = Sizes(gpu_name=USUAL_GPU, gpu_memory_bytes=1 << 60, num_parameters=10**9, active_parameters=10**9)
 
 
+class DoesNotFitError(UserError):
+    """No split of the GPUs fits their memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSplit:
     """Who gets which GPUs. Numbers are places among the GPUs that this process may use."""
@@ -36,7 +40,8 @@ def split_gpus(config: Config, *, num_gpus: int, sizes: Sizes | None) -> GpuSpli
         sizes: None where they are not known, as of a model before it is downloaded: memory is not looked at then.
 
     Raises:
-        UserError: the numbers contradict each other or the machine, or no split fits its memory.
+        UserError: the numbers contradict each other or the machine.
+        DoesNotFitError: no split fits its memory.
     """
     rollout = config.rollout
     assert isinstance(rollout, VllmRolloutConfig) and not rollout.urls
@@ -196,7 +201,8 @@ def _best(config: Config, rollout: VllmRolloutConfig, num_gpus: int, sizes: Size
     """The separate split with the shortest step among those that fit; shared GPUs where none does.
 
     Raises:
-        UserError: nothing fits.
+        DoesNotFitError: nothing fits.
+        UserError: no number of servers goes with the GPUs.
     """
     size = rollout.tensor_parallel
     numbers = range(size, num_gpus, size) if rollout.servers == "auto" else [rollout.servers * size]
@@ -230,13 +236,13 @@ def _shared_if_it_fits(
     """Shared GPUs, where no separate ones fit.
 
     Raises:
-        UserError: shared ones do not fit either.
+        DoesNotFitError: shared ones do not fit either.
     """
     may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
     if may_share and why_it_does_not_fit(config, rollout, sizes, num_gpus, shared=True) is None:
         return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
     ways = _what_fits(config, rollout, sizes, num_gpus)
-    raise UserError(
+    raise DoesNotFitError(
         f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {sizes.gpu_memory_bytes / 1e9:.3g} GB: "
         f"{problem}; use {_either([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
     )

@@ -1,22 +1,26 @@
 """How long a step takes and what a run costs, with the origin of every number.
 
 The model is that of `cohort.plan.estimate`: operations and bytes of the mathematics, peaks and bandwidths of the
-makers' data sheets, and shares of them that are assumed. A prediction, good to tell which phase dominates and what a
-change is worth; a run's own metrics are the truth.
+makers' data sheets or as measured here, and shares of them that are assumed. A prediction, good to tell which phase
+dominates and what a change is worth; a run's own metrics are the truth.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from cohort.config import Config, VllmRolloutConfig
-from cohort.plan.estimate import StepTimes, predict
+from cohort.plan.defaults import compute_dtype
+from cohort.plan.estimate import Rate, StepTimes, computing_rate, predict, reading_rate
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, sizes_of
+from cohort.plan.layout import Layout, Rows, sizes_of
+from cohort.plan.memory import Work, kept_bytes_per_token
 from cohort.plan.shape import ModelShape
 
 Origin = Literal["measured", "assumed", "derived"]
 _RECOMPUTED = 4 / 3  # a second forward pass: 8 operations per weight and token instead of 6
 _REFERENCE = 4 / 3  # a forward pass of another model: 2 more
+_REDUCED_BYTES = 4  # of a gradient on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +33,54 @@ class Number:
 
 
 def plan_timing(
-    config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, *, num_steps: int | None
+    config: Config, hardware: Hardware, layout: Layout, rows: Rows, work: Work, *, num_steps: int | None
 ) -> dict[str, Number]:
-    """Seconds by phase, and the GPU hours of the run where its steps are known."""
-    times = step_times(config, shape, hardware, layout)
-    sampler = "decoding reads the weights at 60 % of the bandwidth or computes at 40 % of the peak (both assumed)"
+    """Seconds by phase, what they were worked out from, and the GPU hours of the run where its steps are known."""
+    sizes = sizes_of(config, work.shape, hardware)
+    computing, reading = computing_rate(sizes, compute_dtype(config.model, on_gpu=hardware.on_gpu)), reading_rate(sizes)
+    times = step_times(config, work.shape, hardware, layout)
+    operations = "4 operations per weight and token" if work.adapter else "6 operations per weight and token"
+    sampler = f"weights are read at {reading.share:.0%} of the bandwidth, or computed with at {computing.share:.0%}"
     if config.rollout.engine == "local":
         sampler += "; PyTorch's own sampling is slower than that"
     numbers = {
-        "training_s": Number(
-            value=times.training_s,
-            origin="derived",
-            how="6 operations per weight and token at 40 % of the peak (assumed)",
-        ),
-        "sampling_s": Number(value=times.sampling_s, origin="derived", how=sampler),
-        "step_s": Number(
-            value=times.step_s,
-            origin="derived",
-            how="the longer phase" if times.overlap else "one phase after the other",
-        ),
+        "products_tflops": _rate(computing, hardware, 1e-12),
+        "memory_gbytes/s": _rate(reading, hardware, 1e-9),
+        "training_s": _derived(times.training_s, f"{operations} at {computing.share:.0%} of that (assumed)"),
+        **dict(_transfers(hardware, rows, work)),
+        "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
+        "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
     if num_steps is not None:
         hours = times.step_s * num_steps / 3600
         gpus = layout.num_training + (0 if layout.shared else layout.num_sampling)
-        numbers["run_hours"] = Number(value=hours, origin="derived", how=f"{num_steps} steps")
-        numbers["gpu_hours"] = Number(value=hours * gpus, origin="derived", how=f"{gpus} GPUs")
+        numbers["run_hours"] = _derived(hours, f"{num_steps} steps")
+        numbers["gpu_hours"] = _derived(hours * gpus, f"{gpus} GPUs")
     return numbers
+
+
+def _derived(value: float, how: str) -> Number:
+    return Number(value=value, origin="derived", how=how)
+
+
+def _rate(rate: Rate, hardware: Hardware, unit: float) -> Number:
+    if rate.is_measured and hardware.measured is not None:
+        return Number(value=rate.best * unit, origin="measured", how=hardware.measured.told())
+    return Number(value=rate.best * unit, origin="assumed", how="the maker's data sheet")
+
+
+def _transfers(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str, Number]]:
+    """What goes over wires that were measured. It goes on beside the computation, and is no part of the step's time."""
+    measured = hardware.measured
+    if measured is None:
+        return
+    if measured.collective_bandwidth is not None and work.processes > 1:
+        gathered = 2 * work.compute_bytes * work.shape.num_parameters + _REDUCED_BYTES * work.trained_parameters
+        seconds = rows.num_micro_batches * gathered / measured.collective_bandwidth
+        yield "gathering_s", _derived(seconds, "two gathers and a reduction of every micro-batch, beside training")
+    if measured.host_bandwidth is not None and work.offload:
+        moved = 2 * kept_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
+        yield "offloading_s", _derived(moved / measured.host_bandwidth, "activations out and back, beside training")
 
 
 def step_times(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout) -> StepTimes:
@@ -66,9 +92,8 @@ def step_times(config: Config, shape: ModelShape, hardware: Hardware, layout: La
     tensor_parallel = rollout.tensor_parallel if isinstance(rollout, VllmRolloutConfig) else 1
     # servers of other people are taken to be as many GPUs as names
     sampling = layout.num_sampling or len(getattr(rollout, "urls", ())) * tensor_parallel
-    times = predict(
-        config, sizes_of(shape, hardware), num_training=layout.num_training, num_sampling=max(sampling, tensor_parallel)
-    )
+    sizes = sizes_of(config, shape, hardware)
+    times = predict(config, sizes, num_training=layout.num_training, num_sampling=max(sampling, tensor_parallel))
     factor = (_RECOMPUTED if config.model.gradient_checkpointing else 1.0) * (
         _REFERENCE if config.algorithm.beta > 0 else 1.0
     )

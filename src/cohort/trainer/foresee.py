@@ -8,6 +8,7 @@ import torch
 from cohort.config import Config
 from cohort.errors import UserError
 from cohort.plan.advice import advise
+from cohort.plan.calibration import calibration_of
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
 from cohort.plan.predict import Plan, predict_run
@@ -45,7 +46,13 @@ def foresee(
     properties = torch.cuda.get_device_properties(device)
     return plan_on(
         config,
-        Hardware(gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, gpus_per_node=world_size, nodes=1),
+        Hardware(
+            gpu_name=properties.name,
+            gpu_memory_bytes=properties.total_memory,
+            gpus_per_node=world_size,
+            nodes=1,
+            measured=calibration_of(properties.name),
+        ),
         shared=shared,
         longest_prompt_tokens=longest_prompt_tokens,
         num_prompts=num_prompts,

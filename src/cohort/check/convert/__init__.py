@@ -56,6 +56,8 @@ def _draft(launch: Launch, version: str | None) -> Draft:
         from_verl(draft, start)
     else:
         from_trl(draft, start, parse_version(trl_version(launch, version)[0]))
+    if launch.others:
+        draft.note(f"the file starts {len(launch.others)} more; this is the first one")
     draft.tell_the_rest()
     return draft
 

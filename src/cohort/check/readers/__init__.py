@@ -9,6 +9,7 @@ from cohort.check.readers import cohort_yaml, swift, trl_python, trl_shell, trl_
 from cohort.check.readers.files import read_text
 from cohort.check.readers.launcher import read_launcher
 from cohort.check.readers.shell import parse_shell
+from cohort.check.readers.slurm import on_job, read_job
 from cohort.errors import UserError
 
 __all__ = ["FORMATS", "read_launch"]
@@ -43,7 +44,7 @@ def _read(path: Path, text: str) -> Launch:
     for reader in _readers(path, text):
         launch = reader(path, text)
         if launch is not None:
-            return launch
+            return on_job(launch, read_job(text)) if launch.form == "shell" else launch
     if path.suffix in (".yaml", ".yml"):
         tree = trl_yaml.cached_tree(text)
         if tree and {"distributed_type", "compute_environment"} & set(tree.top):
@@ -85,8 +86,10 @@ def _launched(launch: Launch, command: str) -> Launch:
         )
     return replace(
         launch,
+        others=tuple(_launched(other, command) for other in launch.others),
         processes=launcher.processes or launch.processes,
         processes_per_node=launcher.per_node if launcher.processes else launch.processes_per_node,
         training_gpus=launcher.gpus or launch.training_gpus,
+        sharded_stage=launch.sharded_stage if launcher.sharded_stage is None else launcher.sharded_stage,
         findings=(*launch.findings, *launcher.findings),
     )

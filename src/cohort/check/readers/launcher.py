@@ -8,7 +8,8 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Said
 from cohort.check.readers.files import read_text
 from cohort.check.readers.options import Options, env_count, gpus_of, parse_options
-from cohort.check.readers.shell import Command, Word
+from cohort.check.readers.shell import Command
+from cohort.check.readers.shell_words import Word
 from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
 
@@ -22,6 +23,7 @@ class Launcher:
     processes: Said | None
     per_node: int | None = None  # processes of one machine
     gpus: tuple[str, ...] | None = None
+    sharded_stage: int | None = None  # of ZeRO; FSDP is 3
     script: tuple[Word, ...] = ()  # the words from the script on, or all where no launcher is known
     findings: tuple[Finding, ...] = ()
 
@@ -33,6 +35,7 @@ def _launcher(
     *,
     gpus: tuple[str, ...] | None,
     script: tuple[Word, ...],
+    sharded_stage: int | None = None,
     findings: tuple[Finding, ...] = (),
 ) -> Launcher:
     """A launcher of `count` processes on all nodes together."""
@@ -41,6 +44,7 @@ def _launcher(
         per_node=None if count is None else count // max(nodes, 1),
         gpus=gpus,
         script=script,
+        sharded_stage=sharded_stage,
         findings=findings,
     )
 
@@ -60,9 +64,9 @@ def read_launcher(command: Command, where: str, folder: Path, *, uses_vllm: bool
     if "accelerate" in names and "launch" in names:
         own, script = _before_script(command.words[names.index("launch") + 1 :])
         options = parse_options(own, where)
-        count, findings = _accelerate(options, gpus, folder)
+        count, stage, findings = _accelerate(options, gpus, folder)
         nodes = _whole(options.settings, "num_machines", 1) or 1
-        return _launcher(count, nodes, where, gpus=gpus, script=script, findings=findings)
+        return _launcher(count, nodes, where, gpus=gpus, script=script, sharded_stage=stage, findings=findings)
     if "torchrun" in names:
         own, script = _before_script(command.words[names.index("torchrun") + 1 :])
         options = parse_options(own, where)
@@ -90,22 +94,38 @@ def _whole(options: Mapping[str, Said], key: str, default: int | None) -> int | 
     return int(str(value)) if str(value).isdecimal() else default
 
 
-def _accelerate(options: Options, gpus: tuple[str, ...] | None, folder: Path) -> tuple[int | None, tuple[Finding, ...]]:
-    """The number of processes: of the command line, else of the configuration file, else every visible GPU."""
-    in_file: int | None = None
+def _accelerate(
+    options: Options, gpus: tuple[str, ...] | None, folder: Path
+) -> tuple[int | None, int | None, tuple[Finding, ...]]:
+    """The number of processes and how they share the state: of the command line, else of the configuration file.
+
+    Where neither says, there are as many processes as visible GPUs.
+    """
+    in_file: Mapping[str, Said] = {}
     findings: list[Finding] = []
     name = options.settings.get("config_file")
     if name is not None:
         try:
-            in_file = accelerate_processes(folder, str(name.value))
+            in_file = _accelerate_file(folder, str(name.value))
         except UserError as error:
             findings.append(Finding("CHK004", "--config_file", f"the accelerate file was not read: {error}"))
-    default = in_file if in_file is not None else len(gpus) if gpus and "multi_gpu" in options.settings else None
-    return _whole(options.settings, "num_processes", default), tuple(findings)
+    default = _whole(in_file, "num_processes", None)
+    default = default if default is not None else len(gpus) if gpus and "multi_gpu" in options.settings else None
+    said = {**in_file, **options.settings}
+    return _whole(options.settings, "num_processes", default), _sharded_stage(said), tuple(findings)
 
 
-def accelerate_processes(folder: Path, name: str) -> int | None:
-    """`num_processes` of an accelerate configuration.
+def _sharded_stage(said: Mapping[str, Said]) -> int | None:
+    """ZeRO's stage by accelerate's keys."""
+    kind = str(said["distributed_type"].value).upper() if "distributed_type" in said else ""
+    if "FSDP" in kind or "use_fsdp" in said:
+        return 3
+    stage = _whole(said, "zero_stage", _whole(said, "deepspeed_config.zero_stage", None))
+    return 0 if stage is None and ("MULTI_GPU" in kind or kind == "NO" or "multi_gpu" in said) else stage
+
+
+def _accelerate_file(folder: Path, name: str) -> Mapping[str, Said]:
+    """The settings of an accelerate configuration.
 
     Raises:
         UserError: the file cannot be read.
@@ -116,7 +136,7 @@ def accelerate_processes(folder: Path, name: str) -> int | None:
         tree = read_yaml_tree(read_text(path))
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _whole(tree.values, "num_processes", None) if tree else None
+    return tree.values if tree else {}
 
 
 def _slurm(options: Options, uses_vllm: bool) -> tuple[int | None, tuple[Finding, ...]]:

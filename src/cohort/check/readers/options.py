@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cohort.check.launch import Said, Unread
-from cohort.check.readers.shell import Command, Word
+from cohort.check.readers.shell import Command
+from cohort.check.readers.shell_words import Word
 
 
 @dataclass(frozen=True, slots=True)

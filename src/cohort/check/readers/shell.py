@@ -4,15 +4,15 @@ What only a running shell knows (a variable from outside, `$(command)`, what a b
 the rest of the word is kept.
 """
 
-import ast
-import operator
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+from cohort.check.readers.shell_words import Word, end_of_balanced, end_of_quoted, expand
+from cohort.check.readers.slurm import read_job
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 _OPENS = {"if", "for", "while", "until", "case", "select"}
 _CLOSES = {"fi", "done", "esac"}
@@ -20,17 +20,11 @@ _GOES_ON = {"then", "else", "do", "!", "{", "}", "time", "elif"}
 _PREFIXES = {"export", "declare", "local", "readonly", "typeset"}
 _LAUNCHERS = {"sudo", "env", "nohup", "exec", "command"}
 
-
-_LONGEST = 10_000  # characters of an expanded word
+_MOST_NESTED = 4  # functions that call functions, shells in shells
+_FUNCTION = re.compile(
+    r"[ \t]*(?:function[ \t]+([A-Za-z_][\w-]*)(?:[ \t]*\(\))?|([A-Za-z_][\w-]*)[ \t]*\(\))[ \t\n\x00]*\{(?=[\s\x00])"
+)
 _MOST_EXPANDED = 1_000_000  # characters of all expanded words together
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """One word of a command, expanded as far as the file goes."""
-
-    text: str
-    missing: tuple[str, ...] = ()  # what could not be resolved, such as ("$MODEL",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +43,37 @@ def parse_shell(text: str) -> tuple[Command, ...]:
     Raises:
         ValueError: its variables expand to more than any script holds.
     """
+    job = read_job(text)
     scanner = _Scanner(text.replace("\x00", " ").replace("\r\n", "\n").replace("\\\n", "\x00"))
+    scanner.variables = {name: [Word(value)] for name, value in job.variables().items()}
     return tuple(scanner.commands())
+
+
+@dataclass(slots=True)
+class _Function:
+    """A function of the script."""
+
+    body: str
+    line: int
+    called: bool = False
+
+
+def _script_of_shell(command: Command) -> Word | None:
+    """What `bash -c` runs, wherever it stands in the command: behind srun, ssh or docker too."""
+    names = [word.text.rsplit("/", 1)[-1] for word in command.words]
+    for place, (name, option) in enumerate(pairwise(names)):
+        if name in ("bash", "sh", "zsh") and re.fullmatch("-[a-z]*c", option) and place + 2 < len(names):
+            return command.words[place + 2]
+    return None
 
 
 class _Scanner:
     """Reads a script from left to right. A continued line is one NUL, so that line numbers can be counted."""
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at, self.line = text, 0, 1
+    def __init__(self, text: str, *, line: int = 1, nested: int = 0) -> None:
+        self.text, self.at, self.line = text, 0, line
+        self.nested = nested  # calls of functions and shells in shells around this text
+        self.functions: dict[str, _Function] = {}
         self.variables: dict[str, list[Word]] = {}
         self.exported: dict[str, Word] = {}
         self.depth = 0  # of if, for, while, case
@@ -65,16 +81,66 @@ class _Scanner:
         self.expanded = 0  # characters so far
 
     def commands(self) -> list[Command]:
-        """All commands."""
+        """All commands. A function's are those of each of its calls; of one that is not called, those of its body."""
         found: list[Command] = []
         while self.at < len(self.text):
+            if self._reads_function():
+                continue
             line, conditional = self.line, self.after_test
             raw = self._raw_command()
             self.depth += conditional
             command = self._command(raw, line) if raw else None
             self.depth -= conditional
             if command:
-                found.append(command)
+                found += self._inside(command)
+        if self.nested == 0:
+            for function in [f for f in self.functions.values() if not f.called]:
+                found += self._nested(_Scanner(function.body, line=function.line, nested=1))
+        return found
+
+    def _reads_function(self) -> bool:
+        """Take a definition in, where one stands here."""
+        match = _FUNCTION.match(self.text, self.at)
+        if not match:
+            return False
+        self._skip_to(match.end() - 1)
+        start, line = self.at + 1, self.line
+        self._skip_to(end_of_balanced(self.text, self.at, "{", "}"))
+        self.functions[match[1] or match[2]] = _Function(self.text[start : self.at - 1], line)
+        return True
+
+    def _inside(self, command: Command) -> list[Command]:
+        """The commands of a function that this one calls, or of `bash -c '...'`; otherwise itself."""
+        if self.nested >= _MOST_NESTED:
+            return [command]
+        name = command.words[0].text
+        if name in self.functions:
+            function = self.functions[name]
+            function.called = True
+            inner = _Scanner(function.body, line=function.line, nested=self.nested + 1)
+            arguments = command.words[1:]
+            own = {str(place): [word] for place, word in enumerate(arguments, start=1)}
+            return [
+                Command(found.env, found.words, command.line)
+                for found in self._nested(inner, own | {"@": list(arguments), "*": list(arguments)})
+            ]
+        script = _script_of_shell(command)
+        if script is None:
+            return [command]
+        inner = _Scanner(script.text, line=command.line, nested=self.nested + 1)
+        inner.exported = dict(command.env)
+        inner.variables = {name: [word] for name, word in command.env.items()}
+        unread = (Word("", script.missing),) if script.missing else ()  # whatever else would stand there
+        return [Command(found.env, (*found.words, *unread), found.line) for found in inner.commands()]
+
+    def _nested(self, inner: "_Scanner", own: Mapping[str, list[Word]] | None = None) -> list[Command]:
+        """The commands of a text that shares this one's variables, with arguments of its own."""
+        inner.variables = {**self.variables, **(own or {})}
+        inner.exported, inner.functions, inner.depth = self.exported, self.functions, self.depth
+        inner.expanded = self.expanded
+        found = inner.commands()
+        self.expanded = inner.expanded
+        self.variables |= {name: words for name, words in inner.variables.items() if name not in (own or {})}
         return found
 
     def _raw_command(self) -> list[str]:
@@ -137,7 +203,7 @@ class _Scanner:
             character = self.text[self.at]
             if character in " \t\n;&|<>()\x00":
                 if character == "(" and self.text[self.at - 1] == "=" and self.at > start:
-                    self._skip_balanced("(", ")")
+                    self._skip_to(end_of_balanced(self.text, self.at, "(", ")"))
                     continue
                 break
             if character == "\\":
@@ -145,46 +211,19 @@ class _Scanner:
                 if self.at < len(self.text):
                     self._step()
             elif character in "'\"`":
-                self._skip_quoted(character)
-            elif self.text.startswith("$(", self.at):
-                self.at += 1
-                self._skip_balanced("(", ")")
-            elif self.text.startswith("${", self.at):
-                self.at += 1
-                self._skip_balanced("{", "}")
+                self._skip_to(end_of_quoted(self.text, self.at))
+            elif self.text.startswith(("$(", "${"), self.at):
+                pair = "()" if self.text[self.at + 1] == "(" else "{}"
+                self._skip_to(end_of_balanced(self.text, self.at + 1, *pair))
             else:
                 self._step()
         if self.at == start:  # a character that starts nothing
             self._step()
         return self.text[start : self.at]
 
-    def _skip_quoted(self, quote: str) -> None:
-        self._step()
-        while self.at < len(self.text) and self.text[self.at] != quote:
-            if quote == '"' and self.text.startswith("$(", self.at):  # which may hold quotes of its own
-                self.at += 1
-                self._skip_balanced("(", ")")
-                continue
-            if self.text[self.at] == "\\" and quote != "'" and self.at + 1 < len(self.text):
-                self._step()
-            self._step()
-        if self.at < len(self.text):
-            self._step()
-
-    def _skip_balanced(self, opening: str, closing: str) -> None:
-        depth = 0
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            if character in "'\"":
-                self._skip_quoted(character)
-                continue
-            if character == "#" and self.text[self.at - 1] in " \t\n\x00":
-                self._skip_to_line_end()
-                continue
-            depth += (character == opening) - (character == closing)
-            self._step()
-            if depth == 0:
-                return
+    def _skip_to(self, end: int) -> None:
+        self.line += sum(self.text.count(character, self.at, end) for character in "\n\x00")
+        self.at = end
 
     def _command(self, raw: list[str], line: int) -> Command | None:
         """The command with its variables expanded; None for a mere assignment or a word of the language."""
@@ -233,7 +272,7 @@ class _Scanner:
     def _expand_all(self, parts: list[str], *, split: bool = True) -> list[Word]:
         words: list[Word] = []
         for part in parts:
-            added = _expand(part, self.variables, split=split)
+            added = expand(part, self.variables, split=split)
             self.expanded += sum(len(word.text) + 1 for word in added)
             if self.expanded > _MOST_EXPANDED:
                 raise ValueError(f"line {self.line}: variables expand to more than {_MOST_EXPANDED:,} characters")
@@ -246,134 +285,3 @@ class _Scanner:
         self.variables[name] = words
         if name in self.exported and len(words) == 1:
             self.exported[name] = words[0]
-
-
-def _expand(raw: str, variables: Mapping[str, list[Word]], *, split: bool = True) -> list[Word]:
-    """One raw word as words: an unquoted variable splits at its blanks, and may be nothing."""
-    done: list[Word] = []
-    text, exists, at = "", False, 0
-    size = 0  # of what variables stood for
-    vanished = False  # "$@" without arguments is no word, though it is quoted
-    missing: list[str] = []
-    quote = ""
-
-    def end_word() -> None:
-        nonlocal text, missing, exists, vanished
-        if exists and (text or missing or not vanished):
-            done.append(Word(text, tuple(dict.fromkeys(missing))))
-        text, missing, exists, vanished = "", [], False, False
-
-    while at < len(raw):
-        character = raw[at]
-        if character == "\x00":
-            at += 1
-        elif character == "\\" and quote != "'":
-            if quote and raw[at + 1 : at + 2] not in ("$", "`", '"', "\\"):
-                text += "\\"  # inside double quotes a backslash before anything else stays
-            text, exists, at = text + raw[at + 1 : at + 2], True, at + 2
-        elif character in "'\"" and quote in ("", character):
-            quote, exists, at = "" if quote else character, True, at + 1
-        elif character in "$`" and quote != "'":
-            words, at = _expansion(raw, at, variables)
-            vanished = vanished or not words
-            if not quote and split:
-                words = [Word(part, word.missing) for word in words for part in word.text.split() or [""]]
-                words = [word for word in words if word.text or word.missing]
-            size += sum(len(word.text) + 1 for word in words)
-            if size > _LONGEST:
-                return [Word("", (f"a value of more than {_LONGEST:,} characters",))]
-            for i, word in enumerate(words):
-                if i:
-                    end_word()
-                text, exists = text + word.text, True
-                missing.extend(word.missing)
-        else:
-            text, exists, at = text + character, True, at + 1
-    end_word()
-    return done
-
-
-def _expansion(raw: str, at: int, variables: Mapping[str, list[Word]]) -> tuple[list[Word], int]:
-    """What stands at a dollar or a back-quote, and where it ends."""
-    if raw[at] == "`":
-        end = raw.find("`", at + 1)
-        end = len(raw) if end < 0 else end + 1
-        return [Word("", (raw[at:end],))], end
-    if raw.startswith(("$(", "${"), at):
-        scanner = _Scanner(raw)
-        scanner.at = at + 1
-        scanner._skip_balanced(*("()" if raw[at + 1] == "(" else "{}"))
-        inner = raw[at + 2 : scanner.at - 1]
-        if inner.startswith("(") and inner.endswith(")"):
-            return [_arithmetic(raw[at : scanner.at], variables)], scanner.at
-        if raw[at + 1] == "(":
-            return [Word("", (raw[at : scanner.at],))], scanner.at
-        return _parameter(inner, variables), scanner.at
-    match = _NAME.match(raw, at + 1)
-    if match:
-        return _value(match[0], variables), match.end()
-    special = raw[at + 1 : at + 2]
-    if special in ("@", "*"):  # the script's own arguments: none when nobody gives any
-        return [], at + 2
-    if special.isdigit() or special in ("?", "$", "#", "!"):
-        return [Word("", (f"${special}",))], at + 2
-    return [Word("$")], at + 1
-
-
-def _parameter(inner: str, variables: Mapping[str, list[Word]]) -> list[Word]:
-    """`${inner}`: a name, an array, or a name with a default."""
-    match = _NAME.match(inner)
-    if not match:
-        return [] if inner[:1] in ("@", "*") else [Word("", (f"${{{inner}}}",))]
-    name, rest = match[0], inner[match.end() :]
-    if rest in ("", "[@]", "[*]"):
-        return _value(name, variables)
-    default = re.match(r":?[-=]", rest)
-    if default:
-        known = variables.get(name)
-        empty = known is not None and len(known) == 1 and not known[0].text and not known[0].missing
-        if known is not None and not (empty and rest.startswith(":")):
-            return known
-        return _expand(rest[default.end() :], variables, split=False) or [Word("")]
-    return [Word("", (f"${{{inner}}}",))]
-
-
-def _value(name: str, variables: Mapping[str, list[Word]]) -> list[Word]:
-    return variables[name] if name in variables else [Word("", (f"${name}",))]
-
-
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-def _arithmetic(raw: str, variables: Mapping[str, list[Word]]) -> Word:
-    """`$((a * b))` of whole numbers."""
-    unknown = Word("", (raw,))
-
-    def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name):
-            words = variables.get(node.id, [])
-            if len(words) != 1 or words[0].missing:
-                raise ValueError(node.id)
-            return int(words[0].text)
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            left, right = value(node.left), value(node.right)
-            if max(abs(left), abs(right)) > 10**12:
-                raise ValueError("too large")
-            return int(_OPERATORS[type(node.op)](left, right))
-        raise ValueError("not plain arithmetic")
-
-    try:
-        text = re.sub(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?", r"\1", raw[3:-2]).strip().replace("\x00", " ")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return Word(str(value(ast.parse(text, mode="eval").body)))
-    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-        return unknown

@@ -1,8 +1,9 @@
 """ms-swift: `swift rlhf --rlhf_type grpo` and `megatron rlhf` in shell scripts, and the same keys as YAML."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers.files import read_text
 from cohort.check.readers.launcher import read_launcher
@@ -15,16 +16,21 @@ MEGATRON = "megatron"  # a setting of ours: whether the Megatron rules hold
 
 
 def read_shell(path: Path, text: str) -> Launch | None:
-    """The first GRPO command of a script, or None where there is none."""
+    """The GRPO commands of a script, or None where there is none."""
     commands = parse_shell(text)
     starts = find_command(commands, ("swift", "rlhf"), ("megatron", "rlhf"), ("rlhf.py",))
     runs = [command for command in starts if _is_grpo(command, path.parent)]
     if not runs:
         return None
-    run, where = runs[0], f"the command on line {runs[0].line}"
-    launcher = read_launcher(run, where, path.parent)
+    first, *others = (_launch_of(run, commands, path.parent) for run in runs)
+    return replace(first, others=tuple(others))
+
+
+def _launch_of(run: Command, commands: Sequence[Command], folder: Path) -> Launch:
+    where = f"the command on line {run.line}"
+    launcher = read_launcher(run, where, folder)
     options = parse_options(launcher.script or run.words, where)
-    settings = {**_config_settings(run, path.parent), **options.settings}
+    settings = {**_config_settings(run, folder), **options.settings}
     if any(word.text.rsplit("/", 1)[-1] == "megatron" for word in run.words):
         settings[MEGATRON] = Said(True, where)
     servers = find_command(commands, ("swift", "rollout"))
@@ -45,10 +51,6 @@ def read_shell(path: Path, text: str) -> Launch | None:
         training_gpus=launcher.gpus,
         server_gpus=gpus_of(servers[0].env) if servers else None,
         server=parse_options(servers[0].words, f"line {servers[0].line}").settings if servers else {},
-        findings=tuple(
-            Finding("CHK004", None, f"line {other.line}: another run is started; only the first one is checked")
-            for other in runs[1:]
-        ),
     )
 
 

@@ -4,10 +4,10 @@ import ast
 import operator
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers.launcher import read_launcher
 from cohort.check.readers.options import find_command
@@ -24,7 +24,7 @@ _OPERATORS = {
 
 
 def read(path: Path, text: str) -> Launch | None:
-    """The first `GRPOConfig(...)` of a file, or None where there is none.
+    """Every `GRPOConfig(...)` of a file, or None where there is none.
 
     Raises:
         ValueError: not valid Python.
@@ -44,7 +44,14 @@ def read(path: Path, text: str) -> Launch | None:
     if not configs:
         return None
     constants = _constants(tree)
-    settings, unread = _arguments(configs[0], constants)
+    launches = [_launch_of(config, calls, constants, tree, path, text) for config in configs]
+    return replace(launches[0], others=tuple(launches[1:]))
+
+
+def _launch_of(
+    config: ast.Call, calls: list[ast.Call], constants: Mapping[str, Any], tree: ast.Module, path: Path, text: str
+) -> Launch:
+    settings, unread = _arguments(config, constants)
     trainers = [call for call in calls if _name(call.func) == "GRPOTrainer"]
     settings |= _trainer(trainers[0], constants) if trainers else {}
     settings |= _dataset(calls, constants)
@@ -52,15 +59,11 @@ def read(path: Path, text: str) -> Launch | None:
     return Launch(
         framework="trl",
         form="python",
-        reason=f"Python with GRPOConfig(...) on line {configs[0].lineno}",
+        reason=f"Python with GRPOConfig(...) on line {config.lineno}",
         settings=settings,
         unread=tuple(unread),
         version=pinned_version(text),
         processes=launcher,
-        findings=tuple(
-            Finding("CHK004", None, f"line {call.lineno}: another GRPOConfig(...); only the first one is checked")
-            for call in configs[1:]
-        ),
     )
 
 

@@ -1,5 +1,7 @@
 """Shell scripts that start TRL or Open-R1: `trl grpo`, `accelerate launch ... grpo.py --config recipe.yaml`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cohort.check.findings import Finding
@@ -13,27 +15,32 @@ from cohort.errors import UserError
 
 
 def read(path: Path, text: str) -> Launch | None:
-    """The first training command of a script, with its recipe, or None where there is none."""
+    """The training commands of a script, with their recipes, or None where there is none."""
     commands = parse_shell(text)
     runs = [command for command in commands if _starts_grpo(command)]
     if not runs:
         return None
-    run, where = runs[0], f"the command on line {runs[0].line}"
-    launcher = read_launcher(run, where, path.parent)
+    first, *others = (_launch_of(run, commands, path.parent, text) for run in runs)
+    return replace(first, others=tuple(others))
+
+
+def _launch_of(run: Command, commands: Sequence[Command], folder: Path, text: str) -> Launch:
+    where = f"the command on line {run.line}"
+    launcher = read_launcher(run, where, folder)
     options = parse_options(launcher.script, where)
     alone = launcher.processes is None and run.words[0].text.rsplit("/", 1)[-1].startswith("python")
-    settings, findings = dict(options.settings), _more(runs)
+    settings, findings = dict(options.settings), list[Finding]()
     recipe = settings.pop("config", None)
     on_slurm = any(word.text.endswith("train.slurm") for word in run.words)
     if on_slurm and recipe is not None:  # the script of Open-R1 has options of its own and names recipes in short
         model, task = (str(settings[key].value) if key in settings else "" for key in ("model", "task"))
         recipe, settings = Said(f"recipes/{model}/{task}/config_{recipe.value}.yaml", recipe.where), {}
     if recipe is not None and not isinstance(recipe.value, list):
-        in_recipe, problem = _recipe(path.parent, str(recipe.value))
+        in_recipe, problem = _recipe(folder, str(recipe.value))
         settings = {**in_recipe, **settings}
         findings += [problem] if problem else []
     if on_slurm and "use_vllm" in settings and str(settings["use_vllm"].value).lower() == "true":
-        launcher = read_launcher(run, where, path.parent, uses_vllm=True)
+        launcher = read_launcher(run, where, folder, uses_vllm=True)
     findings += launcher.findings
     servers = find_command(commands, ("trl", "vllm-serve"), ("vllm", "serve"))
     return Launch(
@@ -45,6 +52,7 @@ def read(path: Path, text: str) -> Launch | None:
         processes=Said(1, f"{where}, which uses no launcher") if alone else launcher.processes,
         processes_per_node=launcher.per_node,
         training_gpus=launcher.gpus,
+        sharded_stage=launcher.sharded_stage,
         server_gpus=gpus_of(servers[0].env) if servers else None,
         server=parse_options(servers[0].words, f"line {servers[0].line}").settings if servers else {},
         version=trl_yaml.pinned_version(text),
@@ -59,13 +67,6 @@ def _starts_grpo(command: Command) -> bool:
     launched = {"accelerate", "torchrun", "python", "python3", "sbatch", "deepspeed"} & set(texts[:3])
     script = any(name.endswith(".py") and ("grpo" in name or "gspo" in name) for name in texts)
     return bool(launched) and (script or ("train.slurm" in texts and "grpo" in texts))
-
-
-def _more(runs: list[Command]) -> list[Finding]:
-    return [
-        Finding("CHK004", None, f"line {run.line}: another run is started; only the first one is checked")
-        for run in runs[1:]
-    ]
 
 
 def _recipe(folder: Path, name: str) -> tuple[dict[str, Said], Finding | None]:

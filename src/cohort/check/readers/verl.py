@@ -1,12 +1,12 @@
 """verl: dotted overrides of `python -m verl.trainer.main_ppo` in shell scripts, and the same keys as YAML."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers.options import gpus_of
 from cohort.check.readers.shell import Command, parse_shell
@@ -17,12 +17,17 @@ _SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "data")
 
 
 def read_shell(path: Path, text: str) -> Launch | None:
-    """The first command with verl's overrides, or None where there is none."""
+    """The commands with verl's overrides, or None where there is none."""
     commands = parse_shell(text)
     runs = [command for command in commands if _is_verl(command)]
     if not runs:
         return None
-    run, where = runs[0], f"the command on line {runs[0].line}"
+    first, *others = (_launch_of(run) for run in runs)
+    return replace(first, others=tuple(others))
+
+
+def _launch_of(run: Command) -> Launch:
+    where = f"the command on line {run.line}"
     settings: dict[str, Said] = {}
     unread: list[Unread] = []
     for before, word in zip(["", *(word.text for word in run.words)], run.words, strict=False):
@@ -30,7 +35,7 @@ def read_shell(path: Path, text: str) -> Launch | None:
         if match and word.missing:
             unread.append(Unread(match[2], where, f"{', '.join(word.missing)} is not assigned in the file"))
         elif match:
-            settings[match[2]] = Said(_hydra_value(match[3]), where)
+            settings[match[2]] = Said(_hydra_value(match[3]), where, added=bool(match[1]))
         elif word.missing and not word.text and not before.startswith("-"):
             unread += [Unread("(options)", where, f"{name} is not assigned in the file") for name in word.missing]
     return Launch(
@@ -41,10 +46,6 @@ def read_shell(path: Path, text: str) -> Launch | None:
         unread=tuple(unread),
         processes=_gpus(settings),
         training_gpus=gpus_of(run.env),
-        findings=tuple(
-            Finding("CHK004", None, f"line {other.line}: another run is started; only the first one is checked")
-            for other in runs[1:]
-        ),
     )
 
 

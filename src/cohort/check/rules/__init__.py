@@ -1,17 +1,17 @@
 """One module for each framework: pure functions, numbers in, verdict out; `*_run` takes the numbers out of a launch."""
 
-from collections.abc import Callable
-
+from cohort.check.findings import Finding
 from cohort.check.launch import Launch
 from cohort.check.rules.cohort import judge_cohort
+from cohort.check.rules.memory import USUAL_PROCESSES, cohort_memory, trl_memory
 from cohort.check.rules.start import Judged, Start
 from cohort.check.rules.swift_run import judge_swift
+from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import judge_trl
 from cohort.check.rules.verl_run import judge_verl
+from cohort.plan.hardware import hardware
 
-__all__ = ["Judged", "MemoryEstimate", "Start", "fits_memory", "judge"]
-
-MemoryEstimate = Callable[[Launch, int], float | None]  # peak bytes of one GPU with so many processes; None: unknown
+__all__ = ["Judged", "Start", "judge", "judge_memory"]
 
 
 def judge(launch: Launch, *, trl_version: str | None = None) -> Judged:
@@ -25,7 +25,25 @@ def judge(launch: Launch, *, trl_version: str | None = None) -> Judged:
     return judge_cohort(launch)
 
 
-def fits_memory(launch: Launch, world_size: int, gpu_bytes: float, estimate: MemoryEstimate) -> bool | None:
-    """Whether the estimated peak fits a GPU; None where the estimate does not know. No finding is made of it yet."""
-    peak = estimate(launch, world_size)
-    return None if peak is None else peak <= gpu_bytes
+def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory: str | None) -> list[Finding]:
+    """Whether memory suffices, on GPUs that are named or that the file names.
+
+    Args:
+        launch: what is judged.
+        judged: by the rules of its framework.
+        gpu: its name for `cohort plan`.
+        gpu_memory: of each, such as 80GB.
+
+    Raises:
+        UserError: no such GPU or size.
+    """
+    name = gpu or launch.gpu
+    if name is None and gpu_memory is None:
+        return []
+    processes = int(launch.processes.value) if launch.processes else 0
+    machines = hardware(gpu=name or "h100", gpus=processes or USUAL_PROCESSES, nodes=1, gpu_memory=gpu_memory)
+    if launch.framework == "cohort":
+        return cohort_memory(launch, machines)
+    if launch.framework in ("trl", "open-r1"):
+        return trl_memory(launch, parse_version(judged.version), machines.num_gpus, machines)
+    return []

@@ -46,6 +46,25 @@ def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool
     return found
 
 
+def node_gpu_findings(launch: Launch, *, server_elsewhere: bool) -> list[Finding]:
+    """Processes of a node against the GPUs that the script asks Slurm for.
+
+    `server_elsewhere`: completions come from a server, which may be what the other GPUs are for.
+    """
+    asked, per_node = launch.node_gpus, launch.processes_per_node
+    if asked is None or per_node is None or launch.training_gpus is not None or per_node == asked.value:
+        return []
+    nearest = (f"{asked.value} processes", f"--gpus-per-node={per_node}")
+    if per_node > asked.value:
+        text = f"{per_node} processes on a node need as many GPUs, and it gets {asked.value} ({asked.where})"
+        return [Finding("CHK012", "--gpus-per-node", text, nearest)]
+    if server_elsewhere or launch.server or launch.server_gpus:
+        return []
+    idle = asked.value - per_node
+    text = f"{per_node} processes on a node leave {idle} of its {asked.value} GPUs without work ({asked.where})"
+    return [Finding("CHK011", "--gpus-per-node", text, nearest)]
+
+
 def server_size_finding(launch: Launch, prefix: str) -> list[Finding]:
     """Whether the sampling server's parallel sizes fit the GPUs that it is given (`prefix` is that of its options)."""
     gpus = launch.server_gpus

@@ -16,6 +16,7 @@ from cohort.check.rules.swift import (
     megatron_start,
     swift_start,
 )
+from cohort.check.rules.swift_keys import swift_key_findings
 
 _FIELDS = {
     "per_device_train_batch_size": "per_device",
@@ -49,7 +50,12 @@ def judge_swift(launch: Launch) -> Judged:
     fields = _MEGATRON_FIELDS if on_megatron else _FIELDS
     findings = _megatron_findings(settings, launch) if on_megatron else _contradictions(settings)
     blocked = next((f.message for f in findings if f.code == "CHK008"), None)
-    findings += [*_without_effect(settings, mode), *_losses(settings), *_lengths(settings, mode, launch)]
+    findings += [
+        *swift_key_findings(launch),
+        *_without_effect(settings, mode),
+        *_losses(settings),
+        *_lengths(settings, mode, launch),
+    ]
     if isinstance(batch, SwiftBatch) and settings.readable(*decides):
         findings += _evaluation(batch, launch)
     hosts = str(settings.said("vllm_server_base_url") or settings.said("vllm_server_host") or "127.0.0.1")

@@ -13,7 +13,8 @@ from cohort.check.readers.trl_yaml import OPEN_R1_ONLY
 _Version = tuple[int, ...]
 
 
-def _keys(text: str) -> frozenset[str]:
+def keys_of(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
@@ -60,7 +61,7 @@ _GRPO: dict[tuple[_Version, _Version | None], str] = {
         "vllm_importance_sampling_clip_min"
     ),
 }
-_TRANSFORMERS = _keys(
+_TRANSFORMERS = keys_of(
     "accelerator_config adam_beta1 adam_beta2 adam_epsilon auto_find_batch_size average_tokens_across_devices "
     "batch_eval_metrics bf16 bf16_full_eval data_seed dataloader_drop_last dataloader_num_workers "
     "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend "
@@ -79,19 +80,20 @@ _TRANSFORMERS = _keys(
     "save_steps save_strategy save_total_limit seed skip_memory_metrics tf32 torch_compile torch_compile_backend "
     "torch_compile_mode torch_empty_cache_steps trackio_space_id use_cpu use_liger_kernel warmup_steps weight_decay"
 )
-_TRANSFORMERS_4_ONLY = _keys(
+_TRANSFORMERS_4_ONLY = keys_of(
     "adafactor fp16_backend fp16_opt_level fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap group_by_length "
     "half_precision_backend include_inputs_for_metrics include_tokens_per_second jit_mode_eval logging_dir "
     "mp_parameters no_cuda overwrite_output_dir past_index per_gpu_eval_batch_size per_gpu_train_batch_size "
     "push_to_hub_model_id push_to_hub_organization push_to_hub_token ray_scope save_safetensors torchdynamo "
     "tpu_metrics_debug tpu_num_cores use_legacy_prediction_loop use_mps_device warmup_ratio"
 )
-_TRANSFORMERS_5_ONLY = _keys(
+_TRANSFORMERS_5_ONLY = keys_of(
     "activation_checkpointing activation_checkpointing_kwargs dataloader_in_order "
     "dataloader_multiprocessing_context ddp_static_graph enable_jit_checkpoint trackio_bucket_id "
     "trackio_static_space_id train_sampling_strategy use_cache"
 )
-_SCRIPT = _keys(
+OF_TRANSFORMERS = _TRANSFORMERS | _TRANSFORMERS_4_ONLY | _TRANSFORMERS_5_ONLY  # of any version
+_SCRIPT = keys_of(
     "accelerate_config attn_implementation bnb_4bit_quant_storage bnb_4bit_quant_type config dataset_config "
     "dataset_name dataset_streaming dataset_test_split dataset_train_split datasets env "
     "gradient_checkpointing_use_reentrant ignore_bias_buffers load_in_4bit load_in_8bit lora_alpha lora_dropout "
@@ -116,7 +118,7 @@ _NEW_NAMES = {
 # still read, and on their way out
 _DEPRECATED: dict[str, _Version] = {"vllm_importance_sampling_cap": (1, 10), "use_transformers_paged": (1, 10)}
 # 0.16 and 0.17 still take these and do nothing with them: the server has its own options
-_FOR_THE_SERVER = _keys(
+_FOR_THE_SERVER = keys_of(
     "vllm_device vllm_dtype vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_max_model_len"
 )
 

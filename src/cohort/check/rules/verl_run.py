@@ -8,6 +8,7 @@ from cohort.check.launch import Launch, Settings
 from cohort.check.rules.gpus import gpu_findings, length_finding
 from cohort.check.rules.start import Judged, Knobs, Start
 from cohort.check.rules.verl import DEFAULT_VERSION, VerlBatch, verl_start
+from cohort.check.rules.verl_keys import verl_key_findings
 
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 _FIELDS = {
@@ -29,7 +30,7 @@ def judge_verl(launch: Launch) -> Judged:
     settings = Settings(launch)
     batch = _batch(settings)
     decides = frozenset(settings.used)
-    findings = [*_keys(settings), *_groups(settings, batch)]
+    findings = [*_keys(settings), *verl_key_findings(launch), *_groups(settings, batch)]
     blocked = next((f.message for f in findings if f.code == "CHK006"), None)
     lengths = ("data.max_prompt_length", "data.max_response_length")
     prompt, completion = (settings.whole(key, 512, maximum=10**9) for key in lengths)

@@ -1,0 +1,131 @@
+"""What `cohort plan` shows to a person."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cohort.plan.advice import Advice
+from cohort.plan.calibration import Calibration
+from cohort.plan.predict import Plan
+
+_PHASES = {
+    "sampling": "sampling",
+    "logprobs": "logprobs",
+    "backward": "forward, backward",
+    "optimizer": "optimizer",
+    "publish": "publish",
+}
+
+
+def print_calibration(measured: Calibration, file: Path, console: Console) -> None:
+    """What was measured, and where it is kept."""
+    rates = {
+        **{f"matrix products, {dtype}": f"{flops / 1e12:.3g} TFLOP/s" for dtype, flops in measured.flops.items()},
+        "memory": _speed(measured.memory_bandwidth),
+        "host and device": _speed(measured.host_bandwidth),
+        "all-gather, each process": _speed(measured.collective_bandwidth),
+        "memory for processes": _gb(measured.memory_bytes),
+        "a process without tensors": _gb(measured.framework_bytes),
+    }
+    table = Table(title=f"{measured.device}, {measured.told()}", title_justify="left", box=None, show_header=False)
+    for name, value in rates.items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"kept in {file}; `cohort plan --gpu here` plans with it\n", highlight=False, soft_wrap=True)
+
+
+def _speed(bandwidth: float | None) -> str:
+    return "there is none" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
+
+
+def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console) -> None:
+    """The plan in tables, the verdict and the advice."""
+    shape, machines, memory = plan.shape, plan.hardware, plan.memory
+    console.print(
+        f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
+        f"{machines.gpu_name} with {_gb(machines.gpu_memory_bytes)} each ({plan.memory_origins['there'].origin})\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    layout = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _layout_rows(plan):
+        layout.add_row(name, value)
+    console.print(layout)
+    table = Table(title="\nMemory of one training process, GB", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    parts = list(dict.fromkeys(part for phase in memory.phases.values() for part in phase))
+    for phase in memory.phases:
+        table.add_column(_PHASES[phase], justify="right")
+    table.add_column("")
+    for part in parts:
+        sizes = (memory.phases[phase].get(part, 0) for phase in memory.phases)
+        origin = plan.memory_origins[part].origin
+        table.add_row(part, *(f"{size / 1e9:.1f}" if size else "" for size in sizes), f"[dim]{origin}[/dim]")
+    table.add_row("[bold]total[/bold]", *(f"[bold]{memory.total(phase) / 1e9:.1f}[/bold]" for phase in memory.phases))
+    console.print(table)
+    if "framework" in parts:
+        console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
+    for line in _verdict(plan, advice, answer):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    layout, rows = plan.layout, plan.rows
+    sampling = "the same ones" if layout.shared else str(layout.num_sampling or "other people's")
+    yield "GPUs that train / that sample", f"{layout.num_training} / {sampling} ({layout.reason})"
+    yield "prompts per step, of one process", f"{rows.prompts:.4g}"
+    yield "completions per step, of one process", f"{rows.completions:.4g}"
+    yield (
+        "micro-batches per step, of one process",
+        (
+            f"{rows.num_micro_batches}, of at most {rows.row_completions} completions "
+            f"(train.micro_batch_tokens: {rows.budget_tokens})"
+        ),
+    )
+    if plan.steps_per_epoch is not None:
+        yield "steps per epoch", f"{plan.steps_per_epoch:.4g} ({plan.num_prompts} prompts)"
+    if plan.num_steps is not None:
+        yield "steps of the run", str(plan.num_steps)
+    for name, number in plan.timing.items():
+        label, _, unit = name.rpartition("_")
+        yield f"{label}, {unit}", f"{number.value:.3g}  [dim]{number.origin}: {number.how}[/dim]"
+
+
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> Iterator[str]:
+    memory, headroom = plan.memory, plan.headroom_bytes
+    peak = f"peak {_gb(memory.peak_bytes)} in {_PHASES[memory.peak_phase]}"
+    if plan.fits:
+        yield f"\n[green]fits[/green]: {peak}, {_gb(headroom)} to spare"
+    elif headroom < 0:
+        yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
+    else:
+        yield f"\n[red]does not fit[/red]: {peak} of training, and servers do not fit beside it"
+    for note in plan.notes:
+        yield f"note: {escape(note)}"
+    yield f"the same completions at a time, padded and with whole logits (TRL's default): {_gb(plan.trl_bytes)}"
+    if advice:
+        yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
+        for change in advice:
+            seconds = f"{abs(change.saved_seconds):.2g} s a step {'less' if change.saved_seconds > 0 else 'more'}"
+            size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
+            yield f"  {change.told()}: {size}, {seconds}; costs {change.costs}"
+    elif not plan.fits:
+        yield "\nno change that is known here makes it fit; try other GPUs, a smaller model, or rollout.engine: vllm"
+    for name, value in answer.get("max", {}).items():
+        yield f"\nlargest {name} that fits: {value if value is not None else 'none'}"
+    if "cost" in answer:
+        yield f"\ncost: {answer['cost']:.2f}"
+    if "verified" in answer:
+        found = answer["verified"]
+        yield (
+            f"\nsymbolic run of {found['layers']} layers: {_gb(found['tracked_bytes'])} in backward, and "
+            f"{_gb(found['predicted_bytes'])} by the closed form ({found['ratio']:.3f})"
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
