@@ -1,5 +1,6 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
+from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import AlgorithmConfig, DapoConfig, DrGrpoConfig, GrpoConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.rollout import (
@@ -23,6 +24,7 @@ from cohort.config.schema import (
 __all__ = [
     "KEYS_OF_OWN_SERVERS",
     "WRITTEN_BY_COHORT",
+    "AdapterConfig",
     "AlgorithmConfig",
     "Config",
     "DapoConfig",

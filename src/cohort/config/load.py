@@ -227,11 +227,21 @@ def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
     """The section of the configuration in which an error's location lies."""
     if not loc or loc[0] not in _SECTIONS:
         return Config
-    first = _SECTIONS[str(loc[0])][0]
-    return _members(str(loc[0])).get(str(loc[1]), first) if loc[0] in UNIONS and len(loc) > 1 else first
+    section = _SECTIONS[str(loc[0])][0]
+    if loc[0] in UNIONS and len(loc) > 1:
+        section = _members(str(loc[0])).get(str(loc[1]), section)
+    inner = _SECTIONS.get(f"{loc[0]}.{loc[1]}") if len(loc) > 1 else None
+    return inner[0] if inner else section
 
 
 _SECTIONS = {name: sections_in(field.annotation) for name, field in Config.model_fields.items()}
+_SECTIONS |= {  # and those in sections
+    f"{name}.{key}": inner
+    for name, sections in _SECTIONS.items()
+    for section in sections
+    for key, field in section.model_fields.items()
+    if (inner := sections_in(field.annotation))
+}
 
 
 def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
@@ -251,8 +261,11 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
             return entry
         return entry.model_copy(update={"use": f"{found(file)}:{function}"})
 
+    adapter: dict[str, Any] = {}
+    if config.model.adapter is not None and config.model.adapter.path is not None:
+        adapter = {"adapter": config.model.adapter.model_copy(update={"path": found(config.model.adapter.path)})}
     updates: dict[str, Any] = {
-        "model": config.model.model_copy(update={"path": found(config.model.path)}),
+        "model": config.model.model_copy(update={"path": found(config.model.path)} | adapter),
         "data": config.data.model_copy(update={"path": found(config.data.path)}),
         "rewards": tuple(reward(entry) for entry in config.rewards),
         "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),

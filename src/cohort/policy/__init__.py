@@ -1,8 +1,10 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
+from cohort.policy.adapter_folder import AdapterSpec, with_base
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.load import (
+    check_adapter,
     check_lengths,
     check_vocabulary,
     end_token_ids,
@@ -17,6 +19,7 @@ from cohort.policy.sharding import Collectives
 from cohort.policy.stream import Branch, OpenPrompt
 
 __all__ = [
+    "AdapterSpec",
     "Branch",
     "Collectives",
     "LinearLoss",
@@ -24,6 +27,7 @@ __all__ = [
     "OpenPrompt",
     "Policy",
     "TensorSpec",
+    "check_adapter",
     "check_lengths",
     "check_offload",
     "check_vocabulary",
@@ -36,4 +40,5 @@ __all__ = [
     "resolve_device",
     "stream_weights",
     "weight_specs",
+    "with_base",
 ]

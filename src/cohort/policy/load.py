@@ -13,6 +13,8 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.plan import defaults
 from cohort.policy.activations import prepare_activations
+from cohort.policy.adapter import Adapter, AdapterStart, adapter_start
+from cohort.policy.adapter_folder import AdapterSpec, adapter_spec, is_adapter_folder
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import empty_model, fill_model, keep_first_layers, local_weights, match, quiet_transformers
@@ -53,6 +55,11 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
         raise UserError(f"{field}: {path!r}: no such folder. Give a model folder, or a Hugging Face id like org/name")
     if not folder.is_dir():
         raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json")
+    if is_adapter_folder(folder):
+        raise UserError(
+            f"{field}: {path!r} is an adapter and no model; give the folder of its base, and this one as "
+            f"model.adapter.path"
+        )
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise UserError(f"{field}: {path!r} has no config.json, so it is not a model folder. It holds: {inside}")
@@ -97,6 +104,9 @@ def load_policy(
     ranks: Ranks = ALONE,
     collectives: Collectives | None = None,
     longest_sequence_tokens: int | None = None,
+    adapter_checkpoint: Path | None = None,
+    keep_reference: bool = False,
+    seed: int = 0,
 ) -> Policy:
     """Load the weights, straight to their device and dtype. With several ranks every rank reads its shards.
 
@@ -110,40 +120,80 @@ def load_policy(
         ranks: this process among those of the run.
         collectives: of the run, where there are several ranks.
         longest_sequence_tokens: of the run, where it is known: windows of attention matter to longer ones only.
+        adapter_checkpoint: folder of the adapter that the run goes on with, where it trains one.
+        keep_reference: `as_reference` will be asked for.
+        seed: of a new adapter.
 
     Raises:
-        UserError: the model cannot be loaded, or some of its weights are missing from the files.
+        UserError: the model cannot be loaded, or some of its weights are missing from the files; or the adapter does
+            not go with it.
         Stopped: on the other ranks then.
     """
     compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
+    start = None
+    if config.adapter is not None:
+        start = ranks.first(
+            lambda: adapter_start(
+                config,
+                checkpoint=adapter_checkpoint,
+                keep_reference=keep_reference,
+                seed=seed,
+                model=empty_model(config),
+            )
+        )
     if ranks.world_size == 1:
         model = _load_whole(config, device)
-        _prepare(model, config, trainable=trainable)
+        adapter = _prepare(model, config, start, trainable=trainable)
+        if adapter is not None:
+            adapter.fill()
         return Policy(
             model,
             device=device,
             compute_dtype=compute_dtype,
             pad_token_id=_padding(model, tokenizer),
+            adapter=adapter,
             longest_sequence_tokens=longest_sequence_tokens,
         )
     assert collectives is not None, "several ranks need to count their collectives"
     whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
     traits, pad, files = ranks.first(
-        lambda: _look_at_model(config, tokenizer, whole, device, compute_dtype, longest_sequence_tokens)
+        lambda: _look_at_model(config, tokenizer, whole, start, device, compute_dtype, longest_sequence_tokens)
     )
     model = empty_model(config)
     model.set_attn_implementation(traits.attention)
     places = _agreed_places(config, model, files, ranks)
     if places is None:
-        ranks.first(lambda: whole.extend([] if whole else [_read_model(config)]))
-    _prepare(model, config, trainable=trainable)
+        ranks.first(lambda: whole.extend([] if whole else [_read_adapted(config, start)]))
+    adapter = _prepare(model, config, start, trainable=trainable)
     sharding = Sharding(model, collectives, device=device, compute_dtype=compute_dtype)
     sharding.allocate(device)
     if places is None:
         sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
     else:
         _read_together(sharding, places, ranks)
-    return Policy(model, device=device, compute_dtype=compute_dtype, pad_token_id=pad, traits=traits, sharding=sharding)
+    if adapter is not None:
+        adapter.fill()
+    return Policy(
+        model,
+        device=device,
+        compute_dtype=compute_dtype,
+        pad_token_id=pad,
+        traits=traits,
+        sharding=sharding,
+        adapter=adapter,
+    )
+
+
+def check_adapter(config: ModelConfig) -> AdapterSpec | None:
+    """Compare `model.adapter` with the model, none of whose weights are loaded.
+
+    Returns:
+        its shape; None where there is none.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    return None if config.adapter is None else adapter_spec(config, empty_model(config))
 
 
 def _load_whole(config: ModelConfig, device: torch.device) -> Any:
@@ -160,6 +210,7 @@ def _look_at_model(
     config: ModelConfig,
     tokenizer: Any,
     whole: list[Any],
+    start: AdapterStart | None,
     device: torch.device,
     compute_dtype: torch.dtype,
     longest_sequence_tokens: int | None,
@@ -173,11 +224,13 @@ def _look_at_model(
     model = empty_model(config)
     places = match(model, local_weights(config.path, download=True))
     if places is None:
-        model, device = _read_model(config), torch.device("cpu")
+        model, device = _read_adapted(config, start), torch.device("cpu")
         whole.append(model)
     else:
         keep_first_layers(model)
         fill_model(model, places, device)
+        if start is not None:
+            Adapter(model, start, trainable=False)
     pad = _padding(model, tokenizer)
     policy = Policy(
         model,
@@ -248,17 +301,28 @@ def _read_model(config: ModelConfig) -> Any:
     return model
 
 
-def _prepare(model: Any, config: ModelConfig, *, trainable: bool) -> None:
+def _read_adapted(config: ModelConfig, start: AdapterStart | None) -> Any:
+    """The model as the library loads it, with the tensors that the adapter adds and no values in them."""
+    model = _read_model(config)
+    if start is not None:
+        Adapter(model, start, trainable=False)
+    return model
+
+
+def _prepare(model: Any, config: ModelConfig, start: AdapterStart | None, *, trainable: bool) -> Adapter | None:
+    """Have the model compute gradients of what is trained, if anything is; its adapter, still without values."""
     model.requires_grad_(trainable)
+    adapter = None if start is None else Adapter(model, start, trainable=trainable)
     model.train(trainable)
     if trainable:
         prepare_activations(model, config)
+    return adapter
 
 
 def _padding(model: Any, tokenizer: Any) -> int:
     """Never attended to, so any token does where the tokenizer has none or one that the model has no embedding for."""
     pad = tokenizer.pad_token_id
-    return pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0
+    return pad if pad is not None and pad < len(model.get_input_embeddings().weight) else 0
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
@@ -286,7 +350,7 @@ def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
     Raises:
         UserError: a token has no embedding, as after adding tokens to a tokenizer and not to its model.
     """
-    rows = policy.model.get_input_embeddings().num_embeddings
+    rows = len(policy.model.get_input_embeddings().weight)
     largest = max(int(p.token_ids.max()) for p in prompts)
     if largest >= rows:
         raise UserError(

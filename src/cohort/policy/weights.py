@@ -58,6 +58,18 @@ def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, Stor
         raise UserError(f"{field}: {error}") from error
 
 
+def stored_file(path: Path, *, field: str) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        UserError: it is broken; the message begins with `field`.
+    """
+    try:
+        return _read_header(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{field}: {error}") from error
+
+
 def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, Any], *, field: str) -> None:
     """Compare the embedding with config.json, where both have their usual names.
 

@@ -10,10 +10,7 @@ from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
-from cohort.policy import (
-    check_lengths,
-    load_tokenizer,
-)
+from cohort.policy import AdapterSpec, check_adapter, check_lengths, load_tokenizer
 from cohort.rewards import RewardRunner, build_rewards, check_columns
 from cohort.rollout import SamplingParams
 
@@ -28,6 +25,7 @@ class Inputs:
     prompts: PromptSet
     rewards: RewardRunner
     evaluation: Evaluation | None
+    adapter: AdapterSpec | None  # None: all weights are trained
     plan: RunPlan
 
     @property
@@ -73,6 +71,7 @@ def read_inputs(config: Config) -> Inputs:
     if config.eval:
         _check_eval_columns(columns_besides(eval_rows, config.eval.prompt or config.data.prompt), rewards)
     tokenizer = load_tokenizer(config.model)
+    adapter = check_adapter(config.model)
     prompts = build_prompts(
         rows,
         _renderer(config, tokenizer, config.data.prompt),
@@ -89,6 +88,7 @@ def read_inputs(config: Config) -> Inputs:
         prompts=prompts,
         rewards=rewards,
         evaluation=evaluation,
+        adapter=adapter,
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
     )
 

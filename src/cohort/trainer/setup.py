@@ -76,7 +76,6 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     """
     rollout, train = config.rollout, config.train
     _check_folder_is_shared(order.folder, ranks)
-    path = config.model.path if order.checkpoint is None else str(order.checkpoint)
     load = partial(
         load_policy,
         device=device,
@@ -85,14 +84,24 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         collectives=Collectives(),
         longest_sequence_tokens=order.longest_sequence_tokens,
     )
-    policy = load(config.model.model_copy(update={"path": path}))
-    ranks.first(lambda: _check_head(config, policy))
     algorithm = build_algorithm(
         config.algorithm,
         max_completion_tokens=rollout.max_completion_tokens,
         auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
     )
-    reference = load(config.model, trainable=False) if algorithm.needs_reference else None
+    if config.model.adapter is not None:
+        policy = load(
+            config.model,
+            adapter_checkpoint=order.checkpoint,
+            keep_reference=algorithm.needs_reference,
+            seed=train.seed,
+        )
+        reference = policy.as_reference() if algorithm.needs_reference else None
+    else:
+        path = config.model.path if order.checkpoint is None else str(order.checkpoint)
+        policy = load(config.model.model_copy(update={"path": path}))
+        reference = load(config.model, trainable=False) if algorithm.needs_reference else None
+    ranks.first(lambda: _check_head(config, policy))
     factor = partial(
         learning_rate_factor,
         warmup=train.warmup_steps * train.updates_per_rollout,
@@ -264,7 +273,8 @@ def check_disk_space(config: Config, policy: Policy, folder: Path) -> None:
     Raises:
         UserError: names what is needed and what is free.
     """
-    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    trained = (p for p in policy.model.parameters() if p.requires_grad)  # which are what is saved
+    weights = sum(p.numel() * p.element_size() for p in trained)
     # A checkpoint is the weights and AdamW's two moments; one more is being written while the kept ones are there.
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
