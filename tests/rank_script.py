@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+import rank_adapter
 import rank_crew
 import rank_engine
 import rank_loading
 from cohort.distributed import join_ranks, leave_ranks
 
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {**rank_engine.JOBS, **rank_loading.JOBS, **rank_crew.JOBS}
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    **rank_engine.JOBS,
+    **rank_loading.JOBS,
+    **rank_crew.JOBS,
+    **rank_adapter.JOBS,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
