@@ -28,7 +28,13 @@ PLACES = ("forward mlp 0", "backward mlp 0", "backward self_attn 1", "forward re
 
 
 def make_engine(
-    ranks: Ranks, model: str, start: str | None, current: str | None, *, adapter: dict[str, Any] | None = None, **other: Any
+    ranks: Ranks,
+    model: str,
+    start: str | None,
+    current: str | None,
+    *,
+    adapter: dict[str, Any] | None = None,
+    **other: Any,
 ) -> TrainEngine:
     """An engine whose adapter is that in `current`; the reference has that in `start`, or none."""
     train = {"learning_rate": 0.01, **other.pop("train", {})}
@@ -78,7 +84,9 @@ def base_digest(engine: TrainEngine) -> str:
     digest = hashlib.sha256()
     for name, tensor in saved_tensors(engine.policy.model):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        digest.update(f"{name} {local.dtype}".encode() + local.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            f"{name} {local.dtype}".encode() + local.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""`cohort train`, `cohort plan`, `cohort eval`, `cohort serve`, `cohort launch`, `cohort demo`."""
+"""`cohort train`, `cohort plan`, `cohort eval`, `cohort merge`, `cohort serve`, `cohort launch`, `cohort demo`."""
 
 import sys
 import traceback
@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from cohort.cli.check import check, convert
+from cohort.cli.merge import merge
 from cohort.cli.options import Debug
 from cohort.cli.plan import plan
 from cohort.errors import TrainingError, UserError
@@ -232,6 +233,7 @@ def demo(
 app.command()(plan)
 app.command()(check)
 app.command()(convert)
+app.command()(merge)
 
 
 def main() -> None:

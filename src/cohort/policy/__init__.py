@@ -14,6 +14,7 @@ from cohort.policy.load import (
     resolve_device,
 )
 from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
+from cohort.policy.merge import merge
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives
 from cohort.policy.stream import Branch, OpenPrompt
@@ -36,6 +37,7 @@ __all__ = [
     "linear_loss",
     "load_policy",
     "load_tokenizer",
+    "merge",
     "quiet_transformers",
     "resolve_device",
     "stream_weights",

@@ -54,6 +54,7 @@ class Adapter:
         self._inject(_CURRENT)
         if start.reference is not None:
             self._inject(_START)
+        self._switch(_CURRENT)
         for tensor in self.tensors().values():
             tensor.requires_grad_(trainable)
 
@@ -108,21 +109,20 @@ class Adapter:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The model is what the run started from inside: the base alone, or with the adapter that there was before."""
-        layers, was_training = list(self._layers().values()), self.model.training
-        # Not peft's own switches: they change which parameters have gradients too.
-        has_start = self._start.reference is not None
+        was_training = self.model.training
         self.model.eval()
-        for layer in layers:
-            if has_start:
-                layer._active_adapter = [_START]
-            else:
-                layer._disable_adapters = True
+        self._switch(None if self._start.reference is None else _START)
         try:
             yield
         finally:
-            for layer in layers:
-                layer._active_adapter, layer._disable_adapters = [_CURRENT], False
+            self._switch(_CURRENT)
             self.model.train(was_training)
+
+    def _switch(self, name: str | None) -> None:
+        """Compute with this adapter, or with none. peft's own switches change which parameters have gradients too."""
+        for layer in self._layers().values():
+            layer._disable_adapters = name is None
+            layer._active_adapter = [name or _CURRENT]
 
     def _inject(self, name: str) -> None:
         from peft import inject_adapter_in_model

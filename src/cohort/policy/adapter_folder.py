@@ -5,6 +5,7 @@ Everything here works with a model that has no memory for its weights, so that m
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,11 @@ class AdapterSpec:
     rslora: bool
     dora: bool
     base: str  # folder or id of the model
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product that is added."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def adapter_spec(config: ModelConfig, model: Any) -> AdapterSpec:
