@@ -1,7 +1,7 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
-from cohort.policy.adapter_folder import AdapterSpec, with_base
+from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.load import (
     check_adapter,
@@ -40,6 +40,7 @@ __all__ = [
     "merge",
     "quiet_transformers",
     "resolve_device",
+    "saved_rank",
     "stream_weights",
     "weight_specs",
     "with_base",

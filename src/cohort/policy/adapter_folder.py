@@ -128,6 +128,15 @@ def expected_shapes(spec: AdapterSpec, model: Any) -> dict[str, tuple[int, ...]]
     return shapes
 
 
+def saved_rank(path: str) -> int:
+    """The rank of a saved adapter.
+
+    Raises:
+        UserError: there is none.
+    """
+    return int(_read_config(Path(path))["r"])
+
+
 def is_adapter_folder(path: str | Path) -> bool:
     """Whether it holds an adapter and no model."""
     return (Path(path) / CONFIG_FILE).is_file() and not (Path(path) / "config.json").is_file()

@@ -89,6 +89,14 @@ class Crew:
         finally:
             self._send = None
 
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter alone, for whoever samples with it.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        self._all("save_adapter", folder=folder)
+
     def forward_backward(self, batches: Sequence[TrainBatch] | None) -> TrainResult:
         """The gradient of a step.
 
@@ -237,6 +245,13 @@ class Crew:
     def _save_model_on_rank(self, *, folder: Path) -> None:
         with disk_errors(folder):
             save_model(self.policy, self.tokenizer, folder, self.ranks)
+
+    def _save_adapter_on_rank(self, *, folder: Path) -> None:
+        assert self.policy.adapter is not None, "nothing else is saved by itself"
+        weights = self.policy.adapter.whole_weights()
+        if self.ranks.is_first:
+            with disk_errors(folder):
+                self.policy.adapter.save(folder, weights)
 
     def _find_budget_on_rank(self, *, longest_sequence_tokens: int, most_tokens: int) -> int:
         return find_budget(
