@@ -1,8 +1,9 @@
 """Loading a policy and its tokenizer from a model folder or a hub."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,33 +133,39 @@ def load_policy(
     compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
     start = None
     if config.adapter is not None:
-        start = ranks.first(
-            lambda: adapter_start(
-                config,
-                checkpoint=adapter_checkpoint,
-                keep_reference=keep_reference,
-                seed=seed,
-                model=empty_model(config),
-            )
-        )
-    if ranks.world_size == 1:
-        model = _load_whole(config, device)
-        adapter = _prepare(model, config, start, trainable=trainable)
-        if adapter is not None:
-            adapter.fill()
-        return Policy(
-            model,
-            device=device,
-            compute_dtype=compute_dtype,
-            pad_token_id=_padding(model, tokenizer),
-            adapter=adapter,
-            longest_sequence_tokens=longest_sequence_tokens,
-        )
-    assert collectives is not None, "several ranks need to count their collectives"
-    whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
-    traits, pad, files = ranks.first(
-        lambda: _look_at_model(config, tokenizer, whole, start, device, compute_dtype, longest_sequence_tokens)
+        begin = partial(adapter_start, config, checkpoint=adapter_checkpoint, keep_reference=keep_reference, seed=seed)
+        start = ranks.first(lambda: begin(model=empty_model(config)))
+    if ranks.world_size > 1:
+        assert collectives is not None, "several ranks need to count their collectives"
+        look = partial(_look_at_model, config, tokenizer, start, device, compute_dtype, longest_sequence_tokens)
+        return _load_sharded(config, start, look, trainable, ranks, collectives, device, compute_dtype)
+    model = _load_whole(config, device)
+    adapter = _prepare(model, config, start, trainable=trainable)
+    if adapter is not None:
+        adapter.fill()
+    return Policy(
+        model,
+        device=device,
+        compute_dtype=compute_dtype,
+        pad_token_id=_padding(model, tokenizer),
+        adapter=adapter,
+        longest_sequence_tokens=longest_sequence_tokens,
     )
+
+
+def _load_sharded(
+    config: ModelConfig,
+    start: AdapterStart | None,
+    look: Callable[[list[Any]], tuple[ModelTraits, int, str | None]],
+    trainable: bool,
+    ranks: Ranks,
+    collectives: Collectives,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+) -> Policy:
+    """The policy with this rank's shards; `look`: of `_look_at_model`."""
+    whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
+    traits, pad, files = ranks.first(lambda: look(whole))
     model = empty_model(config)
     model.set_attn_implementation(traits.attention)
     places = _agreed_places(config, model, files, ranks)
@@ -209,11 +216,11 @@ def _load_whole(config: ModelConfig, device: torch.device) -> Any:
 def _look_at_model(
     config: ModelConfig,
     tokenizer: Any,
-    whole: list[Any],
     start: AdapterStart | None,
     device: torch.device,
     compute_dtype: torch.dtype,
     longest_sequence_tokens: int | None,
+    whole: list[Any],
 ) -> tuple[ModelTraits, int, str | None]:
     """On rank 0, before any rank reads: traits, padding token, and the files' digest if every rank can read its part.
 
