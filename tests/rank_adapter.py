@@ -17,6 +17,8 @@ from cohort.distributed import Ranks
 from cohort.engine import TrainEngine
 from cohort.policy import Collectives, load_policy, load_tokenizer, weights
 from cohort.policy.skeleton import saved_tensors
+from cohort.records import Prompt
+from cohort.rollout import Sampler, SampleRequest, SamplingParams, StreamKey
 from rank_engine import CPU, STEPS, batches_of, nothing, out_of_memory_over, step_sequences
 from rank_loading import bytes_read
 from test_laws import old_logprobs_of
@@ -198,9 +200,24 @@ def run_adapter_precision(ranks: Ranks, model: str, current: str) -> dict[str, A
     return results
 
 
+def run_adapter_sampling(ranks: Ranks, model: str, current: str) -> dict[str, Any]:
+    """What every rank samples of the same prompts."""
+    policy = make_engine(ranks, model, None, current, adapter=KINDS["lora"]).policy
+    prompts = [Prompt(id=n, epoch=0, content="", token_ids=np.arange(3, 8 + n), columns={}) for n in range(3)]
+    sampler = Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8)
+    sampled = sampler.sample(
+        [SampleRequest(prompt=prompt, indices=range(4)) for prompt in prompts],
+        SamplingParams(num_generations=4, max_completion_tokens=10, temperature=1.0),
+        StreamKey(purpose="train", seed=0, step=0),
+    )
+    tokens = [[s.token_ids.tolist() for s in group] for group in sampled]
+    return {"tokens": ranks.gather(tokens), "layout": policy.layout}
+
+
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "adapter_gradients": run_adapter_gradients,
     "adapter_out_of_memory": run_adapter_out_of_memory,
     "adapter_updates": run_adapter_updates,
     "adapter_precision": run_adapter_precision,
+    "adapter_sampling": run_adapter_sampling,
 }

@@ -234,7 +234,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
         (
             {"model": {"path": "m", "adapter": {"rnak": 4}}},
-            "model.adapter.rnak: unknown key; did you mean rank? model.adapter has: kind, rank, alpha, targets, dropout",
+            "model.adapter.rnak: unknown key; did you mean rank? model.adapter has: kind, rank, alpha, targets",
         ),
         ({"model": {"path": "m", "rank": 4}}, "model.rank: unknown key; did you mean model.adapter.rank?"),
         ({"model": {"path": "m", "adapter": 4}}, "model.adapter: 4: a section is a mapping of keys: kind, rank, alpha"),
@@ -565,11 +565,11 @@ def test_import_is_light():
 def test_what_the_path_of_an_adapter_decides_is_not_written_down(tmp_path):
     """Read back, a default would contradict the adapter that is at the path."""
     (tmp_path / "adapter").mkdir()
-    for given in ({"rank": 4}, {"path": "adapter"}, {"path": "adapter", "alpha": 3.0}):
-        config = config_from_dict({**MINIMAL, "model": {"path": "m", "adapter": given}}, base_dir=tmp_path)
+    for keys in ({"rank": 4}, {"path": "adapter"}, {"path": "adapter", "alpha": 3.0}):
+        config = config_from_dict({**MINIMAL, "model": {"path": "m", "adapter": keys}}, base_dir=tmp_path)
         (tmp_path / "config.yaml").write_text(to_yaml(config))
         again = load_config(tmp_path / "config.yaml")
-        assert again == config and again.model.adapter.rank == given.get("rank", 16)
+        assert again == config and again.model.adapter.rank == keys.get("rank", 16)
         assert again.model.adapter.path in (None, str(tmp_path / "adapter"))
-        assert again.model.adapter.model_fields_set >= given.keys()
-        assert ("rank" in again.model.adapter.model_fields_set) == ("path" not in given)
+        assert again.model.adapter.model_fields_set >= keys.keys()
+        assert ("rank" in again.model.adapter.model_fields_set) == ("path" not in keys)

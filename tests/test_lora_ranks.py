@@ -48,6 +48,8 @@ def results(tmp_path_factory, base: str, adapters) -> Results:
             "gradients": ("adapter_gradients", base, *(path for pair in adapters.values() for path in pair)),
             "out_of_memory": ("adapter_out_of_memory", base, current),
             "precision": ("adapter_precision", base, current),
+            "sampling": ("adapter_sampling", base, current),
+            "sampling of the other": ("adapter_sampling", base, adapters["lora"][0]),
         }
         if world_size == 3:
             jobs["saved"] = ("adapter_updates", base, str(folder), "save")
@@ -135,6 +137,14 @@ def test_the_base_keeps_its_bits_and_the_adapter_is_wide(results: Results, world
         assert of["adapter"] == of["states"] == {wide}, way
         assert of["num_states"] == 28, way  # two factors of seven layers, twice
     assert done["bfloat16"]["base"] == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_sampler_has_the_adapter_on_every_rank(results: Results, world_size: int):
+    sampled = results(world_size)["sampling"]["tokens"]
+    assert len(sampled) == world_size
+    assert all(of_rank == results(1)["sampling"]["tokens"][0] for of_rank in sampled)
+    assert sampled != results(world_size)["sampling of the other"]["tokens"]
 
 
 def test_every_rank_reads_its_rows_of_the_base(results: Results, base: str):

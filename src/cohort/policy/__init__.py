@@ -3,11 +3,9 @@
 from cohort.policy.activations import check_offload
 from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
+from cohort.policy.limits import check_lengths, check_vocabulary, end_token_ids
 from cohort.policy.load import (
     check_adapter,
-    check_lengths,
-    check_vocabulary,
-    end_token_ids,
     load_policy,
     load_tokenizer,
     quiet_transformers,
