@@ -49,19 +49,16 @@ class Adapter:
             trainable: whether the adapter is to have gradients.
         """
         self.model = model
-        self._start = start
+        self.spec = start.spec
+        self._values: AdapterStart | None = start  # until they are filled in
+        self._keeps_start = start.reference is not None
         model.requires_grad_(False)
         self._inject(_CURRENT)
-        if start.reference is not None:
+        if self._keeps_start:
             self._inject(_START)
         self._switch(_CURRENT)
         for tensor in self.tensors().values():
             tensor.requires_grad_(trainable)
-
-    @property
-    def spec(self) -> AdapterSpec:
-        """Its shape."""
-        return self._start.spec
 
     def tensors(self, name: str = _CURRENT) -> dict[str, Tensor]:
         """The adapter's parameters as they are here, sharded or not, by name in a saved adapter."""
@@ -78,18 +75,19 @@ class Adapter:
         Raises:
             UserError: DoRA is to turn a weight that is 0.
         """
-        saved = self._start.weights
+        values, self._values = self._values, None
+        assert values is not None, "it has been filled"
         for key, tensor in self.tensors().items():
-            _assign(tensor, self._first_values(key, tensor) if saved is None else saved[key])
-        if self._start.reference is not None:
+            saved = values.weights
+            _assign(tensor, self._first_values(key, tensor, values.seed) if saved is None else saved[key])
+        if values.reference is not None:
             for key, tensor in self.tensors(_START).items():
-                _assign(tensor, self._start.reference[key])
+                _assign(tensor, values.reference[key])
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The adapter as it is saved, in host memory. Of a sharded one every rank takes part."""
-        gathered = ((key, t.detach()) for key, t in self.tensors().items())
-        whole = ((key, t.full_tensor() if isinstance(t, DTensor) else t) for key, t in gathered)
-        return {key: tensor.cpu().contiguous() for key, tensor in whole}
+        own = {key: tensor.detach() for key, tensor in self.tensors().items()}
+        return {k: (t.full_tensor() if isinstance(t, DTensor) else t).cpu().contiguous() for k, t in own.items()}
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write what `PeftModel.from_pretrained` loads.
@@ -111,7 +109,7 @@ class Adapter:
         """The model is what the run started from inside: the base alone, or with the adapter that there was before."""
         was_training = self.model.training
         self.model.eval()
-        self._switch(None if self._start.reference is None else _START)
+        self._switch(_START if self._keeps_start else None)
         try:
             yield
         finally:
@@ -142,7 +140,7 @@ class Adapter:
 
         return {name: module for name, module in self.model.named_modules() if isinstance(module, LoraLayer)}
 
-    def _first_values(self, key: str, tensor: Tensor) -> Tensor:
+    def _first_values(self, key: str, tensor: Tensor, seed: int) -> Tensor:
         """What peft begins with: random numbers in the first factor and 0 in the second (in embeddings the reverse).
 
         They depend on the seed and the name alone, and so not on the number of ranks.
@@ -151,9 +149,8 @@ class Adapter:
         if part in ("B.weight", "embedding_A"):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         if part == "magnitude_vector":
-            weight = self.model.get_submodule(module).get_base_layer().weight
-            is_embedding = isinstance(self.model.get_submodule(module).get_base_layer(), nn.Embedding)
-            squares = weight.to(tensor.dtype).square().sum(0 if is_embedding else 1)
+            layer = self.model.get_submodule(module).get_base_layer()
+            squares = layer.weight.to(tensor.dtype).square().sum(0 if isinstance(layer, nn.Embedding) else 1)
             norms = (squares.full_tensor() if isinstance(squares, DTensor) else squares).sqrt()
             if not norms.all():
                 raise UserError(
@@ -161,7 +158,7 @@ class Adapter:
                     f"direction; leave {module.rpartition('.')[-1]} out of model.adapter.targets"
                 )
             return norms
-        digest = hashlib.sha256(f"{self._start.seed} {key}".encode()).digest()
+        digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
         if part == "embedding_B":

@@ -112,22 +112,6 @@ def read_adapter(folder: Path, spec: AdapterSpec, model: Any, *, field: str = _F
     return load_file(folder / WEIGHTS_FILE)
 
 
-def expected_shapes(spec: AdapterSpec, model: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the adapter, by name in its file."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in spec.modules:
-        layer = model.get_submodule(name)
-        rows, columns = layer.weight.shape
-        key = f"{PREFIX}{name}.lora_"
-        if isinstance(layer, nn.Embedding):
-            shapes |= {f"{key}embedding_A": (spec.rank, rows), f"{key}embedding_B": (columns, spec.rank)}
-            shapes |= {f"{key}magnitude_vector": (columns,)} if spec.dora else {}
-        else:
-            shapes |= {f"{key}A.weight": (spec.rank, columns), f"{key}B.weight": (rows, spec.rank)}
-            shapes |= {f"{key}magnitude_vector": (rows,)} if spec.dora else {}
-    return shapes
-
-
 def saved_rank(path: str) -> int:
     """The rank of a saved adapter.
 
@@ -266,7 +250,7 @@ def _check_tensors(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model:
     Raises:
         UserError: they are of another one.
     """
-    expected = expected_shapes(spec, model)
+    expected = _expected_shapes(spec, model)
     unknown = [key for key in stored if key not in expected]
     missing = [key for key in expected if key not in stored]
     if unknown or missing or not expected:
@@ -283,6 +267,22 @@ def _check_tensors(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model:
                 f"{field}: {str(folder)!r} is an adapter of another model than {spec.base!r}: {key} is {found}, and "
                 f"here it would be {own}"
             )
+
+
+def _expected_shapes(spec: AdapterSpec, model: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the adapter, by name in its file."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in spec.modules:
+        layer = model.get_submodule(name)
+        rows, columns = layer.weight.shape
+        key = f"{PREFIX}{name}.lora_"
+        if isinstance(layer, nn.Embedding):
+            shapes |= {f"{key}embedding_A": (spec.rank, rows), f"{key}embedding_B": (columns, spec.rank)}
+            shapes |= {f"{key}magnitude_vector": (columns,)} if spec.dora else {}
+        else:
+            shapes |= {f"{key}A.weight": (spec.rank, columns), f"{key}B.weight": (rows, spec.rank)}
+            shapes |= {f"{key}magnitude_vector": (rows,)} if spec.dora else {}
+    return shapes
 
 
 def _few(names: Iterable[str]) -> str:
