@@ -23,7 +23,7 @@ from test_runs import run_config, steps_of
 
 import cohort
 from cohort.config import KEYS_OF_OWN_SERVERS, config_from_dict
-from cohort.errors import TrainingError, UserError
+from cohort.errors import TrainingError
 from cohort.policy.adapter import Adapter
 from cohort.rollout.vllm import server_options
 from cohort.rollout.vllm.adapter import AdapterChannel, publish_adapter
@@ -118,20 +118,3 @@ def test_runs_of_an_adapter(tmp_path: Path, vllm_python: str, url: str, monkeypa
     monkeypatch.setattr(Adapter, "save", tampered)
     with pytest.raises(TrainingError, match=r"after step 2 the logprobs of http.* differ"):
         cohort.train(config | {"run": config["run"] | {"dir": str(tmp_path / "tampered")}})
-
-
-@pytest.mark.parametrize(
-    ("adapter", "message"),
-    [
-        ({"dora": True, "rank": 4}, "dora: true: vLLM samples with plain LoRA only"),
-        (
-            {"rank": 4, "targets": ["q_proj", "lm_head"]},
-            "targets: lm_head: vLLM samples with adapters inside of layers",
-        ),
-    ],
-)
-def test_what_vllm_does_not_serve(tmp_path: Path, vllm_python: str, adapter: dict[str, Any], message: str):
-    config = adapter_run(tmp_path / "run", vllm_python)
-    config["model"]["adapter"] = adapter
-    with pytest.raises(UserError, match=message):
-        cohort.train(config)
