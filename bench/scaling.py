@@ -30,8 +30,8 @@ from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks, join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
+from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.inputs import read_inputs
-from cohort.trainer.setup import BuildOrder, build_crew
 
 PROMPTS, STEPS = 16, 6
 PHASES = ("rollout", "pack", "train", "move", "step")

@@ -39,8 +39,9 @@ from cohort.policy import end_token_ids, load_tokenizer
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutEngine, Sampler, SamplingParams, StreamKey, generate
 from cohort.rollout.vllm import VllmEngine
+from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.inputs import read_inputs
-from cohort.trainer.setup import BuildOrder, build_crew, rank_device
+from cohort.trainer.setup import rank_device
 from cohort.trainer.vllm import find_servers, start_engine
 from harness import ModelShape, machine, markdown, write_model
 

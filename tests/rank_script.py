@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import rank_adapter
 import rank_crew
 import rank_critic
 import rank_engine
@@ -17,6 +18,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_engine.JOBS,
     **rank_loading.JOBS,
     **rank_crew.JOBS,
+    **rank_adapter.JOBS,
     **rank_critic.JOBS,
 }
 

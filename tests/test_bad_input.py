@@ -24,7 +24,7 @@ from cohort.cli import main
 from cohort.config import load_config
 from cohort.distributed import Ranks
 from cohort.metrics import writers
-from cohort.policy.load import _known_positions
+from cohort.policy.limits import _known_positions
 from cohort.run_folder import RunFolder
 from cohort.trainer import setup
 from tiny import copy_task_rows, make_tokenizer, save_model_folder, write_jsonl

@@ -280,6 +280,17 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, reference, critic",
         ),
         (
+            {"model": {"path": "m", "adapter": {"rnak": 4}}},
+            "model.adapter.rnak: unknown key; did you mean rank? model.adapter has: kind, rank, alpha, targets",
+        ),
+        ({"model": {"path": "m", "rank": 4}}, "model.rank: unknown key; did you mean model.adapter.rank?"),
+        ({"model": {"path": "m", "adapter": 4}}, "model.adapter: 4: a section is a mapping of keys: kind, rank, alpha"),
+        ({"model": {"path": "m", "adapter": {"rank": 0}}}, "model.adapter.rank: 0: input should be greater than or"),
+        (
+            {"model": {"path": "m", "adapter": {"targets": "q_proj"}}},
+            "model.adapter.targets: 'q_proj': must be all-linear or a list of names, such as [q_proj, v_proj]",
+        ),
+        (
             {"rewards": [{"use": "math", "wieght": 1}]},
             "rewards.0.wieght: unknown key; did you mean weight? rewards.0 has: use, weight, name, args, timeout_s",
         ),
@@ -619,3 +630,16 @@ def test_import_is_light():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_what_the_path_of_an_adapter_decides_is_not_written_down(tmp_path):
+    """Read back, a default would contradict the adapter that is at the path."""
+    (tmp_path / "adapter").mkdir()
+    for keys in ({"rank": 4}, {"path": "adapter"}, {"path": "adapter", "alpha": 3.0}):
+        config = config_from_dict({**MINIMAL, "model": {"path": "m", "adapter": keys}}, base_dir=tmp_path)
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        again = load_config(tmp_path / "config.yaml")
+        assert again == config and again.model.adapter.rank == keys.get("rank", 16)
+        assert again.model.adapter.path in (None, str(tmp_path / "adapter"))
+        assert again.model.adapter.model_fields_set >= keys.keys()
+        assert ("rank" in again.model.adapter.model_fields_set) == ("path" not in keys)

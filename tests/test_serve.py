@@ -302,5 +302,5 @@ def test_a_server_elsewhere_computes_as_the_run_does(monkeypatch, overrides, num
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     config = config_with(*overrides, urls=["http://a:1"])
-    servers = find_servers(config, SimpleNamespace())
+    servers = find_servers(config, SimpleNamespace(adapter=None))
     assert servers is not None and servers.dtype == expected and servers.options == ()

@@ -52,14 +52,18 @@ class TrainerState:
 def save_model(policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, tokenizer included.
 
-    Every rank takes part; rank 0 writes, and only its tokenizer is looked at.
+    Of a policy with an adapter, the adapter's folder, which `PeftModel.from_pretrained` loads. Every rank takes part;
+    rank 0 writes, and only its tokenizer is looked at.
     """
     from cohort.policy import quiet_transformers
 
     weights = policy.whole_weights()
     if ranks.is_first:
         with quiet_transformers():
-            policy.model.save_pretrained(folder, state_dict=weights)
+            if policy.adapter is None:
+                policy.model.save_pretrained(folder, state_dict=weights)
+            else:
+                policy.adapter.save(folder, weights or {})
             tokenizer.save_pretrained(folder)
 
 

@@ -1,6 +1,6 @@
 """The folder of a run: what is in it, whether a run may start or go on there, and its files.
 
-config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json  logs/
+config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json  logs/  adapters/
 """
 
 import fcntl
@@ -33,6 +33,7 @@ _MAY_CHANGE = (
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
     *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
 )
+ADAPTERS = "adapters"  # the one that servers sample with, where the run trains one
 LOGS = "logs"  # what the processes of the run printed; there before the run is
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 

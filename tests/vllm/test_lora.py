@@ -1,11 +1,13 @@
 """An adapter travels alone, and is what a server samples with."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from serving import (
     LONG_PROMPT,
     Server,
@@ -17,8 +19,14 @@ from serving import (
     serving_model,
     start,
 )
+from test_runs import run_config, steps_of
 
-from cohort.rollout.vllm.adapter import publish_adapter
+import cohort
+from cohort.config import KEYS_OF_OWN_SERVERS, config_from_dict
+from cohort.errors import TrainingError
+from cohort.policy.adapter import Adapter
+from cohort.rollout.vllm import server_options
+from cohort.rollout.vllm.adapter import AdapterChannel, publish_adapter
 from cohort.rollout.vllm.api import ServerError
 from cohort.rollout.vllm.server import ServerProcess
 
@@ -44,23 +52,69 @@ def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: 
         assert models(process.url) == ["policy-base"]
         with pytest.raises(ServerError, match="policy"):  # no adapter, no policy
             server.generate(random_prompt(5), n=1, max_tokens=2)
+        channel = AdapterChannel(server.api)
         for version in (1, 2):
             model = adapted(version)
-            assert publish_adapter([server.api], model, tmp_path / "adapters", version) == {}
+            assert publish_adapter([channel], model.save_pretrained, tmp_path / "adapters", version) == {}
             server.assert_serves(model, version)
             assert [path.name for path in (tmp_path / "adapters").iterdir()] == [f"version-{version}"]
         prompt = random_prompt(LONG_PROMPT)
         (choice,) = server.generate(prompt, n=1, max_tokens=12, seed=3)
         assert largest_difference(adapted(1), prompt, choice) > 0.1
 
-        class Broken:
-            def save_pretrained(self, path: Path) -> None:
-                path.mkdir()
-
-        (error,) = publish_adapter([server.api], Broken(), tmp_path / "adapters", 3).values()
+        (error,) = publish_adapter([channel], Path.mkdir, tmp_path / "adapters", 3).values()  # an empty folder
         assert "/v1/load_lora_adapter" in str(error)
-        publish_adapter([server.api], adapted(4), tmp_path / "adapters", 4)
+        publish_adapter([channel], adapted(4).save_pretrained, tmp_path / "adapters", 4)
         server.assert_serves(adapted(4), 4)
         server.close()
     finally:
         process.stop()
+
+
+def adapter_run(folder: Path, python: str) -> dict[str, Any]:
+    """A short run of the demo's task that trains an adapter."""
+    raw = run_config(folder)
+    raw["model"]["adapter"] = {"rank": 8, "alpha": 16}
+    raw["algorithm"] = {"name": "grpo", "beta": 0.01}
+    raw["train"] |= {"steps": 3, "learning_rate": 3e-3}
+    raw["rollout"] |= {"engine": "vllm", "vllm_python": python, "parity_every": 1}
+    return raw
+
+
+@pytest.fixture
+def url(tmp_path: Path, vllm_python: str) -> Iterator[str]:
+    """A server as `cohort serve` starts it for such a run."""
+    config = config_from_dict(adapter_run(tmp_path / "server", vllm_python))
+    process = ServerProcess(server_options(config, gpus=""), log_file=tmp_path / "server.log")
+    try:
+        start(process)
+        yield process.url
+    finally:
+        process.stop()
+
+
+def test_runs_of_an_adapter(tmp_path: Path, vllm_python: str, url: str, monkeypatch: pytest.MonkeyPatch):
+    """Two processes, then one whose adapter is changed on its way: the gate sees that, and only that."""
+    config = adapter_run(tmp_path / "run", vllm_python)
+    config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in KEYS_OF_OWN_SERVERS} | {"urls": [url]}
+    result = cohort.train(config | {"hardware": config["hardware"] | {"processes": 2}})
+    steps = steps_of(result.run_dir)
+    assert len(steps) == 3 and all(0 < step["sampling/parity/mean"] < 1e-5 for step in steps)
+    assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["kl"] > 1e-4
+    assert (result.final_dir / "adapter_model.safetensors").is_file()
+    assert [path.name for path in (result.run_dir / "adapters").iterdir()] == ["version-3"]
+    served, final = (
+        load_file(f / "adapter_model.safetensors") for f in (result.run_dir / "adapters/version-3", result.final_dir)
+    )
+    assert served.keys() == final.keys() and all(torch.equal(served[key], final[key]) for key in final)
+
+    def tampered(self: Adapter, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        saved.append(folder)
+        save(self, folder, {k: 1.5 * t if len(saved) == 3 and "lora_B" in k else t for k, t in weights.items()})
+
+    saved: list[Path] = []
+    save = Adapter.save
+    monkeypatch.setattr(Adapter, "save", tampered)
+    with pytest.raises(TrainingError, match=r"after step 2 the logprobs of http.* differ"):
+        cohort.train(config | {"run": config["run"] | {"dir": str(tmp_path / "tampered")}})

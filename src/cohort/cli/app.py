@@ -1,4 +1,4 @@
-"""`cohort train`, `cohort plan`, `cohort eval`, `cohort serve`, `cohort launch`, `cohort demo`."""
+"""`cohort train`, `cohort plan`, `cohort eval`, `cohort merge`, `cohort serve`, `cohort launch`, `cohort demo`."""
 
 import sys
 import traceback
@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
+from cohort.cli.merge import merge
 from cohort.cli.options import Debug
 from cohort.cli.plan import plan
 from cohort.errors import TrainingError, UserError
@@ -234,6 +235,7 @@ app.command()(algorithms)
 app.command()(plan)
 app.command()(check)
 app.command()(convert)
+app.command()(merge)
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
+from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
 from cohort.config.critic import CriticConfig
+from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
 from cohort.config.optim import (
     AdafactorConfig,
@@ -23,11 +25,8 @@ from cohort.config.rollout import (
 )
 from cohort.config.schema import (
     Config,
-    DataConfig,
-    EvalConfig,
     HardwareConfig,
     ModelConfig,
-    RewardConfig,
     RunConfig,
     TrainConfig,
 )
@@ -40,6 +39,7 @@ __all__ = [
     "AdafactorConfig",
     "Adamw8bitConfig",
     "AdamwConfig",
+    "AdapterConfig",
     "AlgorithmConfig",
     "Component",
     "Config",

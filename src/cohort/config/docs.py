@@ -25,6 +25,8 @@ def render() -> str:
     for name, field in Config.model_fields.items():
         for section in sections_in(field.annotation):
             parts.append(_section(name, section, optional=not field.is_required()))
+            for key, inner in section.model_fields.items():
+                parts += [_section(f"{name}.{key}", nested, optional=True) for nested in sections_in(inner.annotation)]
     return "\n".join(parts)
 
 
@@ -50,6 +52,8 @@ def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
 def _type(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a section"
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:

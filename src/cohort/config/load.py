@@ -11,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cohort.config.catalogue import COMPONENTS
+from cohort.config.data import RewardConfig
 from cohort.config.rollout import VllmRolloutConfig
-from cohort.config.schema import UNIONS, Config, RewardConfig, sections_in
+from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.errors import UserError
 
 WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
@@ -228,11 +229,21 @@ def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
     """The section of the configuration in which an error's location lies."""
     if not loc or loc[0] not in _SECTIONS:
         return Config
-    first = _SECTIONS[str(loc[0])][0]
-    return _members(str(loc[0])).get(str(loc[1]), first) if loc[0] in UNIONS and len(loc) > 1 else first
+    section = _SECTIONS[str(loc[0])][0]
+    if loc[0] in UNIONS and len(loc) > 1:
+        section = _members(str(loc[0])).get(str(loc[1]), section)
+    inner = _SECTIONS.get(f"{loc[0]}.{loc[1]}") if len(loc) > 1 else None
+    return inner[0] if inner else section
 
 
 _SECTIONS = {name: sections_in(field.annotation) for name, field in Config.model_fields.items()}
+_SECTIONS |= {  # and those in sections
+    f"{name}.{key}": inner
+    for name, sections in _SECTIONS.items()
+    for section in sections
+    for key, field in section.model_fields.items()
+    if (inner := sections_in(field.annotation))
+}
 
 
 def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
@@ -253,8 +264,11 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
     def reward(entry: RewardConfig) -> RewardConfig:
         return entry.model_copy(update={"use": of_user(entry.use)})
 
+    adapter: dict[str, Any] = {}
+    if config.model.adapter is not None and config.model.adapter.path is not None:
+        adapter = {"adapter": config.model.adapter.model_copy(update={"path": found(config.model.adapter.path)})}
     updates: dict[str, Any] = {
-        "model": config.model.model_copy(update={"path": found(config.model.path)}),
+        "model": config.model.model_copy(update={"path": found(config.model.path)} | adapter),
         "data": config.data.model_copy(update={"path": found(config.data.path)}),
         "rewards": tuple(reward(entry) for entry in config.rewards),
         "algorithm": config.algorithm.model_copy(

@@ -1,13 +1,13 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
+from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
 from cohort.policy.critic import Critic
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
+from cohort.policy.limits import check_lengths, check_vocabulary, end_token_ids
 from cohort.policy.load import (
-    check_lengths,
+    check_adapter,
     check_model_folder,
-    check_vocabulary,
-    end_token_ids,
     load_critic,
     load_policy,
     load_tokenizer,
@@ -15,11 +15,13 @@ from cohort.policy.load import (
     resolve_device,
 )
 from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
+from cohort.policy.merge import merge
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives
 from cohort.policy.stream import Branch, OpenPrompt
 
 __all__ = [
+    "AdapterSpec",
     "Branch",
     "Collectives",
     "Critic",
@@ -28,6 +30,7 @@ __all__ = [
     "OpenPrompt",
     "Policy",
     "TensorSpec",
+    "check_adapter",
     "check_lengths",
     "check_model_folder",
     "check_offload",
@@ -38,8 +41,11 @@ __all__ = [
     "load_critic",
     "load_policy",
     "load_tokenizer",
+    "merge",
     "quiet_transformers",
     "resolve_device",
+    "saved_rank",
     "stream_weights",
     "weight_specs",
+    "with_base",
 ]

@@ -93,7 +93,7 @@ def _is_plain_lora(module: Any) -> bool:
         return False
     adapters = module.lora_A.keys()
     return (
-        all(len(names) <= 1 for names in (adapters, module.active_adapters))
+        len(module.active_adapters) <= 1
         and set(module.active_adapters) <= set(adapters)
         and not any(name in module.lora_variant for name in adapters)  # DoRA and others
         and all(getattr(module.lora_dropout[name], "p", 0.0) == 0.0 for name in adapters)

@@ -1,8 +1,9 @@
 """Loading a policy and its tokenizer from a model folder or a hub."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.plan import defaults
 from cohort.policy.activations import prepare_activations
+from cohort.policy.adapter import Adapter, AdapterStart, adapter_start
+from cohort.policy.adapter_folder import AdapterSpec, adapter_spec, is_adapter_folder
 from cohort.policy.critic import Critic
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
@@ -27,7 +30,6 @@ from cohort.policy.skeleton import (
     rows_to_read,
 )
 from cohort.policy.weights import StoredTensor, check_embedding, digest, read_rows, stored_weights
-from cohort.records import Prompt
 
 _Kind = TypeVar("_Kind", bound=Policy)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -64,6 +66,11 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
         raise UserError(f"{field}: {path!r}: no such folder. Give a model folder, or a Hugging Face id like org/name")
     if not folder.is_dir():
         raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json")
+    if is_adapter_folder(folder):
+        raise UserError(
+            f"{field}: {path!r} is an adapter and no model; give the folder of its base, and this one as "
+            f"model.adapter.path"
+        )
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise UserError(f"{field}: {path!r} has no config.json, so it is not a model folder. It holds: {inside}")
@@ -108,6 +115,9 @@ def load_policy(
     ranks: Ranks = ALONE,
     collectives: Collectives | None = None,
     longest_sequence_tokens: int | None = None,
+    adapter_checkpoint: Path | None = None,
+    keep_reference: bool = False,
+    seed: int = 0,
 ) -> Policy:
     """Load the weights, straight to their device and dtype. With several ranks every rank reads its shards.
 
@@ -121,9 +131,13 @@ def load_policy(
         ranks: this process among those of the run.
         collectives: of the run, where there are several ranks.
         longest_sequence_tokens: of the run, where it is known: windows of attention matter to longer ones only.
+        adapter_checkpoint: folder of the adapter that the run goes on with, where it trains one.
+        keep_reference: `as_reference` will be asked for.
+        seed: of a new adapter.
 
     Raises:
-        UserError: the model cannot be loaded, or some of its weights are missing from the files.
+        UserError: the model cannot be loaded, or some of its weights are missing from the files; or the adapter does
+            not go with it.
         Stopped: on the other ranks then.
     """
     return _load(
@@ -135,6 +149,9 @@ def load_policy(
         ranks=ranks,
         collectives=collectives,
         longest_sequence_tokens=longest_sequence_tokens,
+        adapter_checkpoint=adapter_checkpoint,
+        keep_reference=keep_reference,
+        seed=seed,
     )
 
 
@@ -158,36 +175,82 @@ def _load(
     ranks: Ranks = ALONE,
     collectives: Collectives | None = None,
     longest_sequence_tokens: int | None = None,
+    adapter_checkpoint: Path | None = None,
+    keep_reference: bool = False,
+    seed: int = 0,
 ) -> _Kind:
     compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
-    if ranks.world_size == 1:
-        model = _load_whole(kind, config, device)
-        _prepare(model, config, trainable=trainable)
-        return kind(
-            model,
-            device=device,
-            compute_dtype=compute_dtype,
-            pad_token_id=_padding(model, tokenizer),
-            longest_sequence_tokens=longest_sequence_tokens,
-        )
-    assert collectives is not None, "several ranks need to count their collectives"
-    whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
-    traits, pad, files = ranks.first(
-        lambda: _look_at_model(kind, config, tokenizer, whole, device, compute_dtype, longest_sequence_tokens)
+    start = None
+    if config.adapter is not None:
+        begin = partial(adapter_start, config, checkpoint=adapter_checkpoint, keep_reference=keep_reference, seed=seed)
+        start = ranks.first(lambda: begin(model=empty_model(config)))
+    if ranks.world_size > 1:
+        assert collectives is not None, "several ranks need to count their collectives"
+        look = partial(_look_at_model, kind, config, tokenizer, start, device, compute_dtype, longest_sequence_tokens)
+        return _load_sharded(kind, config, start, look, trainable, ranks, collectives, device, compute_dtype)
+    model = _load_whole(kind, config, device)
+    adapter = _prepare(model, config, start, trainable=trainable)
+    if adapter is not None:
+        adapter.fill()
+    return kind(
+        model,
+        device=device,
+        compute_dtype=compute_dtype,
+        pad_token_id=_padding(model, tokenizer),
+        adapter=adapter,
+        longest_sequence_tokens=longest_sequence_tokens,
     )
+
+
+def _load_sharded(
+    kind: type[_Kind],
+    config: ModelConfig,
+    start: AdapterStart | None,
+    look: Callable[[list[Any]], tuple[ModelTraits, int, str | None]],
+    trainable: bool,
+    ranks: Ranks,
+    collectives: Collectives,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+) -> _Kind:
+    """The policy with this rank's shards; `look`: of `_look_at_model`."""
+    whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
+    traits, pad, files = ranks.first(lambda: look(whole))
     model = _empty(kind, config)
     model.set_attn_implementation(traits.attention)
     places = _agreed_places(config, model, files, ranks)
     if places is None:
-        ranks.first(lambda: whole.extend([] if whole else [_read_model(kind, config)]))
-    _prepare(model, config, trainable=trainable)
+        ranks.first(lambda: whole.extend([] if whole else [_read_adapted(kind, config, start)]))
+    adapter = _prepare(model, config, start, trainable=trainable)
     sharding = Sharding(model, collectives, device=device, compute_dtype=compute_dtype)
     sharding.allocate(device)
     if places is None:
         sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
     else:
         _read_together(sharding, places, ranks)
-    return kind(model, device=device, compute_dtype=compute_dtype, pad_token_id=pad, traits=traits, sharding=sharding)
+    if adapter is not None:
+        adapter.fill()
+    return kind(
+        model,
+        device=device,
+        compute_dtype=compute_dtype,
+        pad_token_id=pad,
+        traits=traits,
+        sharding=sharding,
+        adapter=adapter,
+    )
+
+
+def check_adapter(config: ModelConfig) -> AdapterSpec | None:
+    """Compare `model.adapter` with the model, none of whose weights are loaded.
+
+    Returns:
+        its shape; None where there is none.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    return None if config.adapter is None else adapter_spec(config, empty_model(config))
 
 
 def _empty(kind: type[Policy], config: ModelConfig) -> Any:
@@ -211,10 +274,11 @@ def _look_at_model(
     kind: type[Policy],
     config: ModelConfig,
     tokenizer: Any,
-    whole: list[Any],
+    start: AdapterStart | None,
     device: torch.device,
     compute_dtype: torch.dtype,
     longest_sequence_tokens: int | None,
+    whole: list[Any],
 ) -> tuple[ModelTraits, int, str | None]:
     """On rank 0, before any rank reads: traits, padding token, and the files' digest if every rank can read its part.
 
@@ -225,11 +289,13 @@ def _look_at_model(
     model = _empty(kind, config)
     places = match(model, local_weights(config.path, download=True))
     if places is None:
-        model, device = _read_model(kind, config), torch.device("cpu")
+        model, device = _read_adapted(kind, config, start), torch.device("cpu")
         whole.append(model)
     else:
         keep_first_layers(model)
         fill_model(model, places, device)
+        if start is not None:
+            Adapter(model, start, trainable=False)
     pad = _padding(model, tokenizer)
     policy = kind(
         model,
@@ -307,91 +373,25 @@ def _read_model(kind: type[Policy], config: ModelConfig) -> Any:
     return model
 
 
-def _prepare(model: Any, config: ModelConfig, *, trainable: bool) -> None:
+def _read_adapted(kind: type[Policy], config: ModelConfig, start: AdapterStart | None) -> Any:
+    """The model as the library loads it, with the tensors that the adapter adds and no values in them."""
+    model = _read_model(kind, config)
+    if start is not None:
+        Adapter(model, start, trainable=False)
+    return model
+
+
+def _prepare(model: Any, config: ModelConfig, start: AdapterStart | None, *, trainable: bool) -> Adapter | None:
+    """Have the model compute gradients of what is trained, if anything is; its adapter, still without values."""
     model.requires_grad_(trainable)
+    adapter = None if start is None else Adapter(model, start, trainable=trainable)
     model.train(trainable)
     if trainable:
         prepare_activations(model, config)
+    return adapter
 
 
 def _padding(model: Any, tokenizer: Any) -> int:
     """Never attended to, so any token does where the tokenizer has none or one that the model has no embedding for."""
     pad = tokenizer.pad_token_id
-    return pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0
-
-
-def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
-    """Every token id that ends a completion, by the tokenizer, the config or the generation config.
-
-    Raises:
-        UserError: there is none, so completions would never end.
-    """
-    config = policy.model.config
-    ids: set[int] = set()
-    for source in (tokenizer, config, config.get_text_config(), getattr(policy.model, "generation_config", None)):
-        value = getattr(source, "eos_token_id", None)
-        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    if not ids:
-        raise UserError(
-            "model.path: neither the tokenizer nor config.json nor generation_config.json has an eos_token, so "
-            "completions would never end"
-        )
-    return frozenset(ids)
-
-
-def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
-    """Compare the token ids of prompts with the rows of the model's embedding.
-
-    Raises:
-        UserError: a token has no embedding, as after adding tokens to a tokenizer and not to its model.
-    """
-    rows = policy.model.get_input_embeddings().num_embeddings
-    largest = max(int(p.token_ids.max()) for p in prompts)
-    if largest >= rows:
-        raise UserError(
-            f"model.path: a prompt has the token id {largest}, and the model has embeddings for {rows} tokens; "
-            f"tokenizer and model do not belong together, or tokens were added without model.resize_token_embeddings"
-        )
-
-
-def check_lengths(
-    config: ModelConfig,
-    prompts: Sequence[Prompt],
-    *,
-    max_completion_tokens: int,
-    field: str = "rollout.max_completion_tokens",
-) -> None:
-    """Compare the longest sequence that can be sampled with the positions that the model knows.
-
-    Raises:
-        UserError: the model would have to extrapolate; `field` is the key that the message names.
-    """
-    from transformers import AutoConfig
-
-    try:
-        text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code).get_text_config()
-    except Exception as error:  # the loader raises many types; all mean the same to the user
-        raise UserError(f"model.path: {config.path!r}: config.json cannot be used: {error}") from error
-    limit = _known_positions(text)
-    longest = max(len(p.token_ids) for p in prompts)
-    if limit is not None and longest + max_completion_tokens > limit:
-        raise UserError(
-            f"{field}: {max_completion_tokens} after the longest prompt of {longest} tokens makes "
-            f"{longest + max_completion_tokens}, and the model knows {limit} positions; use at most "
-            f"{max(0, limit - longest)}, or lower rollout.max_prompt_tokens"
-        )
-
-
-def _known_positions(text_config: Any) -> int | None:
-    """How many positions a model computes as it was made to; None where its config does not say."""
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        return None
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or limit
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        # beyond this the rotation depends on the longest row of a batch, so on how the batch was put together
-        return original
-    if rope.get("rope_type") in ("linear", "yarn"):  # some configs state the length before, some after stretching
-        return max(limit, int(original * rope.get("factor", 1.0)))
-    return limit
+    return pad if pad is not None and pad < len(model.get_input_embeddings().weight) else 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.batch import MicroBatch
+from cohort.policy.adapter import Adapter
 from cohort.policy.attention import KeyValues
 from cohort.policy.forward import forward, padded_shape
 from cohort.policy.head import find_head, head_of
@@ -45,6 +46,7 @@ class Policy:
         pad_token_id: int,
         traits: ModelTraits | None = None,
         sharding: Sharding | None = None,
+        adapter: Adapter | None = None,
         longest_sequence_tokens: int | None = None,
     ):
         """Wrap a loaded model.
@@ -57,6 +59,7 @@ class Policy:
             traits: of the model, where they are known; otherwise it is tried out.
             sharding: of the model over ranks; gathered weights are in `compute_dtype`. None: they are whole, and
                 autocast computes in it.
+            adapter: of the model, which is all that is trained and saved then.
             longest_sequence_tokens: of all that will be computed, which tells whether it fits a model's window. None
                 is for not known.
         """
@@ -66,6 +69,7 @@ class Policy:
         self.compute_dtype = compute_dtype
         self.pad_token_id = pad_token_id
         self.sharding = sharding
+        self.adapter = adapter
         if traits is None:
             self._head = find_head(model)
             with self.autocast():  # what training computes in decides which kernels it uses
@@ -139,8 +143,17 @@ class Policy:
         with self.sharding.gathered():
             yield
 
+    def as_reference(self) -> "Policy":
+        """The policy that the run started from: the same model with its adapter switched off or back."""
+        return _AsReference(self)
+
     def whole_weights(self) -> dict[str, Tensor] | None:
-        """The weights to save: by name on rank 0 where they are sharded, None where the model has them all."""
+        """The weights to save: by name on rank 0 where they are sharded, None where the model has them all.
+
+        Of an adapter its own, on every rank.
+        """
+        if self.adapter is not None:
+            return self.adapter.whole_weights()
         if self.sharding is None:
             return None
         weights = self.sharding.whole_weights()
@@ -242,8 +255,9 @@ class Policy:
         return hidden.to(self.compute_dtype) if autocasts else hidden
 
     def tables_and_head(self) -> tuple[list[nn.Embedding], Tensor | None]:
-        """The model's embeddings, and the weight of its head if that is plain."""
-        tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        """The model's embeddings that are trained, and the weight of its head if that is plain."""
+        modules = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        tables = [module for module in modules if module.weight.requires_grad]
         return tables, None if self._head is None else self._head.linear.weight
 
     def num_positions(self, micro_batch: MicroBatch) -> int:
@@ -282,6 +296,22 @@ class Policy:
                 return logits.to(torch.promote_types(logits.dtype, torch.float32))
             hidden = self.model.base_model(**inputs, **attention).last_hidden_state[0]
             return self._head.logits(self._narrow(hidden.index_select(0, source)))
+
+
+class _AsReference(Policy):
+    """A policy as it was when the run started. Only its logprobs are of use, without a gradient."""
+
+    def __init__(self, policy: Policy):
+        assert policy.adapter is not None, "without an adapter there is no way back"
+        vars(self).update(vars(policy))
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, branch: Branch | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the policy's, which computes as before afterwards."""
+        assert self.adapter is not None
+        with self.adapter.reference():
+            return super().logprobs(micro_batch, temperature=temperature, entropy=entropy, branch=branch)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -190,12 +190,7 @@ class Sharding:
         Parameters are cut along their rows; some ranks may have none. Buffers are whole on every rank.
         """
         for name, tensor in saved_tensors(self.model):
-            if not isinstance(tensor, DTensor):
-                yield name, tensor, 0
-                continue
-            assert tensor.placements == (Shard(0),)
-            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            yield name, tensor.to_local(), offset[0]
+            yield name, *own_part(tensor)
 
     def load(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Take rank 0's weights and buffers. Every rank takes part; the other ranks' arguments are not looked at."""
@@ -235,3 +230,12 @@ class Sharding:
     def _groups(self) -> Iterator[Any]:
         for module in self._modules:
             yield from module._get_fsdp_state()._fsdp_param_groups
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """The rows of a parameter or buffer that this rank has, and the number of the first: all, unless it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    assert tensor.placements == (Shard(0),)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset[0]

@@ -14,6 +14,8 @@ from cohort.errors import UserError
 from cohort.policy.weights import INDEX, SINGLE, StoredTensor, read_rows, stored_weights
 
 VALUE_HEAD = "value_head"  # of a critic; a model that is none has no weights for it
+# peft's names of what it adds to a layer, which it puts around the model's own as `base_layer`
+_ADAPTER_PARTS = {f"lora_{part}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")}
 
 
 @contextmanager
@@ -156,8 +158,10 @@ def rows_to_read(
 
 
 def saved_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter by name, a tied one once, and each buffer that is saved."""
-    yield from model.named_parameters()
+    """Each parameter by its name without an adapter, a tied one once, and each buffer that is saved; no adapter's."""
+    for name, parameter in model.named_parameters():
+        if _ADAPTER_PARTS.isdisjoint(name.split(".")):
+            yield name.replace(".base_layer.", "."), parameter
     saved = model.state_dict()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 

@@ -9,7 +9,7 @@ it is read is an error and not the end of the process.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class StoredTensor:
 
     file: Path
     start: int  # its first byte in the file
+    num_bytes: int
     shape: tuple[int, ...]
     stored_dtype: str  # the format's name, as BF16
 
@@ -54,6 +55,18 @@ def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, Stor
         if (folder / INDEX).is_file():
             return _read_shards(folder / INDEX)
         return {}
+    except (ValueError, OSError) as error:
+        raise UserError(f"{field}: {error}") from error
+
+
+def stored_file(path: Path, *, field: str) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        UserError: it is broken; the message begins with `field`.
+    """
+    try:
+        return _read_header(path)
     except (ValueError, OSError) as error:
         raise UserError(f"{field}: {error}") from error
 
@@ -97,6 +110,45 @@ def read_rows(wanted: Iterable[tuple[StoredTensor, Tensor, int]]) -> None:
     for stored, into, first_row in wanted:
         if into.numel():  # some ranks have no rows of a small one
             _read_rows_of(stored, into.detach(), first_row)
+
+
+def read_bytes(stored: StoredTensor) -> Tensor:
+    """A tensor's bytes, whatever they mean.
+
+    Raises:
+        UserError: the file ends too early or cannot be read.
+    """
+    whole = torch.empty(stored.num_bytes, dtype=torch.uint8)
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start)
+            _fill(file, whole)
+    except OSError as error:
+        raise UserError(f"model.path: {stored.file}: cannot be read: {error}") from error
+    return whole
+
+
+def write_tensors(
+    path: Path, described: Sequence[tuple[str, str, tuple[int, ...], int]], tensors: Iterable[Tensor]
+) -> None:
+    """Write a file, one tensor after another.
+
+    Args:
+        path: of the file.
+        described: name, the format's name of the dtype, shape and number of bytes of each.
+        tensors: in the same order, as numbers or as bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, num_bytes in described:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
+    text = json.dumps(header).encode()
+    text = text.ljust(len(text) + -len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _read_rows_of(stored: StoredTensor, into: Tensor, first_row: int) -> None:
@@ -183,6 +235,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             name: StoredTensor(
                 file=path,
                 start=8 + length + int(entry["data_offsets"][0]),
+                num_bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
                 shape=tuple(int(n) for n in entry["shape"]),
                 stored_dtype=str(entry["dtype"]),
             )

@@ -107,6 +107,14 @@ class Crew:
         finally:
             self._send = None
 
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter alone, for whoever samples with it.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        self._all("save_adapter", folder=folder)
+
     def forward_backward(self, batches: Sequence[TrainBatch] | None, coefficients: Coefficients) -> TrainResult:
         """The gradient of a step.
 
@@ -310,6 +318,13 @@ class Crew:
         self.engine.load_state_dict(state)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
+
+    def _save_adapter_on_rank(self, *, folder: Path) -> None:
+        assert self.policy.adapter is not None, "nothing else is saved by itself"
+        weights = self.policy.adapter.whole_weights()
+        if self.ranks.is_first:
+            with disk_errors(folder):
+                self.policy.adapter.save(folder, weights)
 
     def _find_budget_on_rank(self, *, longest_sequence_tokens: int, most_tokens: int) -> int:
         """The critic and its optimizer are there while the policy is trained, and the other way round."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cohort.config import Config
 from cohort.evaluation import EvalResult, evaluate
-from cohort.policy import check_vocabulary, end_token_ids, load_policy, load_tokenizer, resolve_device
+from cohort.policy import check_vocabulary, end_token_ids, load_policy, load_tokenizer, resolve_device, with_base
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, Sampler
 from cohort.trainer.inputs import (
@@ -19,9 +19,12 @@ from cohort.trainer.inputs import (
 def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
     """Evaluate `config.model` on `config.eval`. The other sections give the template, the rewards and the limits.
 
+    The model may be an adapter's folder.
+
     Raises:
         UserError: there is no `eval` section, or something in it does not work.
     """
+    config = config.model_copy(update={"model": with_base(config.model)})
     assert config.eval is not None, "an evaluation needs the eval section"
     device = resolve_device(config.hardware.device)
     rows = read_eval_rows(config.eval)

@@ -13,29 +13,29 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
+from cohort.trainer.inputs import Inputs
+from cohort.trainer.vllm import Servers
 
 _MARGIN = 1.1  # the closed form is good to a tenth
 
 
 def foresee(
     config: Config,
+    inputs: Inputs,
+    servers: Servers | None,
     *,
     device: torch.device,
     world_size: int,
-    shared: bool,
-    longest_prompt_tokens: int,
-    num_prompts: int,
     note: Callable[[str], None],
 ) -> Plan | None:
     """Plan the run as `cohort plan` does; None on CPU, and for models whose shape is not known.
 
     Args:
         config: of the run.
+        inputs: the longest prompt may be shorter than what the configuration allows.
+        servers: may sleep on the training GPUs.
         device: of this rank; all have the same GPU.
         world_size: training processes.
-        shared: whether servers sleep on the training GPUs.
-        longest_prompt_tokens: of the data, which may be less than what the configuration allows.
-        num_prompts: of the data.
         note: takes a sentence for a person.
 
     Raises:
@@ -53,9 +53,9 @@ def foresee(
             nodes=1,
             measured=calibration_of(properties.name),
         ),
-        shared=shared,
-        longest_prompt_tokens=longest_prompt_tokens,
-        num_prompts=num_prompts,
+        shared=bool(servers and servers.placement and servers.placement.shared),
+        longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
+        num_prompts=len(inputs.prompts.prompts),
         note=note,
     )
 

@@ -11,11 +11,7 @@ from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
-from cohort.policy import (
-    check_lengths,
-    check_model_folder,
-    load_tokenizer,
-)
+from cohort.policy import AdapterSpec, check_adapter, check_lengths, check_model_folder, load_tokenizer
 from cohort.rewards import RewardRunner, build_rewards, check_columns
 from cohort.rollout import SamplingParams
 
@@ -30,6 +26,7 @@ class Inputs:
     prompts: PromptSet
     rewards: RewardRunner
     evaluation: Evaluation | None
+    adapter: AdapterSpec | None  # None: all weights are trained
     plan: RunPlan
 
     @property
@@ -88,6 +85,7 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(config.critic.path, field="critic.path")
+    adapter = check_adapter(config.model)
     prompts = build_prompts(
         rows,
         _renderer(config, tokenizer, config.data.prompt),
@@ -104,6 +102,7 @@ def read_inputs(config: Config) -> Inputs:
         prompts=prompts,
         rewards=rewards,
         evaluation=evaluation,
+        adapter=adapter,
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
     )
 

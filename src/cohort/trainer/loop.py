@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,108 +15,20 @@ from cohort.algorithms import (
     with_returns,
 )
 from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, disk_errors, load_trainer_state, write_folder_atomically
+from cohort.checkpoint import TrainerState, disk_errors, write_folder_atomically
 from cohort.config import Config
-from cohort.display import ConsoleDisplay, Display, StepReport
-from cohort.distributed import ALONE, Ranks
+from cohort.display import Display, StepReport
 from cohort.engine import TrainResult
-from cohort.errors import OutOfStepError, TrainingError, UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.run_folder import RunFolder
-from cohort.trainer.foresee import compared, foresee
 from cohort.trainer.gather import Gathered
-from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import (
-    BuildOrder,
     Run,
-    build_crew,
-    build_run,
-    check_disk_space,
-    check_steps,
-    first_budget,
     knows_budget,
-    rank_device,
 )
-from cohort.trainer.vllm import find_servers
-
-
-def train(config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = ALONE) -> RunResult:
-    """Train as `config` says; goes on from the last checkpoint where its run folder holds the same run.
-
-    Args:
-        config: of the run.
-        resume: insist that there is a run to go on with.
-        display: what a person sees; by default lines and a bar on the console.
-        ranks: the processes of the run; this one is rank 0, and the others are in `work`.
-
-    Raises:
-        UserError: something in the configuration, the data or a reward does not work.
-        TrainingError: the run cannot go on.
-    """
-    display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
-    others_wait = True  # for a command; not so in the midst of something that all ranks do
-    try:
-        device = rank_device(config, ranks)
-        inputs = read_inputs(config)
-        servers = find_servers(config, inputs)
-        folder = RunFolder(config, resume=resume)
-        try:
-            finished = folder.finished_steps()
-            if finished is not None and finished >= inputs.plan.num_steps:
-                display.note(f"this run is finished ({finished} steps): {folder.final_path}")
-                return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
-            for note in inputs.notes(config.rollout.max_prompt_tokens):
-                display.note(note)
-            checkpoint = folder.last_checkpoint()
-            state = load_trainer_state(checkpoint) if checkpoint else None
-            check_steps(inputs.plan, state, folder.path)
-            foreseen = foresee(
-                config,
-                device=device,
-                world_size=ranks.world_size,
-                shared=bool(servers and servers.placement and servers.placement.shared),
-                longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
-                num_prompts=len(inputs.prompts.prompts),
-                note=display.note,
-            )
-            order = BuildOrder(
-                folder=folder.path,
-                num_steps=inputs.plan.num_steps,
-                checkpoint=checkpoint,
-                micro_batch_tokens=first_budget(config, inputs, state, ranks.world_size),
-                longest_sequence_tokens=inputs.longest_path_tokens,
-            )
-            ranks.command(order)
-            others_wait = False
-            crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
-            others_wait = True
-            check_disk_space(config, crew, folder.path)
-            for note in crew.policy.notes():
-                display.note(note)
-            folder.rewind(state.steps_done if state else 0)
-            run = build_run(config, inputs, crew, state, servers=servers, folder=folder.path, note=display.note)
-            if foreseen is not None:
-                folder.write_plan(foreseen.as_json())
-            with closing(run.rollout):
-                result = _Training(config, run, folder, display).run()
-            if foreseen is not None and (told := compared(foreseen, folder.metric_history("memory/peak_bytes"))):
-                display.note(told)
-            return result
-        finally:
-            folder.close()
-    except (UserError, TrainingError) as error:
-        others_wait &= not isinstance(error, OutOfStepError)
-        raise
-    except BaseException:
-        others_wait = False  # where they are nobody knows: this process ends, and what started them ends the others
-        raise
-    finally:
-        display.close()
-        if others_wait:
-            ranks.command(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +40,7 @@ class _Update:
     metrics: Mapping[str, float]
 
 
-class _Training:
+class Training:
     """One run under way."""
 
     def __init__(self, config: Config, run: Run, folder: RunFolder, display: Display):

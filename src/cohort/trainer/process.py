@@ -15,8 +15,9 @@ from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_rank
 from cohort.errors import TrainingError, UserError
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.policy import resolve_device
-from cohort.trainer.loop import train
-from cohort.trainer.setup import BuildOrder, build_crew, rank_device
+from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.run import train
+from cohort.trainer.setup import rank_device
 
 # What the libraries that carry the collectives say when another process is gone or silent.
 _SIGNS_OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset", "Timed out", "timed out", "NCCL")

@@ -1,37 +1,27 @@
-"""Building a run: the parts that every rank has, those of rank 0 alone, and what is checked on the way."""
+"""Setting up a run: what rank 0 alone has, and what is checked before anything is trained."""
 
 import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from cohort.algorithms import Algorithm, build_algorithm
-from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
-from cohort.config import Config, CriticConfig, TrainConfig
+from cohort.checkpoint import TrainerState
+from cohort.config import Config
 from cohort.data import PromptStream
-from cohort.distributed import Ranks, Stopped
-from cohort.engine import CriticEngine, TrainEngine, check_optimizer, learning_rate_factor
+from cohort.distributed import Ranks
 from cohort.errors import UserError
-from cohort.metrics import PeakMemory
 from cohort.plan import RunPlan
 from cohort.policy import (
-    Collectives,
-    Critic,
     Policy,
     check_offload,
     check_vocabulary,
-    end_token_ids,
-    load_critic,
-    load_policy,
     resolve_device,
 )
-from cohort.rollout import LocalEngine, RolloutEngine, Sampler
+from cohort.rollout import LocalEngine, RolloutEngine
 from cohort.trainer.crew import Crew
 from cohort.trainer.gather import Gatherer, build_gatherer
 from cohort.trainer.inputs import Inputs
@@ -49,201 +39,6 @@ class Run:
     gatherer: Gatherer
     parity: ParityGate | None  # None where the sampler is the trainer itself
     state: TrainerState | None  # of the checkpoint that the run goes on from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOrder:
-    """What rank 0 knows and the other ranks need to build their parts."""
-
-    folder: Path  # of the run
-    num_steps: int
-    checkpoint: Path | None  # to go on from
-    micro_batch_tokens: int  # the budget to begin with
-    longest_sequence_tokens: int  # that there can be
-
-
-def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch.device, tokenizer: Any) -> Crew:
-    """Load the weights, from the model or from a checkpoint, and make everything that uses them. On every rank.
-
-    Args:
-        config: of the run, the same on every rank.
-        ranks: this process among those of the run.
-        order: from rank 0.
-        device: of this rank.
-        tokenizer: rank 0's; None elsewhere.
-
-    Raises:
-        UserError: on rank 0, where the model cannot be used, or a machine does not see the run folder.
-        Stopped: on the other ranks then.
-    """
-    rollout, train, critic_config = config.rollout, config.train, config.critic or CriticConfig()
-    ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
-    _check_folder_is_shared(order.folder, ranks)
-    path = config.model.path if order.checkpoint is None else str(order.checkpoint)
-    how = dict[str, Any](
-        device=device,
-        tokenizer=tokenizer,
-        ranks=ranks,
-        collectives=Collectives(),
-        longest_sequence_tokens=order.longest_sequence_tokens,
-    )
-    policy = load_policy(config.model.model_copy(update={"path": path}), **how)
-    ranks.first(lambda: _check_head(config, policy))
-    algorithm = build_algorithm(
-        config.algorithm,
-        max_completion_tokens=rollout.max_completion_tokens,
-        auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
-        value_clip=critic_config.value_clip,
-    )
-    reference = build_reference(config, algorithm, partial(load_policy, **how))
-    critic = _load_critic(config, critic_config, policy, order, how) if algorithm.critic else None
-    engine = TrainEngine(
-        policy,
-        train,
-        config.optim,
-        micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=_learning_rate(
-            train, num_steps=order.num_steps, waits=critic_config.warmup_steps if critic else 0
-        ),
-        temperature=rollout.temperature,
-        reference=reference,
-        reference_in_loss=algorithm.needs_reference,
-        reference_changes=config.reference is not None and config.reference.refresh_every > 0,
-        ranks=ranks,
-    )
-    ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
-    crew = Crew(
-        ranks=ranks,
-        policy=policy,
-        algorithm=algorithm,
-        engine=engine,
-        critic=None if critic is None else _critic_engine(config, critic_config, critic, order, ranks),
-        critic_updates=critic_config.updates,
-        sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
-        tokenizer=tokenizer,
-        memory=PeakMemory(device),
-    )
-    if order.checkpoint is not None:
-        engine_state = crew.engine_state()
-        load_engine_state(order.checkpoint, engine_state, ranks)
-        crew.load_engine_state(engine_state)
-    return crew
-
-
-def _load_critic(
-    config: Config, critic_config: CriticConfig, policy: Policy, order: BuildOrder, how: dict[str, Any]
-) -> Critic:
-    """The critic, of the checkpoint or of where it begins.
-
-    Raises:
-        UserError: on rank 0, where it cannot be used.
-        Stopped: on the other ranks then.
-    """
-    own = critic_config.path or config.model.path
-    path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
-    try:
-        # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        critic = load_critic(config.model.model_copy(update={"path": path, "adapter": None}), **how)
-    except UserError as error:
-        if critic_config.path is None:
-            raise
-        raise UserError(str(error).replace("model.path", "critic.path", 1)) from error
-    rows, wanted = (p.model.get_input_embeddings().num_embeddings for p in (critic, policy))
-
-    def check() -> None:
-        if rows < wanted:
-            raise UserError(
-                f"critic.path: {path!r} has embeddings for {rows} tokens, and the policy for {wanted}; they have to "
-                f"have the same tokenizer"
-            )
-
-    how["ranks"].first(check)
-    return critic
-
-
-def _critic_engine(
-    config: Config, critic_config: CriticConfig, critic: Critic, order: BuildOrder, ranks: Ranks
-) -> CriticEngine:
-    """The policy's `train` section holds for the critic, but for the learning rate, and for what its head has not."""
-    train = config.train.model_copy(
-        update={"learning_rate": critic_config.learning_rate, "gradients_in_forward": False}
-    )
-    return CriticEngine(
-        critic,
-        train,
-        config.optim,
-        micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
-        temperature=1.0,
-        reference=None,
-        ranks=ranks,
-    )
-
-
-def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, updates: int = 1) -> Callable[[int], float]:
-    """Number of updates done -> learning rate of the next.
-
-    Args:
-        train: the `train` section.
-        num_steps: of the run.
-        waits: steps before the schedule begins, in which nothing is learned.
-        updates: for each one of the policy.
-    """
-    per_step = train.updates_per_rollout * updates
-    waits *= per_step
-    factor = partial(
-        learning_rate_factor,
-        warmup=train.warmup_steps * per_step,
-        total=num_steps * per_step - waits,
-        schedule=train.lr_schedule,
-    )
-    return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
-
-
-def build_reference(config: Config, algorithm: Algorithm, load: Callable[..., Policy]) -> Policy | None:
-    """The model that a KL divergence is measured from: the one that the run began with; None where nothing asks for it.
-
-    Args:
-        config: of the run.
-        algorithm: may look at a reference in the loss, or before it.
-        load: makes a policy of a `model` section.
-    """
-    if not algorithm.needs_reference and "reference_logprobs" not in algorithm.estimates:
-        return None
-    reference = load(config.model, trainable=False)
-    if config.reference is not None and config.reference.device == "cpu":
-        reference.park()
-    return reference
-
-
-def _check_head(config: Config, policy: Policy) -> None:
-    """Compare the `train` section with the model's head.
-
-    Raises:
-        UserError: a key has no effect on it.
-    """
-    if config.train.gradients_in_forward and not policy.has_plain_head:
-        raise UserError(
-            "train.gradients_in_forward: true has no effect on this model, whose head is not a linear layer that is "
-            "known here, so that it computes its full logits; remove it"
-        )
-
-
-def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
-    """Every rank writes its part of a checkpoint into the run folder, so all of them have to see it.
-
-    Raises:
-        UserError: on rank 0, where one of them does not.
-        Stopped: on the other ranks then.
-    """
-    if ranks.smallest(folder.is_dir()):
-        return
-    if not ranks.is_first:
-        raise Stopped
-    raise UserError(
-        f"run.dir: {str(folder)!r} is not there on every machine of the run; give a folder on a file system that all "
-        "of them share"
-    )
 
 
 def build_run(
@@ -376,14 +171,16 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
     Raises:
         UserError: names what is needed and what is free.
     """
+    learning = (crew.engine,) if crew.critic is None else (crew.engine, crew.critic)
     weights = _num_bytes(crew.policy)
-    learned = weights + (0 if crew.critic is None else _num_bytes(crew.critic.policy))
+    # A checkpoint is what is trained and its optimizer's state, and a reference that is refreshed; one more is being
+    # written while the kept ones are there.
+    states = sum(engine.num_state_bytes for engine in learning) * crew.ranks.world_size
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
-    # A checkpoint is the weights and AdamW's two moments, and a reference that is refreshed; one more is being written
-    # while the kept ones are there.
+    checkpoint = sum(_num_bytes(engine.policy) for engine in learning) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
-    needed = (3 * learned + refreshed) * kept + weights - existing
+    needed = checkpoint * kept + weights - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -395,4 +192,5 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
 
 
 def _num_bytes(policy: Policy) -> int:
-    return sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    """Of what is trained, which is what is saved."""
+    return sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)

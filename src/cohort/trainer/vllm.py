@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.placement import Placement, server_placement
 from cohort.plan.defaults import serving_dtype
-from cohort.policy import end_token_ids, resolve_device, weight_specs
+from cohort.policy import AdapterSpec, end_token_ids, resolve_device, weight_specs
 from cohort.rollout import SamplingParams
 from cohort.rollout.vllm import (
     POLICY_NAME,
+    AdapterChannel,
     Fleet,
     FleetLimits,
     GenerateClient,
@@ -31,14 +33,17 @@ from cohort.rollout.vllm import (
     check_version,
     check_vllm,
     publish,
+    publish_adapter,
     server_options,
 )
-from cohort.run_folder import LOGS
+from cohort.run_folder import ADAPTERS, LOGS
 from cohort.trainer.crew import Crew
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.parity import Probe, check_parity, make_probe
 
-Engine = VllmEngine[WeightChannel]
+Engine = VllmEngine[WeightChannel] | VllmEngine[AdapterChannel]
+_LARGEST_RANK = 512  # that vLLM has room for
+_NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM has no adapters there, but for a few models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +65,13 @@ def find_servers(config: Config, inputs: Inputs) -> Servers | None:
     """Which servers the run samples with; None where it does not.
 
     Raises:
-        UserError: there is no vLLM that Cohort knows, or no GPU for it.
+        UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot serve the adapter.
     """
     rollout = config.rollout
     if not isinstance(rollout, VllmRolloutConfig):
         return None
+    if inputs.adapter is not None:
+        _check_served(inputs.adapter)
     placement = None if rollout.urls else server_placement(config)
     options = []
     if placement is not None:
@@ -84,6 +91,29 @@ def find_servers(config: Config, inputs: Inputs) -> Servers | None:
     trains_on_gpu = resolve_device(config.hardware.device).type == "cuda"
     dtype = options[0].dtype if options else serving_dtype(config, on_gpu=trains_on_gpu)
     return Servers(options=tuple(options), urls=rollout.urls, placement=placement, dtype=getattr(torch, dtype))
+
+
+def _check_served(adapter: AdapterSpec) -> None:
+    """Compare an adapter with what vLLM can sample with.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if adapter.dora:
+        raise UserError(
+            "model.adapter.dora: true: vLLM samples with plain LoRA only; use dora: false, or rollout.engine: local"
+        )
+    if adapter.rank > _LARGEST_RANK:
+        raise UserError(
+            f"model.adapter.rank: {adapter.rank} is more than vLLM has room for; use at most {_LARGEST_RANK}, or "
+            f"rollout.engine: local"
+        )
+    outside = [name for name in adapter.modules if name.rpartition(".")[-1] in _NOT_SERVED]
+    if outside:
+        raise UserError(
+            f"model.adapter.targets: {', '.join(outside)}: vLLM samples with adapters inside of layers only; use "
+            f"all-linear, or rollout.engine: local"
+        )
 
 
 def start_engine(
@@ -122,16 +152,21 @@ def start_engine(
         max_server_failures=rollout.max_server_failures,
     )
     shared = servers.placement is not None and servers.placement.shared
-    engine = VllmEngine(
-        Fleet(servers.handles(logs), client, limits),
-        tokenizer=tokenizer,
-        connect=partial(_connect, config, crew, sleeps=shared),
-        publish=partial(_publish, crew, servers.dtype),
-        note=note,
-        while_waiting=crew.keep_waiting,
-        sleeps=shared,
-        make_room=crew.free_cache,
-    )
+    fleet = Fleet(servers.handles(logs), client, limits)
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "note": note,
+        "while_waiting": crew.keep_waiting,
+        "sleeps": shared,
+        "make_room": crew.free_cache,
+    }
+    engine: Engine
+    if crew.policy.adapter is None:
+        connect = partial(_connect, config, crew, sleeps=shared)
+        engine = VllmEngine(fleet, connect=connect, publish=partial(_publish, crew, servers.dtype), **common)
+    else:
+        share = partial(_publish_adapter, crew, folder / ADAPTERS)
+        engine = VllmEngine(fleet, connect=partial(_connect_adapter, config), publish=share, **common)
     try:
         engine.load_weights(policy_version=crew.engine.updates_done)
         engine.wait([], count=0)  # where GPUs are shared, training finds their memory free from here on
@@ -172,6 +207,34 @@ def _connect(config: Config, crew: Crew, url: str, *, sleeps: bool) -> WeightCha
         channel.close()
         raise
     return channel
+
+
+def _connect_adapter(config: Config, url: str) -> AdapterChannel:
+    """The way of adapters to a server that is up.
+
+    Raises:
+        UserError: it is of another version of vLLM than Cohort knows, or was started without room for an adapter.
+        ServerError: it does not answer.
+    """
+    api = VllmApi(url, timeout_s=config.hardware.timeout_s / 8)
+    try:
+        check_version(api.version(), f"rollout.urls: {url}")
+        if POLICY_NAME in (names := api.model_names()) and f"{POLICY_NAME}-base" not in names:
+            raise UserError(
+                f"rollout.urls: {url} serves the model without an adapter, and this run trains one; start it by "
+                f"`cohort serve` with this run's configuration"
+            )
+    except BaseException:
+        api.close()
+        raise
+    return AdapterChannel(api)
+
+
+def _publish_adapter(
+    crew: Crew, folder: Path, channels: Sequence[AdapterChannel], version: int
+) -> Mapping[AdapterChannel, ServerError]:
+    """Hand the adapter as it is to servers. All ranks take part."""
+    return publish_adapter(channels, crew.save_adapter, folder, version)
 
 
 def _publish(

@@ -1,5 +1,6 @@
 """The `vllm` rollout engine: servers that sample, and the trainer's side of them."""
 
+from cohort.rollout.vllm.adapter import AdapterChannel, publish_adapter
 from cohort.rollout.vllm.api import ServerError, VllmApi
 from cohort.rollout.vllm.client import GenerateClient
 from cohort.rollout.vllm.engine import Channel, VllmEngine
@@ -12,6 +13,7 @@ from cohort.rollout.vllm.transfer import WeightChannel
 
 __all__ = [
     "POLICY_NAME",
+    "AdapterChannel",
     "Channel",
     "Fleet",
     "FleetLimits",
@@ -27,5 +29,6 @@ __all__ = [
     "check_version",
     "check_vllm",
     "publish",
+    "publish_adapter",
     "server_options",
 ]

@@ -1,46 +1,76 @@
 """Handing a LoRA adapter to vLLM servers: only the adapter travels, as a folder that they read."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from cohort.rollout.vllm.api import ServerError, VllmApi
 from cohort.rollout.vllm.server import POLICY_NAME
 
 
-def publish_adapter(apis: Sequence[VllmApi], model: Any, folder: Path, version: int) -> dict[VllmApi, ServerError]:
-    """Write a model's adapter, and have servers sample with it.
+class AdapterChannel:
+    """The way of adapters to one server, which was started with `ServerOptions.lora_rank`."""
 
-    What a server samples is held while it loads, and goes on with the new adapter. A server that could not load it
-    keeps holding it until one is loaded: it has lost the adapter before, and its engine would die of the next token.
+    def __init__(self, api: VllmApi):
+        """Use `api`, which is closed with the channel."""
+        self._api = api
+        self._asleep = False
+
+    def load(self, folder: Path, version: int) -> None:
+        """Have the server sample with the adapter in `folder`, a path that it sees too.
+
+        What it samples is held while it loads, and goes on with the new adapter.
+
+        Raises:
+            ServerError: it did not. It keeps holding what it samples until one is loaded: it has lost the adapter
+                before, and its engine would die of the next token.
+        """
+        self._api.pause()
+        if self._asleep:
+            self._api.wake_up(["weights", "kv_cache"])
+            self._asleep = False
+        self._api.load_lora_adapter(POLICY_NAME, str(folder.absolute()))
+        self._api.set_weight_version(version)
+        self._api.reset_prefix_cache()
+        self._api.resume()
+
+    def sleep(self) -> None:
+        """Have a server that shares its GPU move its weights to host memory and drop its cache until the next adapter.
+
+        Raises:
+            ServerError: it did not.
+        """
+        self._api.sleep(1)
+        self._asleep = True
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.close()
+
+
+def publish_adapter(
+    channels: Sequence[AdapterChannel], save: Callable[[Path], None], folder: Path, version: int
+) -> dict[AdapterChannel, ServerError]:
+    """Write the adapter, and have servers sample with it.
 
     Args:
-        apis: of servers with `ServerOptions.lora_rank`, which see `folder` under the same path.
-        model: peft's, whose weights are whole.
+        channels: of servers that see `folder` under the same path.
+        save: writes the adapter as a folder; of sharded ones all ranks take part.
         folder: of the run's adapters; the one of this version is left in it.
         version: of the adapter; tokens that are sampled with it will say so.
 
     Returns:
-        What went wrong, by server.
+        What went wrong, by channel.
     """
     path = folder / f"version-{version}"  # cached keys and values are told apart by path
-    model.save_pretrained(path)
+    save(path)
     failed = {}
-    for api in apis:
+    for channel in channels:
         try:
-            _load(api, path, version)
+            channel.load(path, version)
         except ServerError as error:
-            failed[api] = error
+            failed[channel] = error
     for old in folder.glob("version-*"):
         if old != path:
             shutil.rmtree(old)
     return failed
-
-
-def _load(api: VllmApi, path: Path, version: int) -> None:
-    api.pause()
-    api.load_lora_adapter(POLICY_NAME, str(path.absolute()))
-    api.set_weight_version(version)
-    api.reset_prefix_cache()
-    api.resume()

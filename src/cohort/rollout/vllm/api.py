@@ -96,6 +96,11 @@ class VllmApi:
         """Take memory again for "weights" or "kv_cache"; what it holds after level 2 is undefined."""
         self._ask("POST", "/wake_up", params={"tags": tags})
 
+    def model_names(self) -> list[str]:
+        """What requests may give as `model`."""
+        models = self._field("/v1/models", self._ask("GET", "/v1/models"), "data", list)
+        return [str(model.get("id")) for model in models]
+
     def load_lora_adapter(self, name: str, path: str) -> None:
         """Load an adapter's folder as `name`, in the place of the one that has this name."""
         self._ask("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, "load_inplace": True})

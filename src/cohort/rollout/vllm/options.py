@@ -34,6 +34,17 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
         tensor_parallel=rollout.tensor_parallel,
         gpu_memory_utilization=memory_share(rollout, shared=shared),
         sleep=shared,
+        lora_rank=_adapter_rank(config),
         seed=config.train.seed,
         extra=extra | rollout.vllm_args,
     )
+
+
+def _adapter_rank(config: Config) -> int:
+    """Of the adapter that will be served; 0 without one."""
+    adapter = config.model.adapter
+    if adapter is None or adapter.path is None:
+        return 0 if adapter is None else adapter.rank
+    from cohort.policy import saved_rank
+
+    return saved_rank(adapter.path)

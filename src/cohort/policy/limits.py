@@ -1,0 +1,86 @@
+"""What a model can take: which tokens it knows and which end a completion, and how many positions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cohort.config import ModelConfig
+from cohort.errors import UserError
+from cohort.policy.policy import Policy
+from cohort.records import Prompt
+
+
+def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
+    """Every token id that ends a completion, by the tokenizer, the config or the generation config.
+
+    Raises:
+        UserError: there is none, so completions would never end.
+    """
+    config = policy.model.config
+    ids: set[int] = set()
+    for source in (tokenizer, config, config.get_text_config(), getattr(policy.model, "generation_config", None)):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    if not ids:
+        raise UserError(
+            "model.path: neither the tokenizer nor config.json nor generation_config.json has an eos_token, so "
+            "completions would never end"
+        )
+    return frozenset(ids)
+
+
+def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
+    """Compare the token ids of prompts with the rows of the model's embedding.
+
+    Raises:
+        UserError: a token has no embedding, as after adding tokens to a tokenizer and not to its model.
+    """
+    rows = len(policy.model.get_input_embeddings().weight)
+    largest = max(int(p.token_ids.max()) for p in prompts)
+    if largest >= rows:
+        raise UserError(
+            f"model.path: a prompt has the token id {largest}, and the model has embeddings for {rows} tokens; "
+            f"tokenizer and model do not belong together, or tokens were added without model.resize_token_embeddings"
+        )
+
+
+def check_lengths(
+    config: ModelConfig,
+    prompts: Sequence[Prompt],
+    *,
+    max_completion_tokens: int,
+    field: str = "rollout.max_completion_tokens",
+) -> None:
+    """Compare the longest sequence that can be sampled with the positions that the model knows.
+
+    Raises:
+        UserError: the model would have to extrapolate; `field` is the key that the message names.
+    """
+    from transformers import AutoConfig
+
+    try:
+        text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code).get_text_config()
+    except Exception as error:  # the loader raises many types; all mean the same to the user
+        raise UserError(f"model.path: {config.path!r}: config.json cannot be used: {error}") from error
+    limit = _known_positions(text)
+    longest = max(len(p.token_ids) for p in prompts)
+    if limit is not None and longest + max_completion_tokens > limit:
+        raise UserError(
+            f"{field}: {max_completion_tokens} after the longest prompt of {longest} tokens makes "
+            f"{longest + max_completion_tokens}, and the model knows {limit} positions; use at most "
+            f"{max(0, limit - longest)}, or lower rollout.max_prompt_tokens"
+        )
+
+
+def _known_positions(text_config: Any) -> int | None:
+    """How many positions a model computes as it was made to; None where its config does not say."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or limit
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        # beyond this the rotation depends on the longest row of a batch, so on how the batch was put together
+        return original
+    if rope.get("rope_type") in ("linear", "yarn"):  # some configs state the length before, some after stretching
+        return max(limit, int(original * rope.get("factor", 1.0)))
+    return limit

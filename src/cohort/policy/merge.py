@@ -1,0 +1,135 @@
+"""An adapter merged into its base: a model folder of its own, written one tensor after another.
+
+R rank.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cohort.config import AdapterConfig, ModelConfig
+from cohort.errors import UserError
+from cohort.policy.adapter_folder import PREFIX, AdapterSpec, adapter_spec, read_adapter, with_base
+from cohort.policy.skeleton import empty_model, local_weights, quiet_transformers
+from cohort.policy.weights import INDEX, StoredTensor, read_bytes, read_rows, write_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """A tensor of the merged model."""
+
+    source: StoredTensor  # of the base
+    module: str | None  # whose addition it gets
+
+
+def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Write the base with the adapter added to its weights, in float32, rounded to the dtype of the base's files.
+
+    Args:
+        adapter: folder of an adapter that says what its base is.
+        folder: that is there and empty; it gets a model folder with as many files of weights as the base has.
+        on_progress: told how many tensors of all are written.
+
+    Raises:
+        UserError: base and adapter do not go together, or the base's files cannot be used.
+    """
+    config = with_base(ModelConfig(path=str(adapter)))
+    assert isinstance(config.adapter, AdapterConfig)
+    stored = local_weights(config.path, download=True)
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    model = empty_model(config)
+    spec = adapter_spec(config, model)
+    weights = read_adapter(adapter, spec, model)
+    tensors = _plan(model, spec, stored, config.path)
+    files: dict[str, list[str]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].source.start):
+        files.setdefault(tensor.source.file.name, []).append(name)
+    done = 0
+
+    def merged(names: list[str]) -> Iterator[Tensor]:
+        nonlocal done
+        for name in names:
+            yield _merged(tensors[name], model, spec, weights)
+            done += 1
+            on_progress(done, len(tensors))
+
+    for file, names in sorted(files.items()):
+        sources = [(name, tensors[name].source) for name in names]
+        described = [(name, s.stored_dtype, s.shape, s.num_bytes) for name, s in sources]
+        write_tensors(folder / file, described, merged(names))
+    if len(files) > 1:
+        size = sum((folder / file).stat().st_size for file in files)
+        index = {"metadata": {"total_size": size}, "weight_map": {n: f for f, names in files.items() for n in names}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(dtypes) == 1:
+        model.config.dtype = dtypes.pop()
+    _save_rest(model, config, adapter, folder)
+
+
+def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str) -> dict[str, _Written]:
+    """What the merged model has, by name in its files."""
+    tensors = {name: _Written(source=source, module=None) for name, source in stored.items()}
+    names = {m: name for name, m in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    changed = {names[module] for module in (embedding, head) if module in names} & set(spec.modules)
+
+    def place(module: str) -> str:
+        name = f"{module}.weight"
+        found = next((n for n in (name, name.removeprefix(f"{model.base_model_prefix}.")) if n in stored), None)
+        if found is None or stored[found].dtype is None or not stored[found].dtype.is_floating_point:  # type: ignore[union-attr]
+            raise UserError(
+                f"{base!r}: the files have no plain weight of {module}, so that nothing can be added to it; merge with "
+                f"peft (merge_and_unload) and save the model"
+            )
+        return found
+
+    if tied and changed:  # they are two tensors from here on
+        source = stored[place(names[embedding])]
+        tensors[f"{names[head]}.weight"] = _Written(source=source, module=None)
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
+    for module in spec.modules:
+        name = f"{module}.weight"
+        if not (tied and module == names[head]):
+            name = place(module)
+        tensors[name] = _Written(source=tensors[name].source, module=module)
+    return tensors
+
+
+def _merged(tensor: _Written, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    """The tensor, as it is in the base or with what its layer's adapter adds."""
+    dtype = tensor.source.dtype
+    if dtype is None or tensor.module is None:
+        return read_bytes(tensor.source)
+    base = torch.empty(tensor.source.shape, dtype=torch.promote_types(dtype, torch.float32))
+    read_rows([(tensor.source, base, 0)])
+    key = f"{PREFIX}{tensor.module}.lora_"
+    is_embedding = isinstance(model.get_submodule(tensor.module), nn.Embedding)
+    if is_embedding:
+        product = (weights[f"{key}embedding_B"].to(base.dtype) @ weights[f"{key}embedding_A"].to(base.dtype)).T
+    else:
+        product = weights[f"{key}B.weight"].to(base.dtype) @ weights[f"{key}A.weight"].to(base.dtype)
+    base.add_(product, alpha=spec.scaling)
+    if spec.dora:
+        norms = torch.linalg.vector_norm(base, dim=0 if is_embedding else 1, keepdim=True)
+        base.mul_(weights[f"{key}magnitude_vector"].to(base.dtype).view_as(norms) / norms)
+    return base.to(dtype)
+
+
+def _save_rest(model: Any, config: ModelConfig, adapter: Path, folder: Path) -> None:
+    """config.json, the settings of generation, and the tokenizer."""
+    from transformers import AutoTokenizer
+
+    with quiet_transformers():
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        has_tokenizer = any(adapter.glob("tokenizer*"))
+        AutoTokenizer.from_pretrained(str(adapter) if has_tokenizer else config.path).save_pretrained(folder)

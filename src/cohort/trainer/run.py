@@ -1,0 +1,107 @@
+"""A run from beginning to end: what is read, foreseen, built, and trained."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from cohort.checkpoint import load_trainer_state
+from cohort.config import Config
+from cohort.display import ConsoleDisplay, Display
+from cohort.distributed import ALONE, Ranks
+from cohort.errors import OutOfStepError, TrainingError, UserError
+from cohort.outcome import RunResult
+from cohort.run_folder import RunFolder
+from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.foresee import compared, foresee
+from cohort.trainer.inputs import read_inputs
+from cohort.trainer.loop import Training
+from cohort.trainer.setup import (
+    build_run,
+    check_disk_space,
+    check_steps,
+    first_budget,
+    rank_device,
+)
+from cohort.trainer.vllm import find_servers
+
+
+def train(config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = ALONE) -> RunResult:
+    """Train as `config` says; goes on from the last checkpoint where its run folder holds the same run.
+
+    Args:
+        config: of the run.
+        resume: insist that there is a run to go on with.
+        display: what a person sees; by default lines and a bar on the console.
+        ranks: the processes of the run; this one is rank 0, and the others are in `work`.
+
+    Raises:
+        UserError: something in the configuration, the data or a reward does not work.
+        TrainingError: the run cannot go on.
+    """
+    display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
+    with _others_are_told(ranks) as others, closing(display):
+        device = rank_device(config, ranks)
+        inputs = read_inputs(config)
+        servers = find_servers(config, inputs)
+        with closing(RunFolder(config, resume=resume)) as folder:
+            finished = folder.finished_steps()
+            if finished is not None and finished >= inputs.plan.num_steps:
+                display.note(f"this run is finished ({finished} steps): {folder.final_path}")
+                return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
+            for note in inputs.notes(config.rollout.max_prompt_tokens):
+                display.note(note)
+            checkpoint = folder.last_checkpoint()
+            state = load_trainer_state(checkpoint) if checkpoint else None
+            check_steps(inputs.plan, state, folder.path)
+            foreseen = foresee(config, inputs, servers, device=device, world_size=ranks.world_size, note=display.note)
+            order = BuildOrder(
+                folder=folder.path,
+                num_steps=inputs.plan.num_steps,
+                checkpoint=checkpoint,
+                micro_batch_tokens=first_budget(config, inputs, state, ranks.world_size),
+                longest_sequence_tokens=inputs.longest_path_tokens,
+            )
+            with others.taking_part():
+                ranks.command(order)
+                crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
+            check_disk_space(config, crew, folder.path)
+            for note in crew.policy.notes():
+                display.note(note)
+            folder.rewind(state.steps_done if state else 0)
+            run = build_run(config, inputs, crew, state, servers=servers, folder=folder.path, note=display.note)
+            if foreseen is not None:
+                folder.write_plan(foreseen.as_json())
+            with closing(run.rollout):
+                result = Training(config, run, folder, display).run()
+            if foreseen is not None and (told := compared(foreseen, folder.metric_history("memory/peak_bytes"))):
+                display.note(told)
+            return result
+
+
+class _Others:
+    """The other ranks: whether they wait for a command, as they do but in the midst of something that all do."""
+
+    wait = True
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """They do something together with rank 0 inside; where that fails, they do not wait."""
+        self.wait = False
+        yield
+        self.wait = True
+
+
+@contextmanager
+def _others_are_told(ranks: Ranks) -> Iterator[_Others]:
+    """At the end of the run, however it ends, those who wait for a command are let go."""
+    others = _Others()
+    try:
+        yield others
+    except (UserError, TrainingError) as error:
+        others.wait &= not isinstance(error, OutOfStepError)
+        raise
+    except BaseException:
+        others.wait = False  # where they are nobody knows: this process ends, and what started them ends the others
+        raise
+    finally:
+        if others.wait:
+            ranks.command(None)

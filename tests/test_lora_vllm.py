@@ -1,0 +1,101 @@
+"""Adapters for vLLM, with made-up servers: what is refused, the room that servers have, and what they are told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.config import config_from_dict
+from cohort.errors import UserError
+from cohort.launch.serve import serve_command
+from cohort.rollout.vllm import AdapterChannel, ServerError, publish_adapter
+from cohort.trainer import vllm
+from cohort.trainer.inputs import read_inputs
+from fake_vllm import ThreadServer
+from test_training import changed, make_inputs
+
+Find = Callable[..., vllm.Servers | None]
+
+
+@pytest.fixture
+def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """The servers of a run with an adapter."""
+    monkeypatch.setattr(vllm, "check_vllm", lambda python: "0.32.0")
+    raw = changed(make_inputs(tmp_path, hidden_size=64), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+
+    def servers(**adapter: Any) -> vllm.Servers | None:
+        config = config_from_dict(changed(raw, model={"adapter": adapter}))
+        return vllm.find_servers(config, read_inputs(config))
+
+    return servers
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"dora": True}, r"adapter.dora: true: vLLM samples with plain LoRA only; use dora: false, or rollout.engine"),
+        ({"targets": ["q_proj", "lm_head"]}, r"adapter.targets: lm_head: vLLM samples with adapters inside of layers"),
+        ({"targets": ["embed_tokens"]}, r"adapter.targets: model.embed_tokens: vLLM samples"),
+    ],
+)
+def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, adapter: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        find(rank=4, **adapter)
+
+
+def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
+    servers = find(rank=12)
+    assert servers is not None and [o.lora_rank for o in servers.options] == [12]
+    (tmp_path / "adapter").mkdir()
+    saved = {"peft_type": "LORA", "r": 40, "lora_alpha": 1}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(saved))
+    for adapter, room in (({"rank": 12}, "16"), ({"path": str(tmp_path / "adapter")}, "64")):
+        raw = changed(make_inputs(tmp_path), model={"adapter": adapter}, rollout={"engine": "vllm"})
+        command, _ = serve_command(config_from_dict(raw), host="127.0.0.1", port=8000)
+        assert command[command.index("--max-lora-rank") + 1] == room
+
+
+def test_a_server_without_room_for_an_adapter_is_refused(tmp_path: Path):
+    config = config_from_dict(changed(make_inputs(tmp_path), rollout={"engine": "vllm"}))
+    server = ThreadServer()
+    server.start()
+    try:
+        with pytest.raises(UserError, match=r"rollout.urls: http\S+ serves the model without an adapter"):
+            vllm._connect_adapter(config, server.url)
+    finally:
+        server.stop()
+
+
+class Api:
+    """Remembers what a server is told; one that is `broken` loads nothing."""
+
+    def __init__(self, *, broken: bool = False):
+        self.told: list[Any] = []
+        self._broken = broken
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def tell(*args: Any) -> None:
+            self.told.append((name, *args))
+            if self._broken and name == "load_lora_adapter":
+                raise ServerError("no")
+
+        return tell
+
+
+def test_what_servers_are_told(tmp_path: Path):
+    """A server that fails goes on holding what it samples; one that slept wakes before it loads."""
+    well, broken = Api(), Api(broken=True)
+    channels = [AdapterChannel(broken), AdapterChannel(well)]  # type: ignore[arg-type]
+    failed = publish_adapter(channels, Path.mkdir, tmp_path, 3)
+    assert [*failed] == channels[:1]
+    folder = str(tmp_path / "version-3")
+    loaded = [("load_lora_adapter", "policy", folder), ("set_weight_version", 3), ("reset_prefix_cache",), ("resume",)]
+    assert well.told == [("pause",), *loaded]
+    assert broken.told == [("pause",), loaded[0]]
+    well.told.clear()
+    channels[1].sleep()
+    publish_adapter(channels[1:], Path.mkdir, tmp_path, 4)
+    assert well.told[:3] == [("sleep", 1), ("pause",), ("wake_up", ["weights", "kv_cache"])]
+    assert [path.name for path in tmp_path.iterdir()] == ["version-4"]
