@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, wit
 from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
 from cohort.policy import Policy
 from cohort.policy.layout import Layout
-from cohort.records import TrainSequence
+from cohort.records import Estimates, ScoredGroup, TrainSequence
 from test_laws import dense_gradient, make_engine, packed_gradient, random_groups
 from tiny import make_policy, pack_for, relative_error
 
@@ -35,7 +36,13 @@ def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
         rewards=np.where(np.arange(4) == 2, np.nan, groups[1].rewards),
         reward_parts={k: np.where(np.arange(4) == 2, np.nan, v) for k, v in groups[1].reward_parts.items()},
     )
-    return assign_advantages(groups, algorithm, reward_weights=WEIGHTS)
+    return assign_advantages(groups, algorithm, expected_returns(groups), WEIGHTS)
+
+
+def expected_returns(groups: Sequence[ScoredGroup]) -> Estimates:
+    """What a critic might say of each token."""
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    return Estimates(values={n: np.random.default_rng(n).normal(size=length) for n, length in enumerate(lengths)})
 
 
 @cache
@@ -120,7 +127,7 @@ def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
             )
             for group in groups
         ]
-    sequences = assign_advantages(groups, algorithm)
+    sequences = assign_advantages(groups, algorithm, expected_returns(groups))
     assert with_gradient(sequences, algorithm) == []
     before = copy.deepcopy(policy.model.state_dict())
     engine = make_engine(policy, learning_rate=0.1)
