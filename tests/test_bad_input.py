@@ -67,7 +67,7 @@ def no_weights(monkeypatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were about to be loaded")
 
-    monkeypatch.setattr("cohort.trainer.loop.build_run", refuse)
+    monkeypatch.setattr("cohort.trainer.run.build_run", refuse)
     monkeypatch.setattr("cohort.trainer.evaluate_model.load_policy", refuse)
 
 
@@ -123,7 +123,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         ({"algorithm": {"name": "gpro"}}, ["error: algorithm.name: 'gpro': is not one of grpo", "did you mean grpo?"]),
         (
             {"rollout": {"num_generations": 1}},
-            ["error: rollout.num_generations: 1 with algorithm.name: grpo: a group of one has no peers"],
+            ["error: rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a"],
         ),
         ({"run": {"checkpoint_every": 0, "keep_checkpoints": 2}}, ["keep_checkpoints has no effect"]),
         ({"train": {"warmup_steps": 4}}, ["error: train: warmup_steps: 4 is more than steps: 3"]),
@@ -672,7 +672,7 @@ def test_a_bug_of_ours_is_not_dressed_up(tmp_path, cohort, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("cohort.trainer.loop.build_run", fail)
+    monkeypatch.setattr("cohort.trainer.run.build_run", fail)
     with pytest.raises(ZeroDivisionError):
         cohort("train", set_up(tmp_path))
 
@@ -681,7 +681,7 @@ def test_interrupted(tmp_path, cohort, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cohort.trainer.loop.build_run", interrupt)
+    monkeypatch.setattr("cohort.trainer.run.build_run", interrupt)
     monkeypatch.setattr("cohort.trainer.evaluate_model.load_policy", interrupt)
     path = set_up(tmp_path)
     assert cohort("train", path) == Ended(
