@@ -16,6 +16,7 @@ from cohort.cli.app import app
 from cohort.config import Config, config_from_dict
 from cohort.display import Display
 from cohort.errors import UserError
+from cohort.plan import plan_run
 from cohort.plan.advice import advise, replan
 from cohort.plan.data import count_prompts
 from cohort.plan.hardware import hardware, parse_bytes
@@ -23,7 +24,7 @@ from cohort.plan.layout import plan_layout, plan_rows
 from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
-from cohort.trainer import run
+from cohort.trainer import run as trainer_run
 from cohort.trainer.foresee import compared, plan_on
 from test_training import changed, make_inputs
 
@@ -338,13 +339,26 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
         )
 
     settings = changed(make_inputs(tmp_path), train={"steps": 1})
-    monkeypatch.setattr(run, "foresee", as_on("1MB"))
+    monkeypatch.setattr(trainer_run, "foresee", as_on("1MB"))
     with pytest.raises(UserError, match="this run needs"):
         cohort.train(settings, display=Notes())
     assert not (tmp_path / "run" / "plan.json").exists()
-    monkeypatch.setattr(run, "foresee", as_on("80GB"))
+    monkeypatch.setattr(trainer_run, "foresee", as_on("80GB"))
     done = cohort.train(settings, display=Notes())
     plan = json.loads((done.run_dir / "plan.json").read_text())
     assert plan["layout"]["num_prompts"] == 40
     assert plan["memory"]["fits"]
     assert "memory of one process" in notes[-1]
+
+
+@pytest.mark.parametrize(("waits", "warmup", "most"), [(10, 0, 9), (8, 2, 7), (9, 2, 7)])
+def test_a_critics_warm_up_leaves_the_policy_some_steps(waits: int, warmup: int, most: int) -> None:
+    """Where the number of steps comes from epochs, too."""
+    settings = config(
+        "algorithm.name=ppo", f"critic.warmup_steps={waits}", f"train.warmup_steps={warmup}", "train.epochs=1"
+    )
+    prompts = 10 * settings.train.prompts_per_step
+    with pytest.raises(UserError, match=rf"critic.warmup_steps: {waits} .* run's 10 steps .* at most {most}"):
+        plan_run(settings, num_prompts=prompts)
+    shorter = settings.model_copy(update={"critic": settings.critic.model_copy(update={"warmup_steps": most})})
+    assert plan_run(shorter, num_prompts=prompts).num_steps == 10

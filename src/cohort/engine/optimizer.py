@@ -103,7 +103,7 @@ def local(parameter: Tensor) -> Tensor:
 def _tables(model: nn.Module) -> set[int]:
     """The weights of embeddings and of the head: matrices that map no hidden state to another."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    modules = [head] if isinstance(head, nn.Module) else []
+    modules = [m for m in (head, getattr(model, "value_head", None)) if isinstance(m, nn.Module)]
     modules += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return {id(p) for module in modules for p in module.parameters()}
 

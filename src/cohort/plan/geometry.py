@@ -54,11 +54,17 @@ def plan_run(config: Config, *, num_prompts: int) -> RunPlan:
     """Work out the shape of a run from its configuration and the number of training prompts.
 
     Raises:
-        UserError: the warm-up is longer than the run.
+        UserError: the warm-up is longer than the run, or what the critic's leaves of it.
     """
     train = config.train
     epochs = train.epochs if train.epochs is not None else 1.0
     num_steps = train.steps if train.steps is not None else math.ceil(epochs * num_prompts / train.prompts_per_step)
+    waits = config.critic.warmup_steps if config.critic else 0
+    if waits and waits + train.warmup_steps >= num_steps:
+        raise UserError(
+            f"critic.warmup_steps: {waits} with train.warmup_steps: {train.warmup_steps} leaves the policy none of the "
+            f"run's {num_steps} steps at its learning rate; use at most {max(0, num_steps - train.warmup_steps - 1)}"
+        )
     if train.warmup_steps > num_steps:
         raise UserError(
             f"train.warmup_steps: {train.warmup_steps} is more than the run's {num_steps} steps "

@@ -52,7 +52,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         UserError: on rank 0, where the model cannot be used, or a machine does not see the run folder.
         Stopped: on the other ranks then.
     """
-    rollout, train, critic_config = config.rollout, config.train, config.critic or CriticConfig()
+    rollout, critic_config = config.rollout, config.critic or CriticConfig()
     ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
     _check_folder_is_shared(order.folder, ranks)
     how = dict[str, Any](
@@ -72,26 +72,12 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     ranks.first(lambda: _check_head(config, policy))
     reference = build_reference(config, algorithm, policy, partial(load_policy, **how))
     critic = _load_critic(config, critic_config, policy, order, how) if algorithm.critic else None
-    engine = TrainEngine(
-        policy,
-        train,
-        config.optim,
-        micro_batch_tokens=order.micro_batch_tokens,
-        learning_rate=_learning_rate(
-            train, num_steps=order.num_steps, waits=critic_config.warmup_steps if critic else 0
-        ),
-        temperature=rollout.temperature,
-        reference=reference,
-        reference_in_loss=algorithm.needs_reference,
-        reference_changes=config.reference is not None and config.reference.refresh_every > 0,
-        ranks=ranks,
-    )
     ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
     crew = Crew(
         ranks=ranks,
         policy=policy,
         algorithm=algorithm,
-        engine=engine,
+        engine=_engine(config, algorithm, policy, reference, order, ranks),
         critic=None if critic is None else _critic_engine(config, critic_config, critic, order, ranks),
         critic_updates=critic_config.updates,
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
@@ -123,7 +109,7 @@ def _load_critic(
         if critic_config.path is None:
             raise
         raise UserError(str(error).replace("model.path", "critic.path", 1)) from error
-    rows, wanted = (p.model.get_input_embeddings().num_embeddings for p in (critic, policy))
+    rows, wanted = (len(p.model.get_input_embeddings().weight) for p in (critic, policy))
 
     def check() -> None:
         if rows < wanted:
@@ -136,17 +122,37 @@ def _load_critic(
     return critic
 
 
+def _engine(
+    config: Config, algorithm: Algorithm, policy: Policy, reference: Policy | None, order: BuildOrder, ranks: Ranks
+) -> TrainEngine:
+    waits = config.critic.warmup_steps if config.critic is not None else 0
+    return TrainEngine(
+        policy,
+        config.train,
+        config.optim,
+        micro_batch_tokens=order.micro_batch_tokens,
+        learning_rate=_learning_rate(config.train, num_steps=order.num_steps, waits=waits),
+        temperature=config.rollout.temperature,
+        reference=reference,
+        reference_in_loss=algorithm.needs_reference,
+        reference_changes=config.reference is not None and config.reference.refresh_every > 0,
+        ranks=ranks,
+    )
+
+
 def _critic_engine(
     config: Config, critic_config: CriticConfig, critic: Critic, order: BuildOrder, ranks: Ranks
 ) -> CriticEngine:
-    """The policy's `train` section holds for the critic, but for the learning rate, and for what its head has not."""
+    """The policy's `train` and `optim` sections hold for the critic, but for the learning rate, for what its head has
+    not, and for groups of weights, which are named after the policy's.
+    """
     train = config.train.model_copy(
         update={"learning_rate": critic_config.learning_rate, "gradients_in_forward": False}
     )
     return CriticEngine(
         critic,
         train,
-        config.optim,
+        config.optim.model_copy(update={"groups": ()}),
         micro_batch_tokens=order.micro_batch_tokens,
         learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
         temperature=1.0,

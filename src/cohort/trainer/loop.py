@@ -106,23 +106,10 @@ class Training:
             batches = crew.pack(with_gradient(sequences, crew.algorithm))
             for_critic = crew.pack_for_critic(with_returns(sequences))
         self._warn_of_long_sequences(batches[0])
-        updates = []
-        for update in range(self.plan.updates_per_rollout):
-            coefficients = crew.algorithm.coefficients(self.control)
-            with phase("train"):
-                of_critic = crew.train_critic(None if update else for_critic)
-                of_policy = crew.forward_backward(None if update else batches, coefficients)
-            with phase("optim"):
-                optim = crew.optim_step()
-            self.control = crew.algorithm.updated(self.control, of_policy.metrics, len(sequences))
-            metrics = {
-                **of_policy.metrics,
-                **of_critic.metrics,
-                **asdict(optim),
-                **crew.algorithm.as_metrics(coefficients),
-            }
-            updates.append(_Update(of_policy=of_policy, of_critic=of_critic, metrics=metrics))
-            self._tell_of_memory(of_policy.num_out_of_memory + of_critic.num_out_of_memory)
+        updates = [
+            self._update(None if n else batches, None if n else for_critic, num_completions=len(sequences))
+            for n in range(self.plan.updates_per_rollout)
+        ]
         kl_of_rewards = mean_reference_kl(crew.algorithm, estimates)
         self.control = crew.algorithm.updated(self.control, kl_of_rewards, len(sequences))
         with phase("optim"):
@@ -152,6 +139,30 @@ class Training:
         self._evaluate_where_due(step + 1)
         if self.plan.saves_at(step + 1):
             self._save(step + 1)
+
+    def _update(
+        self, batches: Sequence[TrainBatch] | None, for_critic: Sequence[TrainBatch] | None, *, num_completions: int
+    ) -> _Update:
+        """One optimizer step, of the critic too where there is one; with None another one on the same completions."""
+        crew, phase = self.parts.crew, self.clock.phase
+        coefficients = crew.algorithm.coefficients(self.control)
+        with phase("train"):
+            of_critic = crew.train_critic(for_critic)
+            of_policy = crew.forward_backward(batches, coefficients)
+        with phase("optim"):
+            optim = crew.optim_step()
+        self.control = crew.algorithm.updated(self.control, of_policy.metrics, num_completions)
+        self._tell_of_memory(of_policy.num_out_of_memory + of_critic.num_out_of_memory)
+        return _Update(
+            of_policy=of_policy,
+            of_critic=of_critic,
+            metrics={
+                **of_policy.metrics,
+                **of_critic.metrics,
+                **asdict(optim),
+                **crew.algorithm.as_metrics(coefficients),
+            },
+        )
 
     def _refresh_reference_where_due(self, steps_done: int) -> None:
         reference = self.config.reference
