@@ -18,7 +18,7 @@ from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorith
 from cohort.algorithms.advantages import gae
 from cohort.algorithms.critic import clipped_value, gae_returns
 from cohort.batch import ValueInputs
-from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
+from cohort.config import AdamwConfig, AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.distributed import ALONE
@@ -192,11 +192,12 @@ def naive_values(critic: Critic, sequence: TrainSequence) -> Tensor:
     return critic.model.value_head(hidden)[sequence.num_prompt_tokens - 1 : -1, 0]
 
 
-def engine_of(critic: Critic, **train_keys: Any) -> CriticEngine:
+def engine_of(critic: Critic, *, optim: AdamwConfig | None = None, **train_keys: Any) -> CriticEngine:
     config = TrainConfig(**train_keys)
     return CriticEngine(
         critic,
         config,
+        optim,
         micro_batch_tokens=10_000,
         learning_rate=lambda _: config.learning_rate,
         temperature=1.0,
@@ -253,7 +254,7 @@ def test_old_values_are_those_of_the_first_pass():
 
 
 def test_a_learning_rate_of_0_leaves_weights_and_moments_alone():
-    engines = [engine_of(make_critic(dtype=torch.float32), weight_decay=0.1) for _ in range(2)]
+    engines = [engine_of(make_critic(dtype=torch.float32), optim=AdamwConfig(weight_decay=0.1)) for _ in range(2)]
     assert PPO.critic is not None
     (batch,) = pack_for(engines[0].policy, critic_sequences([[3, 14, 9]], seed=0), 100)
     engines[0]._learning_rate = lambda done: 0.0 if done == 0 else 1e-2

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from cohort.config import Adamw8bitConfig, AdamwConfig, OptimConfig, SgdConfig, config_from_dict
-from cohort.engine.optimizer import Optimizers, check_optimizer
+from cohort.config import Adamw8bitConfig, AdamwConfig, MuonConfig, OptimConfig, SgdConfig, config_from_dict
+from cohort.engine.optimizer import Optimizers, check_optimizer, check_weights
 from cohort.errors import UserError
 from rank_engine import OPTIMIZERS
 
@@ -25,6 +25,10 @@ class Model(nn.Module):
         self.head = nn.Linear(width, 5, bias=False)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator).mul_(0.3).to(dtype)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As transformers' models."""
+        return self.table
 
     def get_output_embeddings(self) -> nn.Module:
         """As transformers' models."""
@@ -130,7 +134,7 @@ def test_each_learns_goes_on_exactly_and_keeps_what_it_is_said_to(name: str):
 
 def test_adamw_in_8_bits_follows_adamw():
     """Fifty steps, with moments of two bytes for each of 4,096 weights instead of eight."""
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
     plain, small = Model(width=64), Model(width=64)
     of_small = Optimizers(small, Adamw8bitConfig())
     expected = train(plain, Optimizers(plain, AdamwConfig()), 50, learning_rate=0.003)
@@ -139,7 +143,31 @@ def test_adamw_in_8_bits_follows_adamw():
     assert actual == pytest.approx(expected, rel=0.05, abs=0.01)
     a, b = weights_of(plain)["body.weight"], weights_of(small)["body.weight"]
     assert (a - b).norm() < 0.1 * (a - weights_of(Model(width=64))["body.weight"]).norm()
+    kept = of_small.state_dict()["state"]["body.weight"]["exp_avg"]
+    assert type(kept).__name__ == "OptimState8bit" and kept.codes.dtype == torch.uint8
     assert of_small.state_bytes() < 0.4 * Optimizers(Model(width=64), AdamwConfig()).state_bytes()
+
+
+def test_blocks_that_are_not_whole_are_kept_as_they_are():
+    """72 x 72 numbers are 20.25 blocks of 256: torchao keeps their moments in float32."""
+    pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
+    model = Model(width=72)
+    optimizers = Optimizers(model, Adamw8bitConfig())
+    train(model, optimizers, 1)
+    kept = sum(x.nbytes for x in _tensors(optimizers.state_dict()["state"]) if x.ndim > 0)
+    assert kept == optimizers.state_bytes() == 8 * sum(p.numel() for p in model.parameters())
+
+
+def test_muon_leaves_the_heads_and_tables_of_adapters_to_adamw():
+    wrapped = Model(width=16)
+    wrapped.table.lora_embedding_A = nn.Parameter(torch.ones(4, 5))
+    optimizers = Optimizers(wrapped, MuonConfig())
+    muon, adamw = optimizers._optimizers
+    assert [p.shape for group in muon.param_groups for p in group["params"]] == [(16, 16)]
+    assert any(p is wrapped.table.lora_embedding_A for group in adamw.param_groups for p in group["params"])
+    wrapped.requires_grad_(False)
+    wrapped.head.requires_grad_(True)
+    assert len(Optimizers(wrapped, MuonConfig())._optimizers) == 1  # no matrix is left for Muon
 
 
 @pytest.mark.parametrize(
@@ -155,7 +183,7 @@ def test_adamw_in_8_bits_follows_adamw():
 )
 def test_groups_and_keys_without_effect_are_refused(config: OptimConfig, expected: str):
     with pytest.raises(UserError) as caught:
-        Optimizers(Model(), config)
+        check_weights(config, dict(Model().named_parameters()))
     assert expected in str(caught.value)
 
 

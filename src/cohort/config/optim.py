@@ -69,7 +69,7 @@ class AdafactorConfig(BaseOptimConfig):
 
 
 class MuonConfig(AdamConfig):
-    """Muon (arXiv:2502.16982) for the matrices of layers, AdamW for the rest: embeddings, head, vectors.
+    """Muon (arXiv:2502.16982) for the matrices of layers; AdamW for embeddings, heads, vectors and fused experts.
 
     A matrix's update has the root mean square of AdamW's, so that one learning rate serves both.
     """

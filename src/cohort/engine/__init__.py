@@ -4,7 +4,7 @@ from cohort.engine.accumulation import must_fit
 from cohort.engine.budget import find_budget
 from cohort.engine.critic import CriticEngine
 from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
-from cohort.engine.optimizer import check_optimizer
+from cohort.engine.optimizer import check_optimizer, check_weights
 from cohort.engine.schedule import learning_rate_factor
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "TrainEngine",
     "TrainResult",
     "check_optimizer",
+    "check_weights",
     "find_budget",
     "learning_rate_factor",
     "must_fit",

@@ -21,7 +21,7 @@ from cohort.config import (
 )
 from cohort.errors import UserError
 
-_LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, with a float32 for each block
+_LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, if they make whole blocks
 Group = dict[str, Any]  # of a torch optimizer
 
 
@@ -41,6 +41,23 @@ def check_optimizer(config: OptimConfig, world_size: int) -> None:
             f"optim.name: adafactor cannot move weights that are spread over processes, as PyTorch has it, and there "
             f"are {world_size}; use adamw_8bit, muon or sgd, which keep less than adamw too, or hardware.processes: 1"
         )
+
+
+def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:
+    """Compare the `optim` section with the weights that will be trained, which need no memory yet.
+
+    Raises:
+        UserError: a group matches none of them, or a key has no effect on their dtype.
+    """
+    _grouped(config, weights)
+    if isinstance(config, Adamw8bitConfig) and config.stochastic_rounding:
+        dtypes = {p.dtype for p in weights.values()}
+        if torch.bfloat16 not in dtypes:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise UserError(
+                f"optim.stochastic_rounding: true has no effect on weights of {names}, which keep small updates; "
+                f"remove it. It is for weights that are trained in bfloat16"
+            )
 
 
 class Optimizers:
@@ -101,11 +118,10 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def _tables(model: nn.Module) -> set[int]:
-    """The weights of embeddings and of the head: matrices that map no hidden state to another."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    modules = [m for m in (head, getattr(model, "value_head", None)) if isinstance(m, nn.Module)]
-    modules += [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return {id(p) for module in modules for p in module.parameters()}
+    """The weights of embeddings and of heads: matrices that map no hidden state to another. Adapters' too."""
+    found = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    found += [getattr(model, "value_head", None), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
+    return {id(p) for module in found if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def _grouped(config: OptimConfig, named: Mapping[str, Tensor]) -> list[Group]:
@@ -144,8 +160,12 @@ def _build(config: OptimConfig, groups: list[Group], apart: set[int]) -> tuple[t
             return (torch.optim.SGD(groups, momentum=config.momentum),)
         case MuonConfig():
             matrices, rest = _split(groups, lambda p: p.ndim == 2 and id(p) not in apart)
-            muon = torch.optim.Muon(matrices, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
-            return (muon, _adamw(config, rest)) if rest else (muon,)
+            built: list[torch.optim.Optimizer] = []
+            if matrices:
+                built.append(torch.optim.Muon(matrices, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+            if rest:
+                built.append(_adamw(config, rest))
+            return tuple(built)
 
 
 def _adamw(config: AdamwConfig | MuonConfig, groups: list[Group]) -> torch.optim.Optimizer:
@@ -161,12 +181,6 @@ def _adamw(config: AdamwConfig | MuonConfig, groups: list[Group]) -> torch.optim
 def _adamw_8bit(config: Adamw8bitConfig, groups: list[Group]) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
-    dtype = groups[0]["params"][0].dtype
-    if config.stochastic_rounding and dtype != torch.bfloat16:
-        raise UserError(
-            f"optim.stochastic_rounding: true has no effect on weights of {str(dtype).removeprefix('torch.')}, which "
-            f"keep small updates; remove it, or use model.dtype: bfloat16"
-        )
     return AdamW8bit(
         groups,
         betas=(config.beta1, config.beta2),
@@ -190,7 +204,7 @@ def _bytes_per_element(config: OptimConfig, optimizer: torch.optim.Optimizer, pa
     if isinstance(optimizer, torch.optim.Muon):
         return size
     match config:
-        case Adamw8bitConfig() if parameter.numel() >= _LARGE:
+        case Adamw8bitConfig() if parameter.numel() >= _LARGE and parameter.numel() % _BLOCK == 0:
             return 2 * (1 + 4 / _BLOCK)
         case AdafactorConfig() if parameter.ndim >= 2:
             *_, rows, columns = parameter.shape

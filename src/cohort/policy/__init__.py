@@ -4,7 +4,7 @@ from cohort.policy.activations import check_offload
 from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
 from cohort.policy.critic import Critic
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
-from cohort.policy.limits import check_lengths, check_vocabulary, end_token_ids
+from cohort.policy.limits import check_lengths, check_vocabulary, end_token_ids, trained_weights
 from cohort.policy.load import (
     check_adapter,
     check_model_folder,
@@ -46,6 +46,7 @@ __all__ = [
     "resolve_device",
     "saved_rank",
     "stream_weights",
+    "trained_weights",
     "weight_specs",
     "with_base",
 ]

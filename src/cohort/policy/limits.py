@@ -3,10 +3,28 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from cohort.config import ModelConfig
 from cohort.errors import UserError
+from cohort.policy.adapter import Adapter, adapter_start
 from cohort.policy.policy import Policy
+from cohort.policy.skeleton import empty_model
 from cohort.records import Prompt
+
+
+def trained_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """What will be trained, by name, without memory for it.
+
+    Raises:
+        UserError: the model or its adapter cannot be used.
+    """
+    model = empty_model(config)
+    if config.adapter is not None:
+        Adapter(
+            model, adapter_start(config, checkpoint=None, keep_reference=False, seed=0, model=model), trainable=True
+        )
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:

@@ -8,10 +8,11 @@ from typing import Any
 from cohort.algorithms import check_own_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
+from cohort.engine import check_weights
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
-from cohort.policy import AdapterSpec, check_adapter, check_lengths, check_model_folder, load_tokenizer
+from cohort.policy import AdapterSpec, check_adapter, check_lengths, check_model_folder, load_tokenizer, trained_weights
 from cohort.rewards import RewardRunner, build_rewards, check_columns
 from cohort.rollout import SamplingParams
 
@@ -86,6 +87,7 @@ def read_inputs(config: Config) -> Inputs:
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(config.critic.path, field="critic.path")
     adapter = check_adapter(config.model)
+    check_weights(config.optim, trained_weights(config.model))
     prompts = build_prompts(
         rows,
         _renderer(config, tokenizer, config.data.prompt),
