@@ -1,9 +1,11 @@
 """`cohort merge`: an adapter and its base become a model folder of their own."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import Progress, TaskID
 
 from cohort.cli.options import Debug
 from cohort.errors import UserError
@@ -21,8 +23,15 @@ def merge(
     source = _find_adapter(adapter)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT: {str(out)!r} is there already and is not empty; give a new folder")
-    write_folder_atomically(out, lambda folder: policy.merge(source, folder))
+    with Progress(transient=True) as bar:
+        task = bar.add_task("tensors", total=None)
+        told = partial(_tell, bar, task)
+        write_folder_atomically(out, lambda folder: policy.merge(source, folder, on_progress=told))
     typer.echo(f"merged: {source}\nmodel:  {out}")
+
+
+def _tell(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)
 
 
 def _find_adapter(folder: Path) -> Path:

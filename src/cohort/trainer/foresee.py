@@ -1,7 +1,6 @@
 """The plan of a run that is about to start, on the GPUs that it has: what cannot fit is refused before weights load."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,7 @@ def foresee(
     world_size: int,
     note: Callable[[str], None],
 ) -> Plan | None:
-    """Plan the run as `cohort plan` does; None on CPU, and for models whose shape is not known.
+    """Plan the run as `cohort plan` does; None on CPU, and where the shape of the model or its adapter is not known.
 
     Args:
         config: of the run.
@@ -41,7 +40,7 @@ def foresee(
     Raises:
         UserError: it cannot fit, and `run.ignore_plan` is not set.
     """
-    if device.type != "cuda" or not (Path(config.model.path) / "config.json").is_file():
+    if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     return plan_on(
@@ -70,11 +69,6 @@ def plan_on(
     note: Callable[[str], None],
 ) -> Plan | None:
     """As `foresee`, on training GPUs that are known."""
-    try:
-        shape = read_shape(config.model.path)
-    except UserError as error:
-        note(f"no plan was made: {error}")
-        return None
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
     # what does not fit is computed in parts, so that only the smallest budget has to
     train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
@@ -86,7 +80,12 @@ def plan_on(
         shared=shared or samples_itself,
         reason="as it was started",
     )
-    plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
+    try:
+        shape = read_shape(config.model.path)
+        plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
+    except UserError as error:
+        note(f"no plan was made: {error}")
+        return None
     if plan.memory.peak_bytes <= _MARGIN * hardware.gpu_memory_bytes:
         return plan
     needed = (
