@@ -43,6 +43,7 @@ class Step:
         self.head = random(H, V).requires_grad_()
         self.old = self.logprobs().detach() + spread * random(B, C)
         self.advantages = random(B)
+        self.reference = self.logprobs().detach() + 0.3 * random(B, C)
         self.mask = torch.arange(C) < torch.tensor(LENGTHS).unsqueeze(1)
 
     def logprobs(self) -> torch.Tensor:
@@ -58,6 +59,7 @@ class Step:
             "completion_mask": self.mask.long(),
             "advantages": self.advantages,
             "old_per_token_logps": self.old,
+            "ref_per_token_logps": self.reference,
             "num_items_in_batch": self.mask.sum() * settings.get("steps_per_generation", 1),
         }
         trl = import_trl()
@@ -73,7 +75,7 @@ class Step:
                 logprobs=self.logprobs()[self.mask],
                 old_logprobs=self.old[self.mask],
                 sampling_logprobs=self.old[self.mask],
-                reference_logprobs=None,
+                reference_logprobs=self.reference[self.mask],
                 entropy=torch.zeros(len(ids)),
                 advantages=self.advantages[ids],
                 sequence_ids=ids,
@@ -105,9 +107,9 @@ def stand_in(loss_type: str, logprobs: torch.Tensor, **settings: Any) -> SimpleN
         epsilon_low=epsilon,
         epsilon_high=settings.pop("epsilon_high", epsilon),
         args=SimpleNamespace(**{**args, **settings}),
-        beta=0.0,
+        beta=settings.pop("beta", 0.0),
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=settings.pop("off_policy_mask_threshold", None),
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         aux_loss_enabled=False,
@@ -117,6 +119,7 @@ def stand_in(loss_type: str, logprobs: torch.Tensor, **settings: Any) -> SimpleN
         model=SimpleNamespace(training=True),
         accelerator=accelerator,
         get_gamma_weights=import_trl().GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=import_trl().GRPOTrainer.get_off_policy_mask,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
@@ -126,6 +129,19 @@ CASES: dict[str, tuple[dict[str, Any], AlgorithmConfig]] = {
     "grpo": ({"loss_type": "grpo"}, AlgorithmConfig()),
     "grpo, clip-higher": ({"loss_type": "grpo", "epsilon_high": 0.28}, AlgorithmConfig(clip_high=0.28)),
     "grpo, delta": ({"loss_type": "grpo", "delta": 1.5}, AlgorithmConfig(delta=1.5)),
+    "grpo, KL": ({"loss_type": "grpo", "beta": 0.1}, AlgorithmConfig(beta=0.1)),
+    "grpo, KL with its ratio": (
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
+        AlgorithmConfig(beta=0.1, kl_unbiased=True),
+    ),
+    "dapo, KL": (
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1},
+        AlgorithmConfig(name="dapo", beta=0.1),
+    ),
+    "grpo, off-policy mask": (
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+        AlgorithmConfig(off_policy_mask_threshold=0.05),
+    ),
     "dr_grpo": ({"loss_type": "dr_grpo"}, AlgorithmConfig(name="dr_grpo")),
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, AlgorithmConfig(name="dapo")),
     "dapo, two steps on one generation batch": (
