@@ -147,6 +147,8 @@ def test_rewards_are_whitened_one_by_one_and_then_their_sum():
 def test_a_reward_that_did_not_judge_adds_nothing():
     x = two_rewards(rewards([0.0, 1.0, NAN]), rewards([NAN, NAN, NAN]), [1.0, 1.0])
     close(per_reward_mean_std(x, std_epsilon=0.0), [[-math.sqrt(1 / 2), math.sqrt(1 / 2), NAN]])
+    shaped = replace(x, reward_parts=x.reward_parts.nan_to_num(5.0))  # by one that only shapes: not in the statistics
+    close(per_reward_mean_std(shaped, std_epsilon=0.0), [[-math.sqrt(1 / 2), math.sqrt(1 / 2), NAN]])
 
 
 def test_rewards_that_cancel_out_differ_under_gdpo_alone():

@@ -57,9 +57,10 @@ def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
 
     A reward that did not judge a completion adds nothing to it.
     """
-    each_PGK = whiten(x.reward_parts, dim=1, std_epsilon=std_epsilon)
-    each_PGK = each_PGK.where(~x.reward_parts.isnan(), 0.0)
-    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).where(~x.rewards.isnan(), math.nan)
+    unjudged_PG = x.rewards.isnan()
+    parts_PGK = x.reward_parts.masked_fill(unjudged_PG.unsqueeze(-1), math.nan)  # one that only shapes has its number
+    each_PGK = whiten(parts_PGK, dim=1, std_epsilon=std_epsilon).where(~parts_PGK.isnan(), 0.0)
+    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).masked_fill(unjudged_PG, math.nan)
     return whiten(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)
 
 
