@@ -350,7 +350,39 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
             "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
         ),
+        # the name stands for a component that was replaced: another name would not help
+        (
+            {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: ppo (advantage: group_mean): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.advantage: batch_mean_std or gae, which need no peers",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "critic": {}},
+            "critic has no effect with algorithm.name: ppo (advantage: group_mean), which trains none; remove the "
+            "section, or use algorithm.advantage: gae",
+        ),
         # two keys that do not go together
+        (
+            {"algorithm": {"name": "rloo"}, "train": {"updates_per_rollout": 2}},
+            "train.updates_per_rollout: 2 with algorithm.policy_loss: reinforce: it has no ratio to the policy that "
+            "sampled, which from the second update on is another one; use updates_per_rollout: 1, or policy_loss: "
+            "clipped or cispo",
+        ),
+        (
+            {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "math"}, {"use": "format", "weight": -0.5}]},
+            "rewards.1.weight: -0.5 makes rewards negative, and algorithm.advantage: max_likelihood takes rewards of "
+            "at least 0",
+        ),
+        (
+            {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "overlong", "args": {"buffer_tokens": 4}}]},
+            "rewards.0.use: overlong makes rewards negative, and algorithm.advantage: max_likelihood takes",
+        ),
+        (
+            {"algorithm": {"name": "gdpo"}, "rollout": {"resample": 2}},
+            "rollout.resample: 2 would replace groups that teach: advantage: per_reward_mean_std learns where the",
+        ),
+        ({"algorithm": {"name": "ppo"}, "rollout": {"resample": 1}}, "rollout.resample: 1 would replace groups that"),
         (
             {"hardware": {"device": "cuda:1", "processes": 2}},
             "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "

@@ -245,9 +245,47 @@ def test_the_loss_has_the_coefficients_of_the_moment():
         ({"beta": 0.1, "kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased: true with kl_estimator: k2"),
         ({"entropy_coef_delta": 0.1}, "entropy_coef_delta: 0.1 has no effect with a fixed entropy_coef; remove it, or"),
         ({"entropy_coef": 2.0, "entropy_target": 1.0}, "entropy_coef: 2.0 is above entropy_coef_max: 1.0"),
+        (
+            {"name": "gdpo", "beta": 0.1, "kl_in": "reward"},
+            "kl_in: reward does not go with advantage: per_reward_mean_std: it looks at each reward by itself",
+        ),
+        (
+            {"name": "maxrl", "beta": 0.1, "kl_in": "reward"},
+            "kl_in: reward does not go with advantage: max_likelihood: it takes rewards of at least 0",
+        ),
+        (
+            {"name": "luspo", "top_entropy_quantile": 0.2},
+            "policy_loss: gspo has one ratio for a whole completion, where the advantages of its tokens come to their "
+            "mean, and with top_entropy_quantile: 0.2 they differ; use policy_loss: gspo_token",
+        ),
+        ({"name": "ppo", "policy_loss": "gmpo"}, "and with advantage: gae they differ; use policy_loss: gspo_token"),
+        (
+            {"name": "reinforce_pp_baseline", "policy_loss": "gspo", "beta": 0.1, "kl_in": "reward"},
+            "and with advantage: group_mean_whitened and kl_in: reward they differ; use policy_loss: gspo_token",
+        ),
     ],
 )
 def test_terms_without_an_effect_are_refused(keys, message):
     with pytest.raises(ValueError) as caught:
         AlgorithmConfig(**keys)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"name": "gdpo", "beta": 0.1},
+        {"name": "maxrl", "beta": 0.1},
+        {"name": "gspo_token", "top_entropy_quantile": 0.2},
+        {"name": "ppo", "policy_loss": "gspo_token"},
+        {"name": "reinforce_pp", "policy_loss": "gspo", "beta": 0.1},  # the same return for all tokens of a completion
+        {"name": "gspo", "beta": 0.1, "kl_in": "reward"},
+    ],
+)
+def test_terms_with_an_effect_are_not(keys):
+    AlgorithmConfig(**keys)
+
+
+def test_the_estimator_that_suits_where_the_divergence_is():
+    assert AlgorithmConfig(beta=0.1).kl_estimator == "k3"
+    assert AlgorithmConfig(beta=0.1, kl_in="reward").kl_estimator == "k1"

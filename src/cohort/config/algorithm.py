@@ -82,7 +82,7 @@ class AlgorithmConfig(Section):
         None,
         description="Of the KL divergence, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, "
         "k3 = exp(-d) - 1 + d. On policy the gradient of k2 in the loss is that of the KL divergence; k3's is that of "
-        "the reverse one, KL(reference || policy). Default: k3.",
+        "the reverse one, KL(reference || policy). Default: k3 in the loss, k1 in the reward.",
     )
     kl_in: Literal["loss", "reward"] | None = Field(
         None,
