@@ -190,6 +190,13 @@ def test_max_at_k_is_the_mean_over_all_sets(values: list[float], at_k: int):
     close(max_at_k(judged(rewards(values)), at_k=at_k), [expected])
 
 
+def test_max_at_k_of_groups_whose_sets_are_more_than_a_float_can_count():
+    # one of 1200 succeeds: it adds 1 to each of the sets with it, which are half of all
+    actual = max_at_k(judged(rewards([0.0] * 1199 + [1.0], [0.0] * 1199 + [NAN])), at_k=600)
+    assert actual[0, -1].item() == pytest.approx(1200 * 600 / 1200)
+    assert not actual[0, :-1].any() and not actual[1, :-1].any() and actual[1, -1].isnan()
+
+
 def test_max_at_k_is_an_unbiased_gradient_of_the_best_of_k():
     """Over all outcomes of a policy with three answers: the estimate's expectation is the derivative of E[max]."""
     worth = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)

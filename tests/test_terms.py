@@ -32,6 +32,22 @@ def test_kl_estimators():
     torch.testing.assert_close(k3(logprobs, reference), torch.tensor([1 - LN2, 0.0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_the_divergence_overflows_nowhere(unbiased: bool, dtype: torch.dtype):
+    """A token that the current policy deems impossible, or the reference or the old policy did."""
+    algorithm = build(beta=0.5, kl_unbiased=unbiased)
+    old = torch.tensor([0.0, 0.0, -2000.0], dtype=dtype)
+    x = replace(
+        loss_inputs([1.0] * 3, [0.0] * 3, reference=[0.0, -1000.0, 0.0], dtype=dtype),
+        logprobs=torch.tensor([-1000.0, 0.0, 0.0], dtype=dtype, requires_grad=True),
+        old_logprobs=old,
+    )
+    losses = algorithm.policy_loss(x).per_token_loss
+    (gradient,) = torch.autograd.grad((0 * losses).sum(), x.logprobs)
+    assert losses.isfinite().all() and gradient.tolist() == [0, 0, 0]
+
+
 def test_kl_enters_the_loss_with_beta():
     algorithm = build(beta=0.5)
     assert algorithm.needs_reference
