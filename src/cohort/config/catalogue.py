@@ -96,7 +96,8 @@ ADVANTAGES: dict[str, Component] = {
         min_generations_key="at_k",
     ),
     "gae": Component(
-        formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k))",
+        formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)); "
+        "whitened: (A - mean(A)) / (std(A) + 1e-8) over the step's tokens",
         source="arXiv:1506.02438",
         keys={"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": True},
         needs_critic=True,
@@ -155,7 +156,9 @@ LOSS_WEIGHTS: dict[str, Component] = {
     "sequence_mean": Component(formula="1 / (N * length)", source="arXiv:2402.03300"),
     "token_mean": Component(formula="1 / (tokens of the step)", source="arXiv:2503.14476"),
     "sequence_sum": Component(formula="1 / N", source="arXiv:2402.14740"),
-    "constant": Component(formula="1 / (N * rollout.max_completion_tokens)", source="arXiv:2503.20783"),
+    "constant": Component(
+        formula="1 / (all completions of the step * rollout.max_completion_tokens)", source="arXiv:2503.20783"
+    ),
 }
 COMPONENTS: dict[str, dict[str, Component]] = {
     "advantage": ADVANTAGES,
