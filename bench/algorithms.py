@@ -3,8 +3,9 @@
     python bench/algorithms.py --out results [--seeds 0 1 2] [--steps 20] [--only grpo ppo] [--plot FILE.svg]
 
 Each run samples 256 completions a step, as 16 prompts x 16 or, for algorithms that need no group, as 256 prompts x 1
-too, and makes two updates on them, since clipping does nothing on the first. Greedy accuracy on 256 held-out problems.
-Results are kept in `--out`, one file a run; what is there is not run again. The plot needs matplotlib (extra `bench`).
+too, and makes two updates on them, since clipping does nothing on the first; one where the loss has no ratio (rloo,
+reinforce), which has no right to a second. Greedy accuracy on 256 held-out problems. Results are kept in `--out`, one
+file a run; what is there is not run again. The plot needs matplotlib (extra `bench`).
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from cohort.config import ALGORITHMS, Config, config_from_dict
-from cohort.config.catalogue import with_a_critic, with_one_completion
+from cohort.config.catalogue import POLICY_LOSSES, with_a_critic, with_one_completion
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch import train
@@ -96,7 +97,7 @@ def configuration(folder: Path, name: str, num_generations: int, *, seed: int, s
     raw["train"] |= {
         "steps": steps,
         "prompts_per_step": SAMPLES // num_generations,
-        "updates_per_rollout": UPDATES,
+        "updates_per_rollout": UPDATES if POLICY_LOSSES[ALGORITHMS[name].policy_loss].has_ratio else 1,
     }
     raw["critic"] = {"learning_rate": 1e-3} if name in with_a_critic() else None
     raw["eval"]["every"] = EVALUATE_EVERY

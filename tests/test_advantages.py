@@ -147,6 +147,8 @@ def test_rewards_are_whitened_one_by_one_and_then_their_sum():
 def test_a_reward_that_did_not_judge_adds_nothing():
     x = two_rewards(rewards([0.0, 1.0, NAN]), rewards([NAN, NAN, NAN]), [1.0, 1.0])
     close(per_reward_mean_std(x, std_epsilon=0.0), [[-math.sqrt(1 / 2), math.sqrt(1 / 2), NAN]])
+    shaped = replace(x, reward_parts=x.reward_parts.nan_to_num(5.0))  # by one that only shapes: not in the statistics
+    close(per_reward_mean_std(shaped, std_epsilon=0.0), [[-math.sqrt(1 / 2), math.sqrt(1 / 2), NAN]])
 
 
 def test_rewards_that_cancel_out_differ_under_gdpo_alone():
@@ -186,6 +188,13 @@ def test_max_at_k_is_the_mean_over_all_sets(values: list[float], at_k: int):
             without = max(values[j] for j in chosen if j != i)
             expected[i] += len(present) * (max(values[j] for j in chosen) - without) / len(sets)
     close(max_at_k(judged(rewards(values)), at_k=at_k), [expected])
+
+
+def test_max_at_k_of_groups_whose_sets_are_more_than_a_float_can_count():
+    # one of 1200 succeeds: it adds 1 to each of the sets with it, which are half of all
+    actual = max_at_k(judged(rewards([0.0] * 1199 + [1.0], [0.0] * 1199 + [NAN])), at_k=600)
+    assert actual[0, -1].item() == pytest.approx(1200 * 600 / 1200)
+    assert not actual[0, :-1].any() and not actual[1, :-1].any() and actual[1, -1].isnan()
 
 
 def test_max_at_k_is_an_unbiased_gradient_of_the_best_of_k():

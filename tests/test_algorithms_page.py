@@ -34,15 +34,24 @@ def test_the_list_names_each_with_its_parts_and_paper():
     assert result.exit_code == 0
     for name, algorithm in ALGORITHMS.items():
         assert f"\n{name} " in "\n" + result.output
-        assert f"{algorithm.advantage} + {algorithm.policy_loss} + {algorithm.loss_weight}  ({algorithm.source})" in (
-            result.output
-        )
+        assert f"{algorithm.when}  ({algorithm.source})\n" in result.output
+        for kind, known in COMPONENTS.items():
+            assert f" {getattr(algorithm, kind)}: {known[getattr(algorithm, kind)].formula}" in result.output
+    assert "  [clip_low: 0.2, clip_high: 0.28, delta: null]\n" in result.output
 
 
 def test_one_algorithm_with_formulas_and_its_own_defaults():
     output = CliRunner().invoke(app, ["algorithms", "dapo"]).output
     assert COMPONENTS["policy_loss"]["clipped"].formula in output
     assert "    clip_high: 0.28\n" in output and "    delta: null\n" in output
+
+
+def test_one_component_with_its_formula_and_defaults():
+    output = CliRunner().invoke(app, ["algorithms", "max_at_k"]).output
+    assert output.startswith("advantage: max_at_k  (arXiv:2505.15201)\n    G * mean over sets")
+    assert output.endswith("\n    at_k: 4\n\nalgorithm: {advantage: max_at_k}\n")
+    found = json.loads(CliRunner().invoke(app, ["algorithms", "token_mean", "--json"]).output)
+    assert found["kind"] == "loss_weight" and found["formula"] == COMPONENTS["loss_weight"]["token_mean"].formula
 
 
 def test_json_is_what_a_configuration_of_that_name_has():

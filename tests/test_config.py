@@ -62,41 +62,7 @@ def test_defaults(tmp_path, monkeypatch):
             "max_num_seqs": 256,
             "resample": 0,
         },
-        "algorithm": {
-            "name": "grpo",
-            "advantage": "group_mean_std",
-            "policy_loss": "clipped",
-            "loss_weight": "sequence_mean",
-            "std_epsilon": 1e-4,
-            "gamma": None,
-            "gae_lambda": None,
-            "whiten_advantages": None,
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "delta": None,
-            "tau_positive": None,
-            "tau_negative": None,
-            "vespo_k_positive": None,
-            "vespo_lambda_positive": None,
-            "vespo_k_negative": None,
-            "vespo_lambda_negative": None,
-            "at_k": None,
-            "beta": 0.0,
-            "kl_estimator": None,
-            "kl_in": None,
-            "kl_unbiased": None,
-            "kl_target": None,
-            "kl_horizon": None,
-            "entropy_coef": 0.0,
-            "entropy_target": None,
-            "entropy_coef_delta": None,
-            "entropy_coef_max": None,
-            "top_entropy_quantile": 1.0,
-            "off_policy_mask_threshold": None,
-            "mask_truncated_completions": False,
-            "sampling_correction": "auto",
-            "sampling_correction_cap": 2.0,
-        },
+        "algorithm": {"name": "grpo"},
         "reference": None,
         "critic": None,
         "train": {
@@ -384,7 +350,39 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
             "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
         ),
+        # the name stands for a component that was replaced: another name would not help
+        (
+            {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: ppo (advantage: group_mean): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.advantage: batch_mean_std or gae, which need no peers",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "critic": {}},
+            "critic has no effect with algorithm.name: ppo (advantage: group_mean), which trains none; remove the "
+            "section, or use algorithm.advantage: gae",
+        ),
         # two keys that do not go together
+        (
+            {"algorithm": {"name": "rloo"}, "train": {"updates_per_rollout": 2}},
+            "train.updates_per_rollout: 2 with algorithm.policy_loss: reinforce: it has no ratio to the policy that "
+            "sampled, which from the second update on is another one; use updates_per_rollout: 1, or policy_loss: "
+            "clipped or cispo",
+        ),
+        (
+            {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "math"}, {"use": "format", "weight": -0.5}]},
+            "rewards.1.weight: -0.5 makes rewards negative, and algorithm.advantage: max_likelihood takes rewards of "
+            "at least 0",
+        ),
+        (
+            {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "overlong", "args": {"buffer_tokens": 4}}]},
+            "rewards.0.use: overlong makes rewards negative, and algorithm.advantage: max_likelihood takes",
+        ),
+        (
+            {"algorithm": {"name": "gdpo"}, "rollout": {"resample": 2}},
+            "rollout.resample: 2 would replace groups that teach: advantage: per_reward_mean_std learns where the",
+        ),
+        ({"algorithm": {"name": "ppo"}, "rollout": {"resample": 1}}, "rollout.resample: 1 would replace groups that"),
         (
             {"hardware": {"device": "cuda:1", "processes": 2}},
             "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "
@@ -589,7 +587,12 @@ raw_configs = st.fixed_dictionaries(
     optional={
         "algorithm": st.fixed_dictionaries(
             {"name": st.sampled_from(["grpo", "dr_grpo", "dapo", "luspo", "gmpo"])},
-            optional={"beta": number, "clip_low": number},
+            optional={
+                "beta": number,
+                "clip_low": number,
+                "advantage": st.sampled_from(["group_mean", "leave_one_out", "max_at_k"]),
+                "loss_weight": st.sampled_from(["token_mean", "constant"]),
+            },
         ),
         "train": st.fixed_dictionaries(
             {"learning_rate": number}, optional={"epochs": number, "micro_batch_tokens": number_or_auto}
@@ -610,7 +613,34 @@ def test_yaml_reads_back_to_an_equal_configuration(tmp_path_factory, raw):
     again = load_config(path)
     assert again == config
     assert to_yaml(again) == to_yaml(config)
-    assert to_yaml(config).startswith("# Written by cohort: a run's configuration with every default.\nmodel:\n")
+    assert to_yaml(config).startswith(
+        "# Written by cohort: a run's configuration with every default.\n# Of `algorithm`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({}, {"name": "grpo"}),
+        ({"name": "dapo", "advantage": "group_mean_std", "clip_high": 0.28}, {"name": "dapo"}),
+        ({"name": "dapo", "clip_high": 0.2}, {"name": "dapo", "clip_high": 0.2}),
+        ({"policy_loss": "gspo"}, {"name": "grpo", "policy_loss": "gspo"}),
+        ({"policy_loss": "reinforce"}, {"name": "grpo", "policy_loss": "reinforce"}),
+        ({"beta": 0.1, "kl_estimator": "k2"}, {"name": "grpo", "beta": 0.1, "kl_estimator": "k2"}),
+        ({"entropy_target": 0.2}, {"name": "grpo", "entropy_target": 0.2}),
+    ],
+)
+def test_of_the_algorithm_only_what_its_name_does_not_say_is_written(given, written):
+    config = config_from_dict({**MINIMAL, "algorithm": given})
+    assert config.model_dump(mode="json")["algorithm"] == written
+    assert yaml.safe_load(to_yaml(config))["algorithm"] == written
+    assert config_from_dict({**MINIMAL, "algorithm": written}) == config
+
+
+def test_another_name_in_a_written_file_is_another_algorithm(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(config_from_dict({**MINIMAL, "algorithm": {"name": "gspo"}})))
+    config = load_config(tmp_path / "config.yaml", ["algorithm.name=ppo"])
+    assert config.algorithm == AlgorithmConfig(name="ppo")
 
 
 # Around it

@@ -2,6 +2,7 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ OWN = """
     def per_step(lengths, included):
         return included / max(lengths[included].sum(), 1)
 
+    def of_two_rewards(x): return x.reward_parts[..., 0] + x.reward_parts[..., 1]
     def too_short(x): return x.rewards[:1]
     def integers(x): return (x.rewards > 1).long()
     def nan_advantage(x): return x.rewards / 0
@@ -69,9 +71,8 @@ def own(tmp_path, monkeypatch) -> Path:
 
 
 def check(**keys):
-    settings = {"num_generations": 4, "gradients_in_forward": False} | {
-        name: keys.pop(name) for name in ("num_generations", "gradients_in_forward") if name in keys
-    }
+    settings: dict[str, Any] = {"num_generations": 4, "num_rewards": 1, "gradients_in_forward": False}
+    settings |= {name: keys.pop(name) for name in settings if name in keys}
     check_own_functions(AlgorithmConfig(**keys), **settings)
 
 
@@ -104,6 +105,12 @@ def test_a_function_that_breaks_a_rule_is_refused(own: Path, kind: str, name: st
     assert str(caught.value).startswith(f"algorithm.{kind}: '{own}:{name}'")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_an_own_advantage_is_tried_on_as_many_rewards_as_the_run_has(own: Path):
+    check(advantage=f"{own}:of_two_rewards", num_rewards=2)
+    with pytest.raises(UserError, match="raised IndexError"):
+        check(advantage=f"{own}:of_two_rewards", num_rewards=1)
 
 
 def test_what_an_own_loss_looks_at_is_found_by_trying_it(own: Path):

@@ -1,6 +1,8 @@
 """Rewards: what functions get, what they may return, and that nothing they do can hang or silently zero a run."""
 
 import asyncio
+import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -728,3 +730,26 @@ def test_overlong_is_the_soft_punishment_of_dapo():
     assert reward(completion_ids=ids, buffer_tokens=4) == [0.0, 0.0, -0.25, -0.75, -1.0]
     assert reward(completion_ids=ids, buffer_tokens=4, penalty=2.0)[2:] == [-0.5, -1.5, -2.0]
     assert reward(completion_ids=[[0] * 8], buffer_tokens=16) == [-0.5]
+
+
+def test_a_reward_that_only_shapes_judges_nothing(folder):
+    """The middle completion is as long as the limit, and nobody judged it; the last was judged, and is as long."""
+    overlong = reward(OverlongReward(2), name="overlong", args={"buffer_tokens": 1}, shapes=True)
+    judge = reward(lambda completions: [1.0, None, 1.0], name="judge")
+    g = group("q", ["a", "b", "c"])
+    lengths = (1, 2, 2)
+    completions = tuple(
+        dataclasses.replace(c, token_ids=np.zeros(n, dtype=np.int64))
+        for c, n in zip(g.completions, lengths, strict=True)
+    )
+    (scored,) = RewardRunner([judge, overlong]).score([dataclasses.replace(g, completions=completions)])
+    assert np.array_equal(scored.rewards, [1.0, math.nan, 0.0], equal_nan=True)
+    assert scored.reward_parts["overlong"].tolist() == [0.0, -1.0, -1.0]
+    with pytest.raises(UserError, match=r"no reward judged any of the 3 completions of this step: 'silent' returned"):
+        RewardRunner([reward(lambda completions: [None] * 3, name="silent"), overlong]).score([g])
+    alone = [RewardConfig(use="overlong", args={"buffer_tokens": 1})]
+    with pytest.raises(UserError, match=r"rewards: 'overlong' only adds to what other rewards judge"):
+        build_rewards(alone, base_dir=folder, columns=[], max_completion_tokens=2)
+    both = [*alone, RewardConfig(use="exact")]
+    built = build_rewards(both, base_dir=folder, columns=["answer"], max_completion_tokens=2)
+    assert [f.shapes for f in built] == [True, False]

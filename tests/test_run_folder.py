@@ -221,6 +221,7 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
         (["data.shuffle=false"], ["data.shuffle"]),
         (["rewards=[{use: math}, {use: exact}]"], [f"rewards.1.{key}" for key in ("args", "use", "weight")]),
         (["train.lr_schedule=linear", "train.steps=9"], ["train.lr_schedule", "train.steps"]),
+        (["algorithm.name=dapo"], ["algorithm.clip_high", "algorithm.loss_weight", "algorithm.name"]),
     ],
 )
 def test_config_changes(overrides, changed):

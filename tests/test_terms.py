@@ -32,6 +32,22 @@ def test_kl_estimators():
     torch.testing.assert_close(k3(logprobs, reference), torch.tensor([1 - LN2, 0.0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_the_divergence_overflows_nowhere(unbiased: bool, dtype: torch.dtype):
+    """A token that the current policy deems impossible, or the reference or the old policy did."""
+    algorithm = build(beta=0.5, kl_unbiased=unbiased)
+    old = torch.tensor([0.0, 0.0, -2000.0], dtype=dtype)
+    x = replace(
+        loss_inputs([1.0] * 3, [0.0] * 3, reference=[0.0, -1000.0, 0.0], dtype=dtype),
+        logprobs=torch.tensor([-1000.0, 0.0, 0.0], dtype=dtype, requires_grad=True),
+        old_logprobs=old,
+    )
+    losses = algorithm.policy_loss(x).per_token_loss
+    (gradient,) = torch.autograd.grad((0 * losses).sum(), x.logprobs)
+    assert losses.isfinite().all() and gradient.tolist() == [0, 0, 0]
+
+
 def test_kl_enters_the_loss_with_beta():
     algorithm = build(beta=0.5)
     assert algorithm.needs_reference
@@ -245,9 +261,47 @@ def test_the_loss_has_the_coefficients_of_the_moment():
         ({"beta": 0.1, "kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased: true with kl_estimator: k2"),
         ({"entropy_coef_delta": 0.1}, "entropy_coef_delta: 0.1 has no effect with a fixed entropy_coef; remove it, or"),
         ({"entropy_coef": 2.0, "entropy_target": 1.0}, "entropy_coef: 2.0 is above entropy_coef_max: 1.0"),
+        (
+            {"name": "gdpo", "beta": 0.1, "kl_in": "reward"},
+            "kl_in: reward does not go with advantage: per_reward_mean_std: it looks at each reward by itself",
+        ),
+        (
+            {"name": "maxrl", "beta": 0.1, "kl_in": "reward"},
+            "kl_in: reward does not go with advantage: max_likelihood: it takes rewards of at least 0",
+        ),
+        (
+            {"name": "luspo", "top_entropy_quantile": 0.2},
+            "policy_loss: gspo has one ratio for a whole completion, where the advantages of its tokens come to their "
+            "mean, and with top_entropy_quantile: 0.2 they differ; use policy_loss: gspo_token",
+        ),
+        ({"name": "ppo", "policy_loss": "gmpo"}, "and with advantage: gae they differ; use policy_loss: gspo_token"),
+        (
+            {"name": "reinforce_pp_baseline", "policy_loss": "gspo", "beta": 0.1, "kl_in": "reward"},
+            "and with advantage: group_mean_whitened and kl_in: reward they differ; use policy_loss: gspo_token",
+        ),
     ],
 )
 def test_terms_without_an_effect_are_refused(keys, message):
     with pytest.raises(ValueError) as caught:
         AlgorithmConfig(**keys)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"name": "gdpo", "beta": 0.1},
+        {"name": "maxrl", "beta": 0.1},
+        {"name": "gspo_token", "top_entropy_quantile": 0.2},
+        {"name": "ppo", "policy_loss": "gspo_token"},
+        {"name": "reinforce_pp", "policy_loss": "gspo", "beta": 0.1},  # the same return for all tokens of a completion
+        {"name": "gspo", "beta": 0.1, "kl_in": "reward"},
+    ],
+)
+def test_terms_with_an_effect_are_not(keys):
+    AlgorithmConfig(**keys)
+
+
+def test_the_estimator_that_suits_where_the_divergence_is():
+    assert AlgorithmConfig(beta=0.1).kl_estimator == "k3"
+    assert AlgorithmConfig(beta=0.1, kl_in="reward").kl_estimator == "k1"

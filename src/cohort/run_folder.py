@@ -244,7 +244,8 @@ def check_folder_is_free(path: Path) -> None:
 
 def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """The keys by which two configurations are different runs, with both values."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    # `algorithm` with all its keys, of which its dump leaves out what the name says
+    before, after = (_flat({**c.model_dump(mode="json"), "algorithm": dict(c.algorithm)}) for c in (old, new))
     allowed: tuple[str, ...] = _MAY_CHANGE
     if old.train.lr_schedule == new.train.lr_schedule == "constant":
         allowed += _MAY_CHANGE_IF_CONSTANT_RATE

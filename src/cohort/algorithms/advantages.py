@@ -57,9 +57,10 @@ def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
 
     A reward that did not judge a completion adds nothing to it.
     """
-    each_PGK = whiten(x.reward_parts, dim=1, std_epsilon=std_epsilon)
-    each_PGK = each_PGK.where(~x.reward_parts.isnan(), 0.0)
-    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).where(~x.rewards.isnan(), math.nan)
+    unjudged_PG = x.rewards.isnan()
+    parts_PGK = x.reward_parts.masked_fill(unjudged_PG.unsqueeze(-1), math.nan)  # one that only shapes has its number
+    each_PGK = whiten(parts_PGK, dim=1, std_epsilon=std_epsilon).where(~parts_PGK.isnan(), 0.0)
+    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).masked_fill(unjudged_PG, math.nan)
     return whiten(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)
 
 
@@ -90,15 +91,20 @@ def max_at_k(x: AdvantageInputs, *, at_k: int) -> Tensor:
     """
     rewards_PG = x.rewards
     ascending_PG, order_PG = rewards_PG.nan_to_num(nan=math.inf).sort(dim=1)  # unjudged ones last
-    # sets of the others whose largest is the j-th smallest: at_k - 2 more of the j below it
-    sets_G = torch.tensor([math.comb(j, at_k - 2) for j in range(rewards_PG.shape[1])], dtype=rewards_PG.dtype)
-    differences_PGG = ascending_PG.unsqueeze(2) - ascending_PG.unsqueeze(1)
-    gains_PG = (differences_PGG.clamp(min=0).nan_to_num(nan=0.0, posinf=math.inf) * sets_G).tril(-1).sum(dim=2)
-    num_judged = count_judged(rewards_PG, dim=1)
-    all_sets = torch.tensor([[math.comb(int(n), at_k)] for n in num_judged], dtype=rewards_PG.dtype)
-    scaled_PG = gains_PG * num_judged / all_sets.clamp(min=1)
-    advantages_PG = torch.zeros_like(rewards_PG).scatter(1, order_PG, scaled_PG.where(all_sets > 0, 0.0))
-    return advantages_PG.where(~rewards_PG.isnan(), math.nan)
+    counts = [int(n) for n in count_judged(rewards_PG, dim=1)]
+    shares = {n: _shares_of_sets(n, at_k, rewards_PG.shape[1]) for n in set(counts)}
+    shares_P1G = torch.tensor([shares[n] for n in counts], dtype=rewards_PG.dtype).unsqueeze(1)
+    differences_PGG = (ascending_PG.unsqueeze(2) - ascending_PG.unsqueeze(1)).clamp(min=0)
+    scaled_PG = (differences_PGG * shares_P1G).tril(-1).sum(dim=2)
+    return torch.zeros_like(rewards_PG).scatter(1, order_PG, scaled_PG).where(~rewards_PG.isnan(), math.nan)
+
+
+def _shares_of_sets(n: int, at_k: int, size: int) -> list[float]:
+    """[G] n times the share of sets of at_k of n in which one with a larger reward follows on the j-th smallest.
+
+    There at_k - 2 more are of the j below it. Whole numbers are divided, since of large groups they are no floats.
+    """
+    return [n * math.comb(j, at_k - 2) / math.comb(n, at_k) if at_k <= n and j < n else 0.0 for j in range(size)]
 
 
 def _returns(x: AdvantageInputs) -> Tensor:

@@ -46,6 +46,8 @@ def _unwhitened(x: AdvantageInputs, *, gamma: float, gae_lambda: float) -> Tenso
     values = _values(x)
     following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
     deltas = x.token_rewards + gamma * following - values  # 0 beyond a completion, where rewards and values are
+    if gamma * gae_lambda == 1:
+        return deltas.flip(-1).cumsum(dim=-1).flip(-1)
     advantages = torch.zeros_like(deltas)
     after = torch.zeros_like(deltas[..., 0])
     for t in reversed(range(deltas.shape[-1])):

@@ -33,7 +33,7 @@ def clipped(x: LossInputs, *, clip_low: float, clip_high: float, delta: float | 
 
 def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
     """Clipped surrogate of the completion's ratio, the geometric mean of its tokens' (GSPO, arXiv:2507.18071)."""
-    ratio = sequence_means(_log_ratio(x), x.sequence_ids).exp().to(x.logprobs.dtype)
+    ratio = sequence_means(log_ratio(x), x.sequence_ids).exp().to(x.logprobs.dtype)
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -42,7 +42,7 @@ def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutpu
 
     Its gradient is that of `gspo` where all tokens of a completion have the same advantage.
     """
-    of_sequence = sequence_means(_log_ratio(x).detach(), x.sequence_ids).exp().to(x.logprobs.dtype)
+    of_sequence = sequence_means(log_ratio(x).detach(), x.sequence_ids).exp().to(x.logprobs.dtype)
     ratio = of_sequence * torch.exp(x.logprobs - x.logprobs.detach())
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
@@ -86,7 +86,7 @@ def vespo(
     nonnegative = (x.advantages >= 0).long()
     k = x.advantages.new_tensor([vespo_k_negative, vespo_k_positive]).double()[nonnegative]
     decay = x.advantages.new_tensor([vespo_lambda_negative, vespo_lambda_positive]).double()[nonnegative]
-    log_w = sequence_sums(_log_ratio(x).detach(), x.sequence_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    log_w = sequence_sums(log_ratio(x).detach(), x.sequence_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     weight = torch.exp(k * log_w + decay * (1 - log_w.exp())).to(x.logprobs.dtype)
     return _output(-weight * x.advantages * x.logprobs, {"policy_weight/mean": weight})
 
@@ -96,10 +96,10 @@ def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
 
     The bounds are those of the logarithm: a token's ratio is within exp(-clip_low) and exp(clip_high).
     """
-    log_ratio = _log_ratio(x)
-    low = (log_ratio < -clip_low) & (x.advantages < 0)
-    high = (log_ratio > clip_high) & (x.advantages > 0)
-    bounded = torch.where(low | high, log_ratio.detach().clamp(-clip_low, clip_high), log_ratio)
+    of_token = log_ratio(x)
+    low = (of_token < -clip_low) & (x.advantages < 0)
+    high = (of_token > clip_high) & (x.advantages > 0)
+    bounded = torch.where(low | high, of_token.detach().clamp(-clip_low, clip_high), of_token)
     ratio = sequence_means(bounded, x.sequence_ids).exp().to(x.logprobs.dtype)
     return _output(-ratio * x.advantages, _clip_metrics(low, high))
 
@@ -109,12 +109,13 @@ def reinforce(x: LossInputs) -> LossOutput:
     return _output(-x.advantages * x.logprobs)
 
 
-def _log_ratio(x: LossInputs) -> Tensor:
+def log_ratio(x: LossInputs) -> Tensor:
+    """Log of the current over the old policy's probability [T], bounded so that its exponential is finite."""
     return (x.logprobs - x.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _ratio(x: LossInputs) -> Tensor:
-    return _log_ratio(x).exp()
+    return log_ratio(x).exp()
 
 
 def _surrogate(

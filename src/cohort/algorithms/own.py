@@ -1,6 +1,6 @@
 """A user's own advantage, policy loss and loss weight: found, tried on a few tokens, and held to the rules of ours.
 
-P prompts, G generations, L tokens of the longest completion, N completions, T scored tokens.
+P prompts, G generations, K rewards, L tokens of the longest completion, N completions, T scored tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +98,9 @@ def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
     return loss_weight
 
 
-def try_advantage(advantage: Callable[[AdvantageInputs], Tensor], use: str, *, num_generations: int) -> None:
+def try_advantage(
+    advantage: Callable[[AdvantageInputs], Tensor], use: str, *, num_generations: int, num_rewards: int
+) -> None:
     """Try an advantage on two groups, with and without a completion that was not judged.
 
     Raises:
@@ -110,7 +112,7 @@ def try_advantage(advantage: Callable[[AdvantageInputs], Tensor], use: str, *, n
     unjudged_PG = rewards_PG.clone()
     unjudged_PG[0, 0] = torch.nan
     for rewards in (rewards_PG, unjudged_PG):
-        x = _advantage_inputs(rewards, lengths_PG)
+        x = _advantage_inputs(rewards, lengths_PG, num_rewards)
         advantages = advantage(x)
         shape = tuple(x.token_rewards.shape)
         if tuple(advantages.shape) not in (shape[:2], shape):
@@ -205,13 +207,14 @@ def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor) -> AdvantageInputs:
+def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor, num_rewards: int) -> AdvantageInputs:
+    """Completions of these rewards, each the sum of `num_rewards` equal parts."""
     tokens_PGL = torch.zeros(*lengths_PG.shape, int(lengths_PG.max()), dtype=torch.float64)
     tokens_PGL.scatter_(-1, (lengths_PG - 1).unsqueeze(-1), rewards_PG.nan_to_num(0.0).unsqueeze(-1))
     return AdvantageInputs(
         rewards=rewards_PG,
-        reward_parts=rewards_PG.unsqueeze(-1),
-        reward_weights=torch.ones(1, dtype=torch.float64),
+        reward_parts=(rewards_PG / num_rewards).unsqueeze(-1).repeat(1, 1, num_rewards),
+        reward_weights=torch.ones(num_rewards, dtype=torch.float64),
         token_rewards=tokens_PGL,
         lengths=lengths_PG,
     )

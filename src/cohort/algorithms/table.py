@@ -103,14 +103,27 @@ def build_algorithm(
     )
 
 
-def check_own_functions(config: AlgorithmConfig, *, num_generations: int, gradients_in_forward: bool) -> None:
+def check_own_functions(
+    config: AlgorithmConfig, *, num_generations: int, num_rewards: int, gradients_in_forward: bool
+) -> None:
     """Load and try the user's own functions, before anything that takes long.
+
+    Args:
+        config: the `algorithm` section.
+        num_generations: completions of a prompt in the run.
+        num_rewards: reward functions of the run.
+        gradients_in_forward: `train.gradients_in_forward`.
 
     Raises:
         UserError: names the key, the function and the rule that it breaks.
     """
     if is_users_own(config.advantage):
-        own.try_advantage(own.own_advantage(config.advantage), config.advantage, num_generations=num_generations)
+        own.try_advantage(
+            own.own_advantage(config.advantage),
+            config.advantage,
+            num_generations=num_generations,
+            num_rewards=num_rewards,
+        )
     if is_users_own(config.loss_weight):
         own.try_loss_weight(own.own_loss_weight(config.loss_weight), config.loss_weight)
     if is_users_own(config.policy_loss):

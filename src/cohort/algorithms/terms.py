@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.algorithms.losses import PolicyLoss
+from cohort.algorithms.losses import MAX_LOG_RATIO, PolicyLoss, log_ratio
+from cohort.algorithms.sequences import sequence_means
 from cohort.batch import LossInputs, LossOutput
 
 Estimator = Callable[[Tensor, Tensor], Tensor]  # logprobs, reference logprobs -> KL per token, all of one shape
@@ -40,9 +41,10 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log reference - log policy (Schulman, 2020): unbiased, never negative, low variance.
 
-    Its gradient on policy is that of KL(reference || policy), the other way round.
+    Its gradient on policy is that of KL(reference || policy), the other way round. d is at most `MAX_LOG_RATIO`, so
+    that its exponential is finite; beyond it a token has no gradient.
     """
-    difference = reference_logprobs - logprobs
+    difference = (reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
@@ -64,7 +66,7 @@ def with_kl(policy_loss: PolicyLoss, *, coefficient: float, estimator: Estimator
         assert x.reference_logprobs is not None, "an algorithm with a KL term was built without a reference"
         out = policy_loss(x)
         kl = estimator(x.logprobs, x.reference_logprobs)
-        term = torch.exp(x.logprobs - x.old_logprobs) * kl if unbiased else kl
+        term = log_ratio(x).exp() * kl if unbiased else kl
         return LossOutput(
             per_token_loss=out.per_token_loss + coefficient * term,
             token_metrics={**out.token_metrics, "kl": kl.detach()},
@@ -97,13 +99,11 @@ def with_off_policy_mask(policy_loss: PolicyLoss, *, threshold: float) -> Policy
 
     def masked_loss(x: LossInputs) -> LossOutput:
         out = policy_loss(x)
-        difference = (x.sampling_logprobs - x.logprobs.detach()).double()
-        ids, place = x.sequence_ids.unique(return_inverse=True)
-        sums = torch.zeros(len(ids), dtype=torch.float64, device=ids.device).index_add(0, place, difference)
-        masked = (x.advantages < 0) & ((sums / place.bincount(minlength=len(ids)))[place] > threshold)
+        moved = sequence_means(x.sampling_logprobs - x.logprobs.detach(), x.sequence_ids)
+        masked = (x.advantages < 0) & (moved > threshold)
         return LossOutput(
             per_token_loss=out.per_token_loss.masked_fill(masked, 0.0),
-            token_metrics={**out.token_metrics, "sampling/off_policy_masked_ratio": masked.to(difference.dtype)},
+            token_metrics={**out.token_metrics, "sampling/off_policy_masked_ratio": masked.to(moved.dtype)},
         )
 
     return masked_loss

@@ -8,40 +8,51 @@ import typer
 from cohort.cli.options import Debug
 from cohort.errors import UserError
 
+KINDS = ("advantage", "policy_loss", "loss_weight")
+
 
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="Show this one alone, with its formulas.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this algorithm, or this component, alone.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """List the algorithms: what they are made of, where they come from, their numbers, and when to use which."""
-    from cohort.config import ALGORITHMS
-    from cohort.config.algorithm_docs import described, not_one_of
+    from cohort.config import ALGORITHMS, COMPONENTS
+    from cohort.config.algorithm_docs import described, described_component, not_one_of
 
-    if name is not None and name not in ALGORITHMS:
-        raise UserError(f"algorithm {name!r}: {not_one_of(name, ALGORITHMS)}")
-    found = [described(each) for each in ([name] if name else ALGORITHMS)]
-    if json_:
-        typer.echo(json.dumps(found[0] if name else found, indent=2))
-    elif name:
-        typer.echo(_whole(found[0]))
-    else:
-        width = max(map(len, ALGORITHMS))
-        for algorithm in found:
-            parts = " + ".join(algorithm[kind]["name"] for kind in ("advantage", "policy_loss", "loss_weight"))
-            typer.echo(
-                f"{algorithm['name']:{width}}  {algorithm['when']}\n{'':{width}}  {parts}  ({algorithm['source']})"
-            )
-        typer.echo(
-            "\ncohort algorithms NAME shows formulas and defaults; algorithm: {name: NAME} in a configuration uses one"
+    kinds = {component: kind for kind, known in COMPONENTS.items() for component in known}
+    if name is None:
+        found: Any = [described(each) for each in ALGORITHMS]
+        text = "\n".join(_short(each, width=max(map(len, ALGORITHMS))) for each in found) + (
+            "\n\ncohort algorithms NAME shows one of them, or of their components; algorithm: {name: NAME} in a "
+            "configuration uses one"
         )
+    elif name in ALGORITHMS:
+        found = described(name)
+        text = _whole(found)
+    elif name in kinds:
+        found = {"kind": kinds[name], **described_component(kinds[name], name)}
+        text = "\n".join([*_part(kinds[name], found), "", f"algorithm: {{{kinds[name]}: {name}}}"])
+    else:
+        raise UserError(f"algorithm {name!r}: {not_one_of(name, [*ALGORITHMS, *kinds])}")
+    typer.echo(json.dumps(found, indent=2) if json_ else text)
+
+
+def _short(algorithm: dict[str, Any], *, width: int) -> str:
+    lines = [f"{algorithm['name']:{width}}  {algorithm['when']}  ({algorithm['source']})"]
+    for part in (algorithm[kind] for kind in KINDS):
+        numbers = ", ".join(f"{key}: {json.dumps(value)}" for key, value in part["defaults"].items())
+        lines.append(f"{'':{width}}  {part['name']}: {part['formula']}" + (f"  [{numbers}]" if numbers else ""))
+    return "\n".join(lines)
 
 
 def _whole(algorithm: dict[str, Any]) -> str:
     lines = [f"{algorithm['title']} ({algorithm['source']}): {algorithm['when']}", ""]
-    for kind in ("advantage", "policy_loss", "loss_weight"):
-        part = algorithm[kind]
-        lines.append(f"{kind}: {part['name']}  ({part['source']})")
-        lines.append(f"    {part['formula']}")
-        lines += [f"    {key}: {json.dumps(value)}" for key, value in part["defaults"].items()]
+    for kind in KINDS:
+        lines += _part(kind, algorithm[kind])
     return "\n".join([*lines, "", f"algorithm: {{name: {algorithm['name']}}}"])
+
+
+def _part(kind: str, part: dict[str, Any]) -> list[str]:
+    numbers = [f"    {key}: {json.dumps(value)}" for key, value in part["defaults"].items()]
+    return [f"{kind}: {part['name']}  ({part['source']})", f"    {part['formula']}", *numbers]

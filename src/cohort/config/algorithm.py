@@ -1,9 +1,10 @@
 """The `algorithm` section: a name, which stands for three components and their numbers, and what differs from it."""
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
 
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, is_users_own
 from cohort.config.section import Section
@@ -81,7 +82,7 @@ class AlgorithmConfig(Section):
         None,
         description="Of the KL divergence, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, "
         "k3 = exp(-d) - 1 + d. On policy the gradient of k2 in the loss is that of the KL divergence; k3's is that of "
-        "the reverse one, KL(reference || policy). Default: k3.",
+        "the reverse one, KL(reference || policy). Default: k3 in the loss, k1 in the reward.",
     )
     kl_in: Literal["loss", "reward"] | None = Field(
         None,
@@ -150,16 +151,16 @@ class AlgorithmConfig(Section):
         name = values.get("name", "grpo") if isinstance(values, dict) else None
         if not isinstance(name, str) or name not in ALGORITHMS:
             return values
-        named = ALGORITHMS[name]
         given = {key: value for key, value in values.items() if value not in (None, "")}
-        chosen = {kind: given.get(kind, getattr(named, kind)) for kind in COMPONENTS}
-        defaults: dict[str, Any] = {}
-        for kind, name_of_part in chosen.items():
-            is_its_own = name_of_part == getattr(named, kind)
-            for component in _components({kind: name_of_part}):
-                defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
-        defaults |= term_defaults(given)
-        return {"name": name, **chosen, **defaults, **given}
+        return {"name": name, **_filled_in(name, given), **given}
+
+    @model_serializer
+    def _what_its_name_does_not_say(self) -> dict[str, Any]:
+        """The name, and the keys that are not as it fills them in: written out, they would outlive a change of it."""
+        values = dict(self)
+        usual = {key: field.default for key, field in type(self).model_fields.items()}
+        usual |= _filled_in(self.name, values) | {kind: getattr(ALGORITHMS[self.name], kind) for kind in COMPONENTS}
+        return {key: value for key, value in values.items() if key == "name" or value != usual[key]}
 
     @field_validator("name")
     @classmethod
@@ -225,6 +226,18 @@ class AlgorithmConfig(Section):
         if self.off_policy_mask_threshold is not None:
             return f"off_policy_mask_threshold: {self.off_policy_mask_threshold}"
         return None
+
+
+def _filled_in(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The components of an algorithm, or those given, and the defaults of what they and the terms around them read."""
+    named = ALGORITHMS[name]
+    chosen = {kind: given.get(kind, getattr(named, kind)) for kind in COMPONENTS}
+    defaults: dict[str, Any] = {}
+    for kind, name_of_part in chosen.items():
+        is_its_own = name_of_part == getattr(named, kind)
+        for component in _components({kind: name_of_part}):
+            defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
+    return chosen | defaults | term_defaults(given)
 
 
 def _components(chosen: dict[str, Any]) -> list[Component]:

@@ -10,13 +10,13 @@ from typing import Any
 from cohort.config.algorithm import AlgorithmConfig, not_one_of
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS
 
-__all__ = ["described", "not_one_of", "readme_table", "render", "with_table"]
+__all__ = ["described", "described_component", "not_one_of", "readme_table", "render", "with_table"]
 
 BEGIN, END = "<!-- algorithms: made by `make docs` -->", "<!-- end of algorithms -->"
 _INTRO = """# Algorithms
 
-Made from `src/cohort/config/catalogue.py` by `make docs`; do not edit it here. `cohort algorithms [NAME] [--json]`
-prints the same.
+Made from `src/cohort/config/catalogue.py` by `make docs`; do not edit it here. `cohort algorithms` prints
+the same; `cohort algorithms NAME` one algorithm or component, and `--json` either for programs.
 
 An algorithm is three pure functions: an *advantage* makes numbers of a step's rewards, a *policy loss* makes a loss
 of each token, and a *loss weight* says how these are summed over the step. A name stands for three of them and their
@@ -24,9 +24,10 @@ numbers; any of them can be replaced: `algorithm: {name: dapo, policy_loss: gspo
 is an error.
 
 In the formulas `r` is a completion's reward, `A` its advantage, `p` a token's probability under the current policy,
-`ratio` that to the old policy's, and `N` the number of completions of the step that count. Completions that no reward
-judged, and truncated ones where those are masked, count nowhere; a group in which nothing can be compared has
-advantage 0.
+`ratio` that to the old policy's, and `N` the number of completions of the step that have a loss. A completion that no
+reward judged counts nowhere. A truncated one has no loss where those are masked (`mask_truncated_completions`) and does
+not count in `N` or in lengths, but its reward is in the means and deviations of the advantages. A group in which
+nothing can be compared has advantage 0.
 """
 _NOTES = """## Notes
 
@@ -42,8 +43,15 @@ _NOTES = """## Notes
 - **The token mean of DAPO, CISPO and VESPO** is over the tokens of the optimizer step. TRL before 1.16 counts those of
   all steps on a generation batch, where `steps_per_generation` and `gradient_accumulation_steps` differ; `cohort check`
   says so.
-- **LUSPO** is GSPO's loss of a completion times its length: GSPO with `loss_weight: sequence_sum`. Older versions
-  of TRL divide by the padded length.
+- **LUSPO** is GSPO's loss of a completion times its length: GSPO with `loss_weight: sequence_sum`. Versions of TRL
+  before its pull request 6654 divide by the padded length and count padding wherever the loss is per token, as with
+  `beta` above 0, so the gradient depends on the padding and on the processes.
+- **`top_entropy_quantile`** selects among the tokens of the step. In TRL it selects among those of a micro-batch, so
+  that with DAPO the gradient depends on `gradient_accumulation_steps`.
+- **`entropy_coef`** is a term of each token's loss and weighted as that is. In TRL, with GRPO's and Dr. GRPO's loss,
+  the gradient of the bonus depends on how the step is split over micro-batches and processes.
+- **GSPO and GMPO** have one ratio for a completion, so that advantages of its tokens come to their mean. Where these
+  differ (`gae`, `top_entropy_quantile`, `kl_in: reward` with REINFORCE++), they are refused; GSPO-token takes them.
 - **GSPO, VESPO and GMPO** look at whole completions, and so are refused with `train.gradients_in_forward`.
 - **GMPO** bounds the logarithm of a token's ratio, by -`clip_low` where the advantage is negative and by `clip_high`
   where it is positive, before the mean is taken.
@@ -66,16 +74,22 @@ def described(name: str) -> dict[str, Any]:
     """A named algorithm with its components, their formulas and the values that their keys have in it."""
     algorithm, config = ALGORITHMS[name], AlgorithmConfig(name=name)
     parts: dict[str, Any] = {}
-    for kind, known in COMPONENTS.items():
-        component = known[getattr(algorithm, kind)]
-        parts[kind] = {
-            "name": getattr(algorithm, kind),
-            "formula": component.formula,
-            "source": component.source,
-            "defaults": {key: getattr(config, key) for key in component.keys},
-        }
+    for kind in COMPONENTS:
+        part = described_component(kind, getattr(algorithm, kind))
+        parts[kind] = {**part, "defaults": {key: getattr(config, key) for key in part["defaults"]}}
     texts = {"name": name, "title": algorithm.title, "source": algorithm.source, "when": algorithm.when}
     return {**texts, **parts, "min_generations": config.min_generations}
+
+
+def described_component(kind: str, name: str) -> dict[str, Any]:
+    """A component with its formula and the defaults of the keys that it reads."""
+    component = COMPONENTS[kind][name]
+    return {
+        "name": name,
+        "formula": component.formula,
+        "source": component.source,
+        "defaults": dict(component.keys),
+    }
 
 
 def render() -> str:

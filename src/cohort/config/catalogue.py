@@ -20,6 +20,12 @@ class Component:
     min_generations_key: str | None = None  # a key whose value is such a number too
     whole_completions: bool = False  # a token's loss depends on the other tokens of its completion
     needs_critic: bool = False  # it looks at values
+    token_returns: bool = False  # it looks at token rewards, which differ along a completion with kl_in: reward
+    learns_from_equal: bool = False  # a group of equal rewards may have advantages other than 0
+    takes_negative: bool = True  # rewards
+    no_kl_in_reward: str | None = None  # why not
+    one_advantage: bool = False  # a loss of whole completions, for which advantages of single tokens come to their mean
+    has_ratio: bool = True  # a loss that knows the policy which its completions are from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +57,15 @@ ADVANTAGES: dict[str, Component] = {
         formula="(R_t - mean(R)) / (std(R) + std_epsilon) over the step's tokens; R_t: reward from token t on",
         source="arXiv:2501.03262",
         keys=STD,
+        token_returns=True,
+        learns_from_equal=True,
     ),
     "group_mean_whitened": Component(
         formula="batch_mean_std of R_t - mean(group)",
         source="arXiv:2501.03262",
         keys=STD,
         min_generations=2,
+        token_returns=True,
     ),
     "group_mean_batch_std": Component(
         formula="(r - mean(group)) / (std(r of the step) + std_epsilon)",
@@ -69,9 +78,15 @@ ADVANTAGES: dict[str, Component] = {
         source="arXiv:2601.05242",
         keys=STD,
         min_generations=2,
+        learns_from_equal=True,
+        no_kl_in_reward="it looks at each reward by itself, and the penalty is none of them",
     ),
     "max_likelihood": Component(
-        formula="(r - mean(group)) / mean(group); 0 where the mean is 0", source="arXiv:2602.02710", min_generations=2
+        formula="(r - mean(group)) / mean(group); 0 where the mean is 0",
+        source="arXiv:2602.02710",
+        min_generations=2,
+        takes_negative=False,
+        no_kl_in_reward="it takes rewards of at least 0, and the penalty makes them negative",
     ),
     "max_at_k": Component(
         formula="G * mean over sets S of at_k completions of (max(S) - max(S without this one))",
@@ -81,10 +96,13 @@ ADVANTAGES: dict[str, Component] = {
         min_generations_key="at_k",
     ),
     "gae": Component(
-        formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k))",
+        formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)); "
+        "whitened: (A - mean(A)) / (std(A) + 1e-8) over the step's tokens",
         source="arXiv:1506.02438",
         keys={"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": True},
         needs_critic=True,
+        token_returns=True,
+        learns_from_equal=True,
     ),
 }
 POLICY_LOSSES: dict[str, Component] = {
@@ -98,6 +116,7 @@ POLICY_LOSSES: dict[str, Component] = {
         source="arXiv:2507.18071",
         keys={"clip_low": 3e-4, "clip_high": 4e-4},
         whole_completions=True,
+        one_advantage=True,
     ),
     "gspo_token": Component(
         formula="as gspo with s_t = sg(s) * p_t / sg(p_t); sg: without a gradient",
@@ -129,14 +148,17 @@ POLICY_LOSSES: dict[str, Component] = {
         source="arXiv:2507.20673",
         keys={"clip_low": 0.4, "clip_high": 0.4},
         whole_completions=True,
+        one_advantage=True,
     ),
-    "reinforce": Component(formula="-A * log p", source="doi:10.1007/BF00992696"),
+    "reinforce": Component(formula="-A * log p", source="doi:10.1007/BF00992696", has_ratio=False),
 }
 LOSS_WEIGHTS: dict[str, Component] = {
     "sequence_mean": Component(formula="1 / (N * length)", source="arXiv:2402.03300"),
     "token_mean": Component(formula="1 / (tokens of the step)", source="arXiv:2503.14476"),
     "sequence_sum": Component(formula="1 / N", source="arXiv:2402.14740"),
-    "constant": Component(formula="1 / (N * rollout.max_completion_tokens)", source="arXiv:2503.20783"),
+    "constant": Component(
+        formula="1 / (all completions of the step * rollout.max_completion_tokens)", source="arXiv:2503.20783"
+    ),
 }
 COMPONENTS: dict[str, dict[str, Component]] = {
     "advantage": ADVANTAGES,
@@ -292,3 +314,16 @@ def readers(key: str) -> list[str]:
 def with_a_critic() -> list[str]:
     """The algorithms that train a critic beside the policy."""
     return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].needs_critic]
+
+
+def in_place_of(name: str, advantage: str, algorithms: list[str]) -> str:
+    """What to use in place of an advantage: another name where the name stands for it, else another advantage.
+
+    Args:
+        name: of the algorithm.
+        advantage: that it has now.
+        algorithms: whose advantages would do.
+    """
+    if advantage == ALGORITHMS[name].advantage:
+        return "algorithm.name: " + " or ".join(algorithms)
+    return "algorithm.advantage: " + " or ".join(dict.fromkeys(ALGORITHMS[other].advantage for other in algorithms))

@@ -17,6 +17,7 @@ from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.errors import UserError
 
 WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
+_OF_ALGORITHM = "# Of `algorithm`, what its name does not say already: see `cohort algorithms NAME`.\n"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Sequence[str] = ()) -> Config:
@@ -70,9 +71,12 @@ def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, b
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that `load_config` reads back to an equal one."""
+    """The configuration, defaults included, as YAML that `load_config` reads back to an equal one.
+
+    What `algorithm.name` says already is not written, so that changing the name changes the algorithm.
+    """
     text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return WRITTEN_BY_COHORT + text
+    return WRITTEN_BY_COHORT + _OF_ALGORITHM + text
 
 
 class _Dumper(yaml.SafeDumper):

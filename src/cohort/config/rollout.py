@@ -54,8 +54,8 @@ class SamplingConfig(Section):
     resample: int = Field(
         0,
         ge=0,
-        description="Dynamic sampling (DAPO): groups whose rewards are all equal give no gradient, and are replaced by "
-        "those of new prompts, in at most so many rounds a step. 0: off.",
+        description="Dynamic sampling (DAPO): groups whose rewards are all equal, from which an advantage within the "
+        "group learns nothing, are replaced by those of new prompts, in at most so many rounds a step. 0: off.",
     )
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
-from cohort.config.catalogue import with_a_critic, with_one_completion
+from cohort.config.catalogue import in_place_of, with_a_critic, with_one_completion
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.optim import AdamwConfig, OptimConfig
@@ -278,7 +278,6 @@ class Config(Section):
     def _algorithm_suits_the_run(self) -> Self:
         algorithm, generations = self.algorithm, self.rollout.num_generations
         if generations < algorithm.min_generations:
-            others = " or ".join(with_one_completion())
             if generations > 1:
                 raise ValueError(
                     f"rollout.num_generations: {generations} is less than algorithm.at_k: {algorithm.at_k}, so that "
@@ -288,17 +287,24 @@ class Config(Section):
                 f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
                 f"{algorithm.advantage}): a group of one has no peers to be judged against, so its advantage is always "
                 f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual)"
-                f", or algorithm.name: {others}, which need no peers"
+                f", or {in_place_of(algorithm.name, algorithm.advantage, with_one_completion())}, which need no peers"
             )
         if generations == 1 and self.rollout.resample:
             raise ValueError(
                 f"rollout.resample: {self.rollout.resample} with rollout.num_generations: 1: the rewards of a group of "
                 f"one are all equal, so every group would be replaced; use resample: 0, or more generations"
             )
+        if self.rollout.resample and any(part.learns_from_equal for part in algorithm.components()):
+            raise ValueError(
+                f"rollout.resample: {self.rollout.resample} would replace groups that teach: advantage: "
+                f"{algorithm.advantage} learns where the rewards of a group are equal too; use resample: 0, or an "
+                f"advantage that compares within the group, such as group_mean_std"
+            )
         if self.critic is not None and not algorithm.needs_critic:
             raise ValueError(
-                f"critic has no effect with algorithm.name: {algorithm.name}, which trains none; remove the section, "
-                f"or use algorithm.name: {' or '.join(with_a_critic())}"
+                f"critic has no effect with algorithm.name: {algorithm.name} (advantage: {algorithm.advantage}), which "
+                f"trains none; remove the section, or use "
+                f"{in_place_of(algorithm.name, algorithm.advantage, with_a_critic())}"
             )
         steps, waits = self.train.steps, self.critic.warmup_steps if self.critic else 0
         if steps is not None and waits >= steps:
@@ -313,6 +319,25 @@ class Config(Section):
                 f"gradients_in_forward: false, or what looks at each token by itself (policy_loss: clipped, "
                 f"sampling_correction: token_truncate)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _components_suit_the_run(self) -> Self:
+        algorithm, updates = self.algorithm, self.train.updates_per_rollout
+        parts = algorithm.components()
+        if updates > 1 and not all(part.has_ratio for part in parts):
+            raise ValueError(
+                f"train.updates_per_rollout: {updates} with algorithm.policy_loss: {algorithm.policy_loss}: it has no "
+                f"ratio to the policy that sampled, which from the second update on is another one; use "
+                f"updates_per_rollout: 1, or policy_loss: clipped or cispo"
+            )
+        for i, reward in enumerate(self.rewards):
+            if (reward.weight < 0 or reward.use == "overlong") and not all(part.takes_negative for part in parts):
+                what = f"weight: {reward.weight:g}" if reward.weight < 0 else "use: overlong"
+                raise ValueError(
+                    f"rewards.{i}.{what} makes rewards negative, and algorithm.advantage: {algorithm.advantage} takes "
+                    f"rewards of at least 0; remove it, or use another advantage such as group_mean_std"
+                )
         return self
 
 

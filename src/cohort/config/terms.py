@@ -13,9 +13,10 @@ def term_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of those keys that something reads, by what was given of the section."""
     defaults: dict[str, Any] = {}
     if _is_positive(given.get("beta")):
-        defaults |= {"kl_estimator": "k3", "kl_in": "loss"}
         if given.get("kl_in", "loss") == "loss":
-            defaults["kl_unbiased"] = False
+            defaults |= {"kl_estimator": "k3", "kl_in": "loss", "kl_unbiased": False}
+        else:
+            defaults["kl_estimator"] = "k1"
         if given.get("kl_target") is not None:
             defaults["kl_horizon"] = 10_000
     if given.get("entropy_target") is not None:
@@ -53,6 +54,27 @@ def check_terms(algorithm: "AlgorithmConfig") -> None:
         raise ValueError(
             "kl_unbiased: true with kl_estimator: k2 is the gradient of no divergence; use kl_estimator: k3, whose "
             "unbiased gradient is k2's times the importance ratio"
+        )
+    _check_components(algorithm)
+
+
+def _check_components(algorithm: "AlgorithmConfig") -> None:
+    """Refuse terms of which an advantage or a policy loss would make nothing, or something else."""
+    parts, by_token = algorithm.components(), ""
+    for part in parts:
+        if algorithm.kl_in == "reward" and part.no_kl_in_reward is not None:
+            raise ValueError(
+                f"kl_in: reward does not go with advantage: {algorithm.advantage}: {part.no_kl_in_reward}; use "
+                f"kl_in: loss, or another advantage such as group_mean_std"
+            )
+        if part.needs_critic or (part.token_returns and algorithm.kl_in == "reward"):
+            by_token = f"advantage: {algorithm.advantage}" + ("" if part.needs_critic else " and kl_in: reward")
+    if algorithm.top_entropy_quantile < ALL_TOKENS:
+        by_token = f"top_entropy_quantile: {algorithm.top_entropy_quantile}"
+    if by_token and any(part.one_advantage for part in parts):
+        raise ValueError(
+            f"policy_loss: {algorithm.policy_loss} has one ratio for a whole completion, where the advantages of its "
+            f"tokens come to their mean, and with {by_token} they differ; use policy_loss: gspo_token"
         )
 
 

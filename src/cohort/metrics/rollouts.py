@@ -11,7 +11,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards and completion lengths of one step's groups.
 
     `reward` is the mean over judged completions; `reward_std` the mean over groups of the unbiased standard deviation
-    inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal, which teach nothing.
+    inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal.
     """
     rewards_PG = np.stack([group.rewards for group in groups])
     judged_PG = ~np.isnan(rewards_PG)
@@ -30,7 +30,11 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def has_equal_rewards(group: ScoredGroup) -> bool:
-    """Whether all judged rewards of a group are the same, to rounding: every advantage is 0."""
+    """Whether all judged rewards of a group are the same, to rounding.
+
+    Advantages that compare a completion's reward with its group's are 0 then; the others may still teach (`gae`,
+    `batch_mean_std`, and `per_reward_mean_std` where only the sum of the rewards is the same).
+    """
     return _reward_std(group) < 1e-8
 
 

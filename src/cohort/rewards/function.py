@@ -17,6 +17,7 @@ class RewardFunction:
     weight: float = 1.0  # of this part in the weighted sum; may be negative
     args: Mapping[str, Any] = field(default_factory=dict)  # extra keyword arguments
     timeout_s: float = 300.0  # deadline of one call, which covers all completions of a step
+    shapes: bool = False  # it adds to what others judge: a completion that only it has a number for is not judged
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ def build_rewards(
         max_completion_tokens: longest completion of the run.
 
     Raises:
-        UserError: a function does not load, or cannot be called with what the dataset has.
+        UserError: a function does not load, or cannot be called with what the dataset has; or none of them judges.
     """
     rewards = []
     for i, config in enumerate(configs):
@@ -53,8 +53,18 @@ def build_rewards(
         check_columns(function, name=name, args=config.args, columns=columns, field=field)
         rewards.append(
             RewardFunction(
-                name=name, function=function, weight=config.weight, args=config.args, timeout_s=config.timeout_s
+                name=name,
+                function=function,
+                weight=config.weight,
+                args=config.args,
+                timeout_s=config.timeout_s,
+                shapes=bool(getattr(function, "shapes", False)),
             )
+        )
+    if all(reward.shapes for reward in rewards):
+        raise UserError(
+            f"rewards: {', '.join(repr(r.name) for r in rewards)} only adds to what other rewards judge, and there is "
+            f"no other; add one that judges, such as {{use: math}}"
         )
     return tuple(rewards)
 

@@ -7,7 +7,8 @@ class OverlongReward:
     """0.0 up to max_completion_tokens - buffer_tokens, from there linear down to -penalty at max_completion_tokens.
 
     DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, in evaluations too. It
-    judges every completion, and is added to the other rewards, times its weight.
+    is added to the other rewards, times its weight, and judges nothing by itself: a completion that no other reward
+    judges stays unjudged.
 
     Arguments (in `rewards[i].args`):
         buffer_tokens: tokens before the limit over which the penalty grows, at most the limit.
@@ -15,6 +16,7 @@ class OverlongReward:
     """
 
     __name__ = "overlong"
+    shapes = True
 
     def __init__(self, max_completion_tokens: int):
         self._limit = max_completion_tokens

@@ -126,18 +126,19 @@ class RewardRunner:
     def _weighted_sum(self, parts: Mapping[str, FloatArray], *, must_judge: bool) -> FloatArray:
         parts_RN = np.stack([parts[f.name] for f in self.functions])
         weights_R1 = np.array([[f.weight] for f in self.functions])
-        judged_RN = ~np.isnan(parts_RN)
-        if must_judge and not judged_RN.any():
+        has_number_RN = ~np.isnan(parts_RN)
+        judged_N = has_number_RN[[not f.shapes for f in self.functions]].any(axis=0)
+        if must_judge and not judged_N.any():
             raise UserError(
                 f"no reward judged any of the {parts_RN.shape[1]} completions of this step: "
-                f"{', '.join(repr(f.name) for f in self.functions)} returned None for each of them, so there is "
-                "nothing to learn from. Is the answer column right?"
+                f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for each of them, so "
+                "there is nothing to learn from. Is the answer column right?"
             )
         with np.errstate(over="ignore"):  # becomes an error with words below
-            sums_N = np.where(judged_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
+            sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
         if not np.isfinite(sums_N).all():
             raise UserError("rewards: the weighted sum of the rewards is too large for a float64; use smaller weights")
-        return np.where(judged_RN.any(axis=0), sums_N, NOT_JUDGED)
+        return np.where(judged_N, sums_N, NOT_JUDGED)
 
 
 def _prompt(prompt: Prompt, _: Completion) -> Any:

@@ -67,6 +67,7 @@ def read_inputs(config: Config) -> Inputs:
     check_own_functions(
         config.algorithm,
         num_generations=config.rollout.num_generations,
+        num_rewards=len(config.rewards),
         gradients_in_forward=config.train.gradients_in_forward,
     )
     rows = read_rows(
