@@ -23,7 +23,6 @@ from cohort.plan.layout import plan_layout, plan_rows
 from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
-from cohort.trainer import loop
 from cohort.trainer.foresee import compared, plan_on
 from test_training import changed, make_inputs
 
@@ -331,11 +330,11 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
         return lambda config, *, device, world_size, **about: plan_on(config, machines, **about)
 
     settings = changed(make_inputs(tmp_path), train={"steps": 1})
-    monkeypatch.setattr(loop, "foresee", as_on("1MB"))
+    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("1MB"))
     with pytest.raises(UserError, match="this run needs"):
         cohort.train(settings, display=Notes())
     assert not (tmp_path / "run" / "plan.json").exists()
-    monkeypatch.setattr(loop, "foresee", as_on("80GB"))
+    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("80GB"))
     done = cohort.train(settings, display=Notes())
     plan = json.loads((done.run_dir / "plan.json").read_text())
     assert plan["layout"]["num_prompts"] == 40
