@@ -166,7 +166,7 @@ def _sharded_policy(config: ModelConfig, kind: type[Policy]) -> Policy:
     prepare_activations(model, config)
     compute_dtype = getattr(torch, config.dtype if config.compute_dtype == "auto" else config.compute_dtype)
     sharding = Sharding(model, Collectives(), device=torch.device("cpu"), compute_dtype=compute_dtype)
-    traits = ModelTraits(layout="shared", reason=None, has_plain_head=True, attention=attention.NAME)
+    traits = ModelTraits(layout="shared", reason=None, has_plain_head=kind is Policy, attention=attention.NAME)
     return kind(
         model,
         device=torch.device("cpu"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from cohort.config import AdafactorConfig, Adamw8bitConfig, MuonConfig, OptimConfig, SgdConfig
 
 _LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, with a float32 for each block
+_CODES = 256  # and a table of float32, one for each value of a byte
 
 
 def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, by_muon: bool) -> int:
@@ -20,7 +21,7 @@ def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, b
     size = math.prod(shape)
     match config:
         case Adamw8bitConfig() if size >= _LARGE and size % _BLOCK == 0:
-            return 2 * (size + 4 * size // _BLOCK)
+            return 2 * (size + 4 * size // _BLOCK + 4 * _CODES)
         case AdafactorConfig() if len(shape) >= 2:
             *matrices, rows, columns = shape
             return bytes_each * math.prod(matrices) * (rows + columns)
