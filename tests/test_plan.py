@@ -326,6 +326,19 @@ def test_moments_in_8_bits_are_proposed_before_lora() -> None:
     assert changed_run.fits
 
 
+def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
+    one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory="34GB")
+    wanted = config("algorithm.beta=0.1", "model.gradient_checkpointing=true", "rollout.max_num_seqs=8")
+    plan = predict_run(wanted, preset_shape("1.5b"), one)
+    found = advise(wanted, plan)
+    assert not plan.fits
+    assert next(a for a in found if a.changes == {"reference.device": "cpu"}).saved_bytes == 4 * 1_543_714_304
+    assert not [a for a in found if "reference.device" in a.changes and "--gpus" in a.changes]
+    for more, match in (("optim.name=adafactor", "adafactor cannot move"), ("reference.device=cpu", "one process")):
+        with pytest.raises(UserError, match=match):
+            predict_run(config("algorithm.beta=0.1", more), preset_shape("1.5b"), EIGHT)
+
+
 @pytest.mark.parametrize(("gpus", "proposed"), [(1, True), (2, False)])
 def test_adafactor_is_proposed_to_one_process_only(gpus: int, proposed: bool) -> None:
     machines = hardware(gpu="h100", gpus=gpus, nodes=1, gpu_memory="80GB" if gpus == 1 else "48GB")

@@ -20,7 +20,7 @@ from cohort.config import (
     SgdConfig,
 )
 from cohort.errors import UserError
-from cohort.plan.optimizer import state_bytes
+from cohort.plan.optimizer import check_spread, state_bytes
 
 Group = dict[str, Any]  # of a torch optimizer
 
@@ -36,11 +36,7 @@ def check_optimizer(config: OptimConfig, world_size: int) -> None:
             "optim.name: adamw_8bit needs the package torchao, which is not installed; install cohort-rl[torchao], or "
             "use adamw"
         )
-    if config.name == "adafactor" and world_size > 1:
-        raise UserError(
-            f"optim.name: adafactor cannot move weights that are spread over processes, as PyTorch has it, and there "
-            f"are {world_size}; use adamw_8bit, muon or sgd, which keep less than adamw too, or hardware.processes: 1"
-        )
+    check_spread(config, world_size)
 
 
 class Optimizers:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.config import AdafactorConfig, Adamw8bitConfig, Config
+from cohort.config import AdafactorConfig, Adamw8bitConfig, Config, ReferenceConfig
 from cohort.config.adapter import AdapterConfig
 from cohort.config.optim import BaseOptimConfig
 from cohort.errors import UserError
@@ -87,6 +87,11 @@ def _offload(config: Config, plan: Plan) -> Iterator[Changes]:
         yield {"model.activation_offload": True}
 
 
+def _parked_reference(config: Config, plan: Plan) -> Iterator[Changes]:
+    if plan.work.has_reference and config.model.adapter is None:
+        yield {"reference.device": "cpu"}
+
+
 def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
         if plan.hardware.on_gpu and number > plan.hardware.gpus_per_node:
@@ -154,6 +159,7 @@ _KINDS = (  # those that cost the experiment the least come first
     _Kind(_sampled, "time; the gradient is the same"),
     _Kind(_checkpointing, "time; the gradient is the same"),
     _Kind(_offload, "time, which is not predicted; the gradient is the same"),
+    _Kind(_parked_reference, "time: the reference comes from host memory once a step; the gradient is the same"),
     _Kind(_gpus, _GPUS, changes_gradient=True),
     _Kind(_nodes, _GPUS, changes_gradient=True),
     _Kind(
@@ -263,7 +269,7 @@ def _changed(section: Any, path: list[str], value: Any) -> Any:
     """The section with one of its keys, or of a section inside, changed."""
     name, *rest = path
     if rest:
-        value = _changed(getattr(section, name), rest, value)
+        value = _changed(getattr(section, name) or ReferenceConfig(), rest, value)  # no other section is missing
     elif name == "adapter":
         value = AdapterConfig(**value)
     elif isinstance(section, BaseOptimConfig):

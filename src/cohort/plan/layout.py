@@ -102,6 +102,26 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     )
 
 
+def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
+    """Compare `reference.device: cpu` with where the run trains.
+
+    Raises:
+        UserError: it has no effect, or does not work.
+    """
+    if config.reference is None or config.reference.device != "cpu":
+        return
+    if not on_gpu:
+        raise UserError(
+            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
+            "remove it"
+        )
+    if processes > 1:
+        raise UserError(
+            f"reference.device: cpu works in one process, and this run has {processes}, over which the "
+            f"reference is spread already; use reference.device: auto"
+        )
+
+
 def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:
     """What a split has to fit."""
     adapter, critic = config.model.adapter, critic_shape(config, shape)

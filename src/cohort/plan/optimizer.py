@@ -4,9 +4,23 @@ import math
 from collections.abc import Sequence
 
 from cohort.config import AdafactorConfig, Adamw8bitConfig, MuonConfig, OptimConfig, SgdConfig
+from cohort.errors import UserError
 
 _LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, with a float32 for each block
 _CODES = 256  # and a table of float32, one for each value of a byte
+
+
+def check_spread(config: OptimConfig, processes: int) -> None:
+    """Compare the optimizer with the processes that weights are spread over.
+
+    Raises:
+        UserError: it cannot move them.
+    """
+    if config.name == "adafactor" and processes > 1:
+        raise UserError(
+            f"optim.name: adafactor cannot move weights that are spread over processes, as PyTorch has it, and there "
+            f"are {processes}; use adamw_8bit, muon or sgd, which keep less than adamw too, or hardware.processes: 1"
+        )
 
 
 def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, by_muon: bool) -> int:
