@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from cohort.config import AdapterConfig, ModelConfig
 from cohort.metrics import flops_of
 from cohort.plan.flops import ModelFlops, model_flops, peak_flops
+from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter_folder import adapter_spec
 from tiny import VOCAB_SIZE, make_model
 
 
@@ -93,6 +96,39 @@ def test_frozen_parts_have_no_gradient_of_their_own():
     model.requires_grad_(False)
     costs = flops_of(model)
     assert costs.body_backward == costs.head_backward == costs.pair_backward == 0
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("down_proj", "lm_head"), ("embed_tokens",), ("lm_head",)])
+@pytest.mark.parametrize("tie", [True, False])
+def test_adapters(targets: Any, tie: bool):
+    """Against torch's count. What the first layer computes before its adapter, and attention there, has no backward."""
+    model = make_model("llama", tie=tie, num_hidden_layers=6)
+    settings = ModelConfig(path="m", adapter=AdapterConfig(rank=2, targets=targets))
+    start = AdapterStart(spec=adapter_spec(settings, model), seed=0, weights=None, reference=None)
+    Adapter(model, start, trainable=True).fill()
+    forward, both = counted(model, 40)
+    costs, sizes = flops_of(model), {"tokens": 40, "scored": 40, "pairs": 1600}
+    assert costs.forward(**sizes) == pytest.approx(forward, rel=0.01)
+    assert costs.forward_backward(**sizes) == pytest.approx(both, rel=0.04)
+
+
+def test_an_adapter_takes_4_operations_per_frozen_weight():
+    """Literal: a layer of 6 x 4 after a trained one, an adapter of rank 2 on it, a head of 10 x 4 with another."""
+    layer, head = "model.layers.1.mlp.up_proj", "lm_head"
+    parameters = [
+        ("model.layers.0.norm_matrix.lora_A.default.weight", (1, 4), True),
+        (f"{layer}.base_layer.weight", (6, 4), False),
+        (f"{layer}.lora_A.default.weight", (2, 4), True),
+        (f"{layer}.lora_A.start.weight", (2, 4), False),
+        (f"{layer}.lora_B.default.weight", (6, 2), True),
+        (f"{head}.base_layer.weight", (10, 4), False),
+        (f"{head}.lora_A.default.weight", (2, 4), True),
+        (f"{head}.lora_B.default.weight", (10, 2), True),
+    ]
+    costs = model_flops(parameters, {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1})
+    assert costs.body_forward == 2 * (4 + 24 + 8 + 12)
+    assert costs.body_backward == 2 * (4 + 24 + 2 * (8 + 12))  # the first has nothing trained before it
+    assert (costs.head_forward, costs.head_backward) == (2 * (40 + 8 + 20), 2 * (40 + 2 * (8 + 20)))
 
 
 def test_numbers_by_hand():

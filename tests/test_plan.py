@@ -1,5 +1,6 @@
 """`cohort plan`: layout, advice, limits, the command, and what a run does with its plan."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,18 +14,20 @@ from typer.testing import CliRunner
 
 import cohort
 from cohort.cli.app import app
-from cohort.config import Config, config_from_dict
+from cohort.config import Adamw8bitConfig, Config, config_from_dict
 from cohort.display import Display
 from cohort.errors import UserError
 from cohort.plan import plan_run
 from cohort.plan.advice import advise, replan
+from cohort.plan.calibration import Calibration
+from cohort.plan.critic import critic_shape
 from cohort.plan.data import count_prompts
+from cohort.plan.estimate import training_operations
 from cohort.plan.hardware import hardware, parse_bytes
-from cohort.plan.layout import plan_layout, plan_rows
+from cohort.plan.layout import plan_layout, plan_rows, sizes_of
 from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
-from cohort.trainer import run as trainer_run
 from cohort.trainer.foresee import compared, plan_on
 from test_training import changed, make_inputs
 
@@ -210,6 +213,159 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
     assert "reference weights" not in with_reference.memory.phases["backward"]
 
 
+SIZES = dataclasses.replace(
+    sizes_of(config(), preset_shape("7b"), EIGHT), num_parameters=1000, active_parameters=100, adapter_parameters=10
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"6 operations per weight and token": 600}),
+        (["train.updates_per_rollout=2"], {"6 operations per weight and token": 1200}),
+        (["model.adapter={rank: 8}"], {"4 operations per weight and token": 460}),
+        (
+            ["model.gradient_checkpointing=true", "algorithm.beta=0.1", "train.updates_per_rollout=2"],
+            {"6 operations per weight and token": 1200, "layers computed twice": 400, "the reference": 200},
+        ),
+        (
+            ["algorithm={beta: 0.1, kl_in: reward}"],
+            {
+                "6 operations per weight and token": 600,
+                "the reference": 200,
+                "the policy before training": 200,
+            },
+        ),
+        (
+            ["algorithm.top_entropy_quantile=0.2"],
+            {"6 operations per weight and token": 600, "the policy before training": 200},
+        ),
+        (
+            ["algorithm.name=ppo", "critic.updates=3"],  # values once, three times there and back
+            {"6 operations per weight and token": 600, "the critic": 50 * (2 + 3 * 6)},
+        ),
+        (
+            ["algorithm.name=ppo", "model.gradient_checkpointing=true"],
+            {"6 operations per weight and token": 600, "layers computed twice": 200, "the critic": 50 * (2 + 8)},
+        ),
+    ],
+)
+def test_operations_of_a_step(overrides: list[str], expected: dict[str, float]) -> None:
+    """Literal: a policy of 100 weights, an adapter of 10, a critic of 50."""
+    assert training_operations(config(*overrides), dataclasses.replace(SIZES, critic=(500, 50))) == expected
+
+
+def test_a_plan_with_a_critic() -> None:
+    without, ppo = (
+        predict_run(config("train.micro_batch_tokens=8192", *more), preset_shape("0.5b"), EIGHT)
+        for more in ([], ["algorithm.name=ppo"])
+    )
+    assert ppo.work.critic is not None and without.work.critic is None
+    assert ppo.work.critic.shape.num_parameters == 494_032_768 + 897  # its embedding was the head too
+    state = 3 * 4 * (494_032_768 + 897) // 8
+    assert ppo.memory.peak_bytes - without.memory.peak_bytes == pytest.approx(state, rel=1e-3)
+    # a forward for the values, and one there and back, of all but the head
+    body = 494_032_768 - 151_936 * 896
+    ratio = ppo.timing["training_s"].value / without.timing["training_s"].value
+    assert ratio == pytest.approx(1 + 8 * body / (6 * 494_032_768), rel=1e-3)
+    assert "the critic" in ppo.timing["training_s"].how
+
+
+def test_a_critic_of_its_own_path_has_its_own_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-0.6b"]))
+    shapes = [
+        critic_shape(config("algorithm.name=ppo", f"critic.path={path}"), preset_shape("7b"))
+        for path in (tmp_path, "somebody/elses")
+    ]
+    assert [shape.num_parameters for shape in shapes if shape] == [596_049_920 + 1025, 7_070_622_721]
+    assert critic_shape(config(), preset_shape("7b")) is None
+
+
+def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
+    measured = Calibration(
+        device=EIGHT.gpu_name,
+        on_gpu=True,
+        machine="x",
+        date="2026-11-01",
+        torch_version="2.13.0",
+        flops={"float32": 5e13, "bfloat16": 6e14},
+        memory_bandwidth=2.5e12,
+        host_bandwidth=4 * 494_032_768.0,
+        collective_bandwidth=None,
+        memory_bytes=80 * 10**9,
+        framework_bytes=10**9,
+    )
+    one = dataclasses.replace(EIGHT, gpus_per_node=1, measured=measured)
+    more = ("hardware.processes=1", "algorithm.beta=0.1", "train.micro_batch_tokens=8192")
+    beside, parked, refreshed = (
+        predict_run(config(*more, *reference), preset_shape("0.5b"), one)
+        for reference in ([], ["reference.device=cpu"], ["reference={device: cpu, refresh_every: 8}"])
+    )
+    assert beside.memory.peak_bytes - parked.memory.peak_bytes == 4 * 494_032_768
+    for name in ("training_s", "step_s"):
+        assert parked.timing[name].value == pytest.approx(beside.timing[name].value + 1)
+    assert refreshed.memory == parked.memory  # it moves in place
+    assert refreshed.timing["step_s"] == parked.timing["step_s"]
+
+
+def test_moments_in_8_bits_are_proposed_before_lora() -> None:
+    """One GPU of 24 GB and 1.54 billion weights: 16 bytes each are 24.7 GB, and 10 are 15.5 GB."""
+    one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    wanted = config(
+        "hardware.processes=1", "rollout.max_completion_tokens=512", "rollout.max_num_seqs=8", "optim.beta2=0.99"
+    )
+    plan = predict_run(wanted, preset_shape("1.5b"), one)
+    assert not plan.fits
+    found = advise(wanted, plan)
+    (small,) = [a for a in found if "optim.name" in a.changes]
+    assert small.changes["optim.name"] == "adamw_8bit"  # Adafactor has no beta2
+    assert "optim.name=adamw_8bit" in small.told() and small.costs.startswith("the optimizer's rounding")
+    assert found.index(small) < next(i for i, a in enumerate(found) if "model.adapter" in a.changes)
+    assert small.saved_bytes > (8 - 2.04) * 1_543_714_304
+    changed_run = replan(wanted, preset_shape("1.5b"), one, small.changes)
+    assert changed_run.work.optim == Adamw8bitConfig(beta2=0.99)
+    assert changed_run.fits
+
+
+def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
+    one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory="34GB")
+    wanted = config("algorithm.beta=0.1", "model.gradient_checkpointing=true", "rollout.max_num_seqs=8")
+    plan = predict_run(wanted, preset_shape("1.5b"), one)
+    found = advise(wanted, plan)
+    assert not plan.fits
+    assert next(a for a in found if a.changes == {"reference.device": "cpu"}).saved_bytes == 4 * 1_543_714_304
+    assert not [a for a in found if "reference.device" in a.changes and "--gpus" in a.changes]
+    for more, match in (("optim.name=adafactor", "adafactor cannot move"), ("reference.device=cpu", "one process")):
+        with pytest.raises(UserError, match=match):
+            predict_run(config("algorithm.beta=0.1", more), preset_shape("1.5b"), EIGHT)
+
+
+@pytest.mark.parametrize(("gpus", "proposed"), [(1, True), (2, False)])
+def test_adafactor_is_proposed_to_one_process_only(gpus: int, proposed: bool) -> None:
+    machines = hardware(gpu="h100", gpus=gpus, nodes=1, gpu_memory="80GB" if gpus == 1 else "48GB")
+    wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
+    plan = predict_run(wanted, preset_shape("7b"), machines)
+    assert not plan.fits
+    names = [a.changes.get("optim.name") for a in advise(wanted, plan)]
+    assert ("adafactor" in names) is proposed
+    assert "sgd" not in names
+    small = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "optim.name=sgd")
+    assert not [a for a in advise(small, predict_run(small, preset_shape("7b"), machines)) if "optim.name" in a.changes]
+
+
+def test_groups_of_one(run_file: Path) -> None:
+    """A prompt of 512 tokens and 4,095 of its completion are one sequence: no prompt is kept for others."""
+    one = plan_rows(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 4608)
+    assert (one.row_tokens, one.row_completions, one.kept_prompt_tokens, one.num_micro_batches) == (4608, 1, 0, 2)
+    long = plan_rows(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 1000)  # over the cap by itself
+    assert (long.row_tokens, long.row_completions, long.kept_prompt_tokens, long.num_micro_batches) == (4608, 1, 0, 2)
+    command = ["plan", str(run_file), "algorithm.name=ppo", "rollout.num_generations=1"]
+    told = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output.split())
+    assert "prompts per step, of one process 2, with one completion each" in told
+    assert "completions per step" not in told
+    assert "critic, trained beside the policy 7.07 billion parameters" in told
+
+
 def test_dropout_computes_a_prompt_for_every_completion() -> None:
     rows = plan_rows(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
     assert (rows.row_completions, rows.row_tokens, rows.kept_prompt_tokens) == (2, 2 * (512 + 4097), 0)
@@ -329,21 +485,21 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
 
     def as_on(memory: str) -> Any:
         machines = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=memory)
-        return lambda config, inputs, _, *, device, world_size, note: plan_on(
+        return lambda config, inputs, servers, *, device, world_size, note: plan_on(
             config,
             machines,
             shared=False,
-            longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
+            longest_prompt_tokens=20,
             num_prompts=len(inputs.prompts.prompts),
             note=note,
         )
 
     settings = changed(make_inputs(tmp_path), train={"steps": 1})
-    monkeypatch.setattr(trainer_run, "foresee", as_on("1MB"))
+    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("1MB"))
     with pytest.raises(UserError, match="this run needs"):
         cohort.train(settings, display=Notes())
     assert not (tmp_path / "run" / "plan.json").exists()
-    monkeypatch.setattr(trainer_run, "foresee", as_on("80GB"))
+    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("80GB"))
     done = cohort.train(settings, display=Notes())
     plan = json.loads((done.run_dir / "plan.json").read_text())
     assert plan["layout"]["num_prompts"] == 40

@@ -1,6 +1,7 @@
 """Memory in closed form: counted parameters, monotone parts, and the symbolic run of the real step."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,24 @@ from typer.testing import CliRunner
 
 from cohort.cli.app import app
 from cohort.cli.plan_verify import track_step
-from cohort.config.adapter import AdapterConfig
+from cohort.config import (
+    AdafactorConfig,
+    Adamw8bitConfig,
+    AdamwConfig,
+    AdapterConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimConfig,
+    SgdConfig,
+)
+from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.memory import Work, activation_bytes, plan_memory
+from cohort.plan.memory import Work, activation_bytes, critic_work, plan_memory
 from cohort.plan.shape import PRESETS, ModelShape, preset_shape, read_shape, shape_of
+from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter_folder import adapter_spec
+from rank_engine import OPTIMIZERS
 
 # Of the models' own cards and weight files.
 PARAMETERS = {
@@ -128,6 +142,7 @@ _works = st.builds(
     sampled_tokens=st.integers(0, 100_000),
     vllm_bytes=st.sampled_from([0, 40 * 10**9]),
     framework_bytes=st.sampled_from([None, 600_000_000]),
+    reference_visits=st.booleans(),
 )
 
 
@@ -143,6 +158,7 @@ def test_more_of_anything_never_needs_less(some: Work) -> None:
         replace(some, sampled_tokens=some.sampled_tokens + 100),
         replace(some, has_reference=True),
         replace(some, offload=False),
+        replace(some, critic=critic_work(some, some.shape.as_critic())),
     ):
         assert plan_memory(more).peak_bytes >= plan.peak_bytes
     if some.processes > 1:
@@ -190,7 +206,13 @@ def test_closed_form_of_adapters_agrees_with_the_symbolic_run(
 
 
 def compare_with_the_symbolic_run(
-    config: dict[str, Any], processes: int, checkpointing: Any, adapter: AdapterConfig | None, tolerance: float
+    config: dict[str, Any],
+    processes: int,
+    checkpointing: Any,
+    adapter: AdapterConfig | None,
+    tolerance: float,
+    *,
+    critic: bool = False,
 ) -> Work:
     prompt, completion, group = 100, 200, 4
     tracked = track_step(
@@ -201,8 +223,10 @@ def compare_with_the_symbolic_run(
         num_generations=group,
         checkpointing=checkpointing,
         adapter=adapter,
+        critic=critic,
     )
     shape = shape_of(config, name="small")
+    shape = shape.as_critic() if critic else shape
     some = work(
         shape,
         processes=processes,
@@ -258,6 +282,108 @@ def test_state_of_an_adapter_on_eight_gpus() -> None:
     assert phases["optimizer"]["optimizer state"] == 2 * 20_185_088
     with_reference = plan_memory(work(shape, adapter=adapter, has_reference=True)).phases
     assert with_reference["optimizer"]["reference weights"] == 20_185_088  # what the adapter was at the start
+
+
+LITERAL_STATES: list[tuple[OptimConfig, int, int]] = [
+    # two moments of 4 bytes for each of 7,615,616,512 weights
+    (AdamwConfig(), 1, 60_924_932_096),
+    (AdamwConfig(), 8, 7_615_616_512),
+    # 2 bytes, 8 for every 256 and tables of 2,048 for each weight
+    (Adamw8bitConfig(), 1, 15_469_705_280),
+    # one of 6,525,288,448 weights in matrices of layers, two of the other 1,090,328,064
+    (MuonConfig(), 1, 4 * 6_525_288_448 + 8 * 1_090_328_064),
+    (SgdConfig(), 8, 0),
+    (SgdConfig(momentum=0.9), 8, 3_807_808_256),
+    # of two tables 152,064 + 3,584 numbers, of layers' matrices rows and columns, of vectors all
+    (AdafactorConfig(), 1, 4 * (2 * (152_064 + 3584) + 28 * (4 * 3584 + 2 * 4096 + 3 * 22_528 + 11_776) + 3584)),
+]
+
+
+@pytest.mark.parametrize(("optim", "processes", "expected"), LITERAL_STATES)
+def test_optimizer_state_of_seven_billion_parameters(optim: OptimConfig, processes: int, expected: int) -> None:
+    some = work(preset_shape("7b"), processes=processes, optim=optim)
+    assert plan_memory(some).phases["optimizer"]["optimizer state"] == expected
+
+
+@pytest.mark.parametrize("name", sorted({c["model_type"]: n for n, c in PRESETS.items()}.values()))
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_those_that_the_library_builds(name: str, tied: bool) -> None:
+    """Which decides what optimizers keep of them."""
+    import torch
+
+    config: dict[str, Any] = {**PRESETS[name], "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": tied}
+    kind = config.pop("model_type")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
+    shape = shape_of({"model_type": kind, **config}, name=name)
+    weights = [*2 * shape.layer_weights, *shape.outer_weights]
+    assert sum(map(math.prod, weights)) == shape.num_parameters
+    built = sorted(tuple(p.shape) for p in model.parameters() if p.ndim >= 2)
+    assert sorted(w for w in weights if len(w) >= 2) == built
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_what_the_optimizer_allocates(name: str, adapted: bool) -> None:
+    """Of one process, after a step; an adapter's weights are float32."""
+    import torch
+
+    config, optim = {**SMALL, "num_hidden_layers": 2, "model_type": "qwen2", "vocab_size": 512}, OPTIMIZERS[name]
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    wanted, shape = AdapterConfig(rank=16) if adapted else None, shape_of(config, name="small")
+    if wanted is not None:
+        spec = adapter_spec(ModelConfig(path="m", adapter=wanted), model)
+        Adapter(model, AdapterStart(spec=spec, seed=0, weights=None, reference=None), trainable=True).fill()
+    optimizers = Optimizers(model, optim)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.grad = torch.ones_like(parameter)
+    with torch.compiler.set_stance("force_eager"):
+        optimizers.step(0.01)
+    adapter = adapter_shape(wanted, shape) if wanted else None
+    some = work(shape, processes=1, weight_bytes=2, optim=optim, adapter=adapter)
+    assert plan_memory(some).phases["optimizer"]["optimizer state"] == pytest.approx(allocated(optimizers), rel=0.05)
+
+
+def allocated(optimizers: Optimizers) -> int:
+    """Bytes of all tensors of the state, those inside of torchao's included."""
+    tensors = [x for state in optimizers.state_dict()["state"].values() for x in state.values() if x.ndim > 0]
+    inner = [getattr(x, name) for x in tensors for name in getattr(x, "tensor_attrs", [])]
+    return sum(x.nbytes for x in [*inner, *(x for x in tensors if not hasattr(x, "tensor_attrs"))])
+
+
+def test_a_critic_is_there_always_and_its_gradients_never_beside_the_policys() -> None:
+    """Literal: 7,615,616,512 parameters less a head of 152,064 x 3,584, and 3,585 for the value head."""
+    shape = preset_shape("7b")
+    policy = work(shape)
+    both = replace(policy, critic=critic_work(policy, shape.as_critic()))
+    phases = plan_memory(both).phases
+    for parts in phases.values():
+        assert parts["critic weights"] == 7_070_622_721 * 4 // 8 + 1
+        assert parts["critic optimizer"] == pytest.approx(2 * parts["critic weights"], rel=1e-5)
+    assert phases["backward"]["gradients"] == phases["optimizer"]["gradients"] == 3_807_808_256  # the policy's
+    assert phases["backward"]["activations"] == plan_memory(policy).phases["backward"]["activations"]
+    # beside an adapter the critic, which is trained whole, has the larger ones
+    adapted = replace(both, adapter=adapter_shape(AdapterConfig(rank=16), shape))
+    assert plan_memory(adapted).phases["backward"]["gradients"] == 7_070_622_721 * 4 // 8 + 1
+    assert plan_memory(adapted).phases["backward"]["logprob head"] < 10**9
+
+
+@pytest.mark.parametrize(("processes", "checkpointing"), [(2, False), (4, True)])
+def test_closed_form_of_a_critic_agrees_with_the_symbolic_run(processes: int, checkpointing: bool) -> None:
+    config = {**SMALL, "model_type": "qwen2", "vocab_size": 4096, "tie_word_embeddings": True}
+    some = compare_with_the_symbolic_run(config, processes, checkpointing, None, tolerance=0.06, critic=True)
+    assert plan_memory(replace(some, shape=shape_of(config, name="small"))).peak_bytes > plan_memory(some).peak_bytes
+
+
+def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None:
+    shape = preset_shape("0.5b")
+    parked = plan_memory(work(shape, processes=1, reference_visits=True)).phases
+    assert parked["logprobs"]["reference weights"] == 4 * 494_032_768
+    assert all("reference weights" not in parked[phase] for phase in ("sampling", "backward", "optimizer", "publish"))
+    beside = plan_memory(work(shape, processes=1, has_reference=True)).phases
+    assert all(parts["reference weights"] == 4 * 494_032_768 for parts in beside.values())
 
 
 def test_an_adapter_that_was_saved_has_the_shape_of_its_file(tmp_path: Any) -> None:

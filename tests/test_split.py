@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.config import Config, config_from_dict
+from cohort.config import Config, VllmRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.estimate import Sizes, predict, why_it_does_not_fit
 from cohort.plan.flops import memory_bandwidth
@@ -342,3 +342,20 @@ def test_a_split_is_whole_or_refused(num_gpus, processes, rollout_gpus, servers,
         assert not set(sampling) & set(found.training_gpus)
         idle = num_gpus - found.num_processes - len(sampling)
         assert idle == 0 or "auto" not in (processes, rollout_gpus) or servers != "auto" or idle < tensor_parallel
+
+
+def test_a_critic_and_the_optimizer_are_in_the_state():
+    """Literal: 4e9 weights on 1 GPU take 16 bytes each and 2 for casts; a critic 12 more, adamw_8bit 6 less each."""
+    sizes = sizes_of(4, gigabytes=10)
+    expected = {"": 72, "ppo": 120, "8bit": 72 - 4 * 5.97, "both": 120 - 8 * 5.97}
+    told = {
+        "": config_with(),
+        "ppo": config_with("algorithm.name=ppo"),
+        "8bit": config_with("optim.name=adamw_8bit"),
+        "both": config_with("algorithm.name=ppo", "optim.name=adamw_8bit"),
+    }
+    for name, some in told.items():
+        assert isinstance(some.rollout, VllmRolloutConfig)
+        why = why_it_does_not_fit(some, some.rollout, sizes, 1) or ""
+        found = re.search(r"takes ([\d.]+) GB", why)
+        assert found and float(found[1]) == pytest.approx(expected[name], rel=2e-3), why

@@ -77,15 +77,22 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     layout, rows = plan.layout, plan.rows
     sampling = "the same ones" if layout.shared else str(layout.num_sampling or "other people's")
     yield "GPUs that train / that sample", f"{layout.num_training} / {sampling} ({layout.reason})"
-    yield "prompts per step, of one process", f"{rows.prompts:.4g}"
-    yield "completions per step, of one process", f"{rows.completions:.4g}"
+    if rows.completions == rows.prompts:
+        yield "prompts per step, of one process", f"{rows.prompts:.4g}, with one completion each"
+    else:
+        yield "prompts per step, of one process", f"{rows.prompts:.4g}"
+        yield "completions per step, of one process", f"{rows.completions:.4g}"
+    most = "one completion" if rows.row_completions == 1 else f"at most {rows.row_completions} completions"
     yield (
         "micro-batches per step, of one process",
-        (
-            f"{rows.num_micro_batches}, of at most {rows.row_completions} completions "
-            f"(train.micro_batch_tokens: {rows.budget_tokens})"
-        ),
+        f"{rows.num_micro_batches}, of {most} (train.micro_batch_tokens: {rows.budget_tokens})",
     )
+    if plan.work.critic is not None:
+        critic = plan.work.critic.shape
+        yield (
+            "critic, trained beside the policy",
+            f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})",
+        )
     if plan.steps_per_epoch is not None:
         yield "steps per epoch", f"{plan.steps_per_epoch:.4g} ({plan.num_prompts} prompts)"
     if plan.num_steps is not None:

@@ -23,16 +23,16 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cohort.batch import MicroBatch
-from cohort.config import Config, ModelConfig
-from cohort.config.adapter import AdapterConfig
+from cohort.config import AdamwConfig, AdapterConfig, Config, ModelConfig
 from cohort.errors import UserError
 from cohort.packing import collate
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.memory import CPU_BLOCK, plan_memory
 from cohort.plan.predict import Plan
 from cohort.plan.shape import PRESETS, shape_of
-from cohort.policy import Policy, attention, logit_tiles, logprobs
+from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs
 from cohort.policy.activations import prepare_activations
+from cohort.policy.adapter import Adapter, adapter_start
 from cohort.policy.policy import ModelTraits
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import empty_model
@@ -59,6 +59,7 @@ def track_step(
     dtype: str = "float32",
     compute_dtype: str = "bfloat16",
     adapter: AdapterConfig | None = None,
+    critic: bool = False,
 ) -> TrackedStep:
     """Run a step symbolically with one group for a micro-batch.
 
@@ -72,6 +73,7 @@ def track_step(
         dtype: as `model.dtype`.
         compute_dtype: as `model.compute_dtype`.
         adapter: as `model.adapter`.
+        critic: whether it is a critic, whose output are values.
     """
     with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
         (Path(folder) / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
@@ -84,7 +86,7 @@ def track_step(
                 "adapter": adapter,
             }
         )
-        policy = _sharded_policy(settings, world_size)
+        policy = _sharded_policy(settings, Critic if critic else Policy)
         sequences = _group(prompt_tokens, completion_tokens, num_generations)
         micro_batch = collate(sequences, share_prompts=True)
         # a row of the head without a gradient is left out, which depends on values: here all have one
@@ -153,17 +155,19 @@ def _peak(tracker: MemTracker, work: Callable[[], None]) -> int:
     return sum(int(parts["Total"]) for parts in tracker.get_tracker_snapshot("peak").values())
 
 
-def _sharded_policy(config: ModelConfig, world_size: int) -> Policy:
+def _sharded_policy(config: ModelConfig, kind: type[Policy]) -> Policy:
     model = empty_model(config)
+    kind.adapt(model)
     if config.adapter is not None:
-        _add_adapter(model, config.adapter)
+        start = adapter_start(config, checkpoint=None, keep_reference=False, seed=0, model=model)
+        Adapter(model, start, trainable=True)
     model.set_attn_implementation(attention.NAME)
     model.train()
     prepare_activations(model, config)
     compute_dtype = getattr(torch, config.dtype if config.compute_dtype == "auto" else config.compute_dtype)
     sharding = Sharding(model, Collectives(), device=torch.device("cpu"), compute_dtype=compute_dtype)
-    traits = ModelTraits(layout="shared", reason=None, has_plain_head=True, attention=attention.NAME)
-    return Policy(
+    traits = ModelTraits(layout="shared", reason=None, has_plain_head=kind is Policy, attention=attention.NAME)
+    return kind(
         model,
         device=torch.device("cpu"),
         compute_dtype=compute_dtype,
@@ -171,25 +175,6 @@ def _sharded_policy(config: ModelConfig, world_size: int) -> Policy:
         traits=traits,
         sharding=sharding,
     )
-
-
-def _add_adapter(model: Any, config: AdapterConfig) -> None:
-    """Freeze the model's weights and add peft's, without memory for them."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    targets = config.targets if config.targets == "all-linear" else list(config.targets)
-    lora = LoraConfig(
-        r=config.rank,
-        lora_alpha=round(config.alpha),
-        lora_dropout=config.dropout,
-        target_modules=targets,
-        use_rslora=config.rslora,
-        use_dora=config.dora,
-        task_type="CAUSAL_LM",  # so that all-linear leaves the head alone
-    )
-    inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
 
 
 def _group(prompt_tokens: int, completion_tokens: int, num_generations: int) -> list[TrainSequence]:
@@ -219,7 +204,8 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
     """Compare the closed form with a symbolic run of the plan's micro-batch.
 
-    The model has `layers` of its layers, which are alike (0: all of them); both sides count the same ones.
+    The model has `layers` of its layers, which are alike (0: all of them); both sides count the same ones. It is the
+    policy with AdamW, without a critic beside it.
 
     Raises:
         UserError: there is one process, whose weights are not sharded, or the model's folder is not there.
@@ -250,6 +236,8 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
         scored_tokens=completions * rollout.max_completion_tokens,
         kept_prompt_tokens=0,
         on_gpu=False,
+        optim=AdamwConfig(),
+        critic=None,
     )
     predicted = plan_memory(work).total("backward")
     return {

@@ -20,8 +20,8 @@ from cohort.config import (
     SgdConfig,
 )
 from cohort.errors import UserError
+from cohort.plan.optimizer import check_spread, state_bytes
 
-_LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, if they make whole blocks
 Group = dict[str, Any]  # of a torch optimizer
 
 
@@ -36,11 +36,7 @@ def check_optimizer(config: OptimConfig, world_size: int) -> None:
             "optim.name: adamw_8bit needs the package torchao, which is not installed; install cohort-rl[torchao], or "
             "use adamw"
         )
-    if config.name == "adafactor" and world_size > 1:
-        raise UserError(
-            f"optim.name: adafactor cannot move weights that are spread over processes, as PyTorch has it, and there "
-            f"are {world_size}; use adamw_8bit, muon or sgd, which keep less than adamw too, or hardware.processes: 1"
-        )
+    check_spread(config, world_size)
 
 
 def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:
@@ -96,12 +92,11 @@ class Optimizers:
 
     def state_bytes(self) -> int:
         """What the state of this rank's weights takes once a step has been made."""
-        total = 0.0
-        for optimizer in self._optimizers:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                own = local(parameter)
-                total += _bytes_per_element(self._config, optimizer, own) * own.numel()
-        return int(total)
+        return sum(
+            state_bytes(self._config, own.shape, own.element_size(), by_muon=isinstance(optimizer, torch.optim.Muon))
+            for optimizer in self._optimizers
+            for own in (local(p) for group in optimizer.param_groups for p in group["params"])
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State by the weights' names, as torch.distributed.checkpoint saves it."""
@@ -196,22 +191,3 @@ def _split(groups: list[Group], belongs: Callable[[Tensor], bool]) -> tuple[list
         of_half = [{**group, "params": [p for p in group["params"] if belongs(p) is wanted]} for group in groups]
         halves.append([group for group in of_half if group["params"]])
     return halves[0], halves[1]
-
-
-def _bytes_per_element(config: OptimConfig, optimizer: torch.optim.Optimizer, parameter: Tensor) -> float:
-    """Of the state that a weight will have."""
-    size = parameter.element_size()
-    if isinstance(optimizer, torch.optim.Muon):
-        return size
-    match config:
-        case Adamw8bitConfig() if parameter.numel() >= _LARGE and parameter.numel() % _BLOCK == 0:
-            return 2 * (1 + 4 / _BLOCK)
-        case AdafactorConfig() if parameter.ndim >= 2:
-            *_, rows, columns = parameter.shape
-            return size * (rows + columns) / max(rows * columns, 1)
-        case AdafactorConfig():
-            return size
-        case SgdConfig():
-            return size if config.momentum else 0
-        case _:
-            return 2 * size

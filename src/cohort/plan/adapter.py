@@ -5,6 +5,7 @@ the library, so `all-linear` leaves them alone. r rank; an addition to a weight 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
-from cohort.plan.shape import ModelShape
+from cohort.plan.shape import ModelShape, WeightShape
 
 ADAPTER_BYTES = 4  # of a trained number: peft keeps adapters in float32, whatever the model has
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
@@ -23,9 +24,9 @@ class AdapterShape:
     """What of an adapter decides memory and time."""
 
     rank: int
-    layer_parameters: int
-    head_parameters: int  # on the head
-    embedding_parameters: int
+    layer_weights: tuple[WeightShape, ...]
+    head_weights: tuple[WeightShape, ...]  # on the head
+    embedding_weights: tuple[WeightShape, ...]
     kept_features: int  # of one token and layer: inputs of frozen products that only the adapter's gradient wants
     rank_features: int  # of one token and layer: what lies between the two factors
     early_features: int  # of one token and layer: outputs of both factors of queries, keys and values
@@ -36,9 +37,24 @@ class AdapterShape:
         return layers * self.layer_parameters + self.outer_parameters
 
     @property
+    def layer_parameters(self) -> int:
+        """In one layer."""
+        return sum(map(math.prod, self.layer_weights))
+
+    @property
+    def head_parameters(self) -> int:
+        """On the head."""
+        return sum(map(math.prod, self.head_weights))
+
+    @property
+    def outer_weights(self) -> tuple[WeightShape, ...]:
+        """In no layer."""
+        return (*self.head_weights, *self.embedding_weights)
+
+    @property
     def outer_parameters(self) -> int:
         """In no layer."""
-        return self.head_parameters + self.embedding_parameters
+        return sum(map(math.prod, self.outer_weights))
 
 
 def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
@@ -51,7 +67,7 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     names: str | tuple[str, ...] = config.targets
     if config.path is not None and (saved := _saved(config.path)) is not None:
         rank, names, dora = saved
-    linear = _linear_layers(shape)
+    linear = shape.linear_layers
     targets = set(linear) if names == "all-linear" else set(names)
     chosen = {name: sizes for name, sizes in linear.items() if name in targets}
     if not chosen and not targets & {_HEAD, _EMBEDDING}:
@@ -59,13 +75,12 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
             f"model.adapter.targets: {', '.join(sorted(targets))}: none is a linear layer of {shape.name}, which has "
             f"{', '.join(linear)}"
         )
-    outer = rank * (shape.hidden + shape.vocabulary)
     early = [out for name, (_, out) in chosen.items() if name in ("q_proj", "k_proj", "v_proj")]
     return AdapterShape(
         rank=rank,
-        layer_parameters=sum(rank * (into + out) + dora * out for into, out in chosen.values()),
-        head_parameters=(outer + dora * shape.vocabulary) * (_HEAD in targets),
-        embedding_parameters=outer * (_EMBEDDING in targets),
+        layer_weights=tuple(w for into, out in chosen.values() for w in _factors(rank, into, out, dora=dora)),
+        head_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=dora) if _HEAD in targets else (),
+        embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in targets else (),
         kept_features=shape.hidden * bool(early)
         + shape.hidden * bool({"gate_proj", "up_proj"} & set(chosen))
         + shape.mlp * ("down_proj" in chosen),
@@ -75,18 +90,9 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     )
 
 
-def _linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's linear layers."""
-    hidden, query, key, mlp = shape.hidden, shape.query_width, shape.key_width, shape.mlp
-    layers = {
-        "q_proj": (hidden, query),
-        "k_proj": (hidden, key),
-        "v_proj": (hidden, key),
-        "o_proj": (query, hidden),
-    }
-    if shape.experts_per_token == 1:
-        layers |= {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
-    return layers
+def _factors(rank: int, into: int, out: int, *, dora: bool) -> tuple[WeightShape, ...]:
+    """What is trained beside a weight [out, in]."""
+    return ((rank, into), (out, rank), *([(out,)] if dora else []))
 
 
 def _saved(path: str) -> tuple[int, str | tuple[str, ...], bool] | None:

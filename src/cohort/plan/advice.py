@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.config import Config
+from cohort.config import AdafactorConfig, Adamw8bitConfig, Config, ReferenceConfig
 from cohort.config.adapter import AdapterConfig
+from cohort.config.optim import BaseOptimConfig
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan, predict_run
@@ -86,6 +87,11 @@ def _offload(config: Config, plan: Plan) -> Iterator[Changes]:
         yield {"model.activation_offload": True}
 
 
+def _parked_reference(config: Config, plan: Plan) -> Iterator[Changes]:
+    if plan.work.has_reference and config.model.adapter is None:
+        yield {"reference.device": "cpu"}
+
+
 def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
         if plan.hardware.on_gpu and number > plan.hardware.gpus_per_node:
@@ -97,6 +103,19 @@ def _nodes(config: Config, plan: Plan) -> Iterator[Changes]:
     more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
     for factor in (2, 4, 8) if plan.hardware.on_gpu else ():
         yield {"--nodes": plan.hardware.nodes * factor, **more}
+
+
+def _moments_in_8_bits(config: Config, plan: Plan) -> Iterator[Changes]:
+    if config.optim.name == "adamw":
+        yield {"optim.name": "adamw_8bit"}
+
+
+def _adafactor(config: Config, plan: Plan) -> Iterator[Changes]:
+    """Where it can move the weights, which are those of one process, and has all keys that are given."""
+    given = config.optim.model_fields_set
+    is_adamw = config.optim.name in ("adamw", "adamw_8bit")
+    if is_adamw and plan.layout.num_training == 1 and given <= AdafactorConfig.model_fields.keys():
+        yield {"optim.name": "adafactor"}
 
 
 def _adapter(config: Config, plan: Plan) -> Iterator[Changes]:
@@ -125,7 +144,7 @@ def _shorter(config: Config, plan: Plan) -> Iterator[Changes]:
 
 
 def _smaller_groups(config: Config, plan: Plan) -> Iterator[Changes]:
-    for number in _halves(config.rollout.num_generations, least=2):
+    for number in _halves(config.rollout.num_generations, least=max(2, config.algorithm.min_generations)):
         yield {"rollout.num_generations": number}
 
 
@@ -140,9 +159,20 @@ _KINDS = (  # those that cost the experiment the least come first
     _Kind(_sampled, "time; the gradient is the same"),
     _Kind(_checkpointing, "time; the gradient is the same"),
     _Kind(_offload, "time, which is not predicted; the gradient is the same"),
+    _Kind(_parked_reference, "time: the reference comes from host memory once a step; the gradient is the same"),
     _Kind(_gpus, _GPUS, changes_gradient=True),
     _Kind(_nodes, _GPUS, changes_gradient=True),
+    _Kind(
+        _moments_in_8_bits,
+        "the optimizer's rounding: moments in 8 bits; needs the package torchao",
+        changes_gradient=True,
+    ),
     _Kind(_dtype, "precision: needs a learning rate of 1e-5 or more", changes_gradient=True),
+    _Kind(
+        _adafactor,
+        "the experiment: another optimizer, whose learning rate is relative to a weight",
+        changes_gradient=True,
+    ),
     _Kind(_narrower_adapter, "the experiment: a sum of lower rank is learned", changes_gradient=True),
     _Kind(_adapter, _LORA, changes_gradient=True),
     _Kind(_shorter, "the experiment: completions are cut off earlier", changes_gradient=True),
@@ -239,9 +269,12 @@ def _changed(section: Any, path: list[str], value: Any) -> Any:
     """The section with one of its keys, or of a section inside, changed."""
     name, *rest = path
     if rest:
-        value = _changed(getattr(section, name), rest, value)
+        value = _changed(getattr(section, name) or ReferenceConfig(), rest, value)  # no other section is missing
     elif name == "adapter":
         value = AdapterConfig(**value)
+    elif isinstance(section, BaseOptimConfig):
+        kinds = {"adamw_8bit": Adamw8bitConfig, "adafactor": AdafactorConfig}
+        return kinds[value](**section.model_dump(include=section.model_fields_set - {name}))
     return section.model_copy(update={name: value})
 
 

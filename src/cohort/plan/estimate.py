@@ -3,7 +3,8 @@
 A step has P prompts of G generations each, and all of them are taken to have the longest length:
 
 - training: 6 operations per weight and token, at 40 % of the GPU's peak; 4 where an adapter is trained in the place of
-  the weights, whose own gradients are not computed then. A group's prompt counts once.
+  the weights, whose own gradients are not computed then. 2 more for each forward pass besides: layers that are computed
+  again, a reference, estimates before training, a critic's values. A group's prompt counts once.
 - sampling: whole groups go to servers in turn. A server makes one token for each of its completions in flight at a
   time, which takes as long as reading the weights once, at 60 % of the memory's bandwidth, or as computing with them, 2
   operations per weight and completion at 40 % of the peak, whichever is longer. Prompts are computed once per group.
@@ -13,8 +14,8 @@ The shares are assumptions, that of computing the same as in docs/scaling.md; pe
 takes the sum of the two phases, since they wait for each other; with `rollout.max_staleness` above 0 they overlap, and
 it takes the longer one.
 
-Memory: weights, gradients and AdamW's two moments, spread over the training GPUs, may take 80 % of theirs, or what vLLM
-leaves of shared ones; the servers' weights have to leave 20 % of a GPU for keys and values.
+Memory: weights, gradients and the optimizer's state, of a critic too, spread over the training GPUs, may take 80 % of
+theirs, or what vLLM leaves of shared ones; the servers' weights have to leave 20 % of a GPU for keys and values.
 """
 
 import math
@@ -25,6 +26,7 @@ from cohort.plan.adapter import ADAPTER_BYTES
 from cohort.plan.calibration import Calibration
 from cohort.plan.defaults import compute_dtype, memory_share, serving_dtype
 from cohort.plan.flops import memory_bandwidth, peak_flops
+from cohort.plan.optimizer import state_bytes
 
 _SHARE_OF_PEAK = 0.4
 _SHARE_OF_BANDWIDTH = 0.6
@@ -32,6 +34,7 @@ _SHARE_OF_MEASURED = 0.6  # of what a product alone has reached
 _SHARE_OF_MEASURED_BANDWIDTH = 0.8
 _TRAINING_STATE_SHARE = 0.8  # the rest: activations, a gathered layer, CUDA itself
 _KV_SHARE = 0.2
+_USUAL_WEIGHT = (4096, 4096)
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 USUAL_GPU = "NVIDIA H100 80GB HBM3"  # stands in for one that is not known here
 
@@ -45,6 +48,9 @@ class Sizes:
     num_parameters: int
     active_parameters: int  # that one token is multiplied with: fewer with experts
     adapter_parameters: int = 0  # of `model.adapter`, where that is counted already
+    critic: tuple[int, int] | None = (
+        None  # its parameters, and those that a token is multiplied with; None: the policy's
+    )
     on_gpu: bool = True
     measured: Calibration | None = None  # of one GPU
 
@@ -83,10 +89,7 @@ def predict(config: Config, sizes: Sizes, *, num_training: int, num_sampling: in
     rollout, train = config.rollout, config.train
     assert isinstance(rollout, VllmRolloutConfig)
     group_tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_completion_tokens
-    per_token = 6.0 * sizes.active_parameters
-    if config.model.adapter is not None:
-        per_token = 4.0 * sizes.active_parameters + 6.0 * sizes.adapter_parameters
-    training_flops = per_token * train.prompts_per_step * group_tokens * train.updates_per_rollout
+    training_flops = sum(training_operations(config, sizes).values()) * train.prompts_per_step * group_tokens
     speed = computing_rate(sizes, compute_dtype(config.model, on_gpu=sizes.on_gpu)).used
     training_s = training_flops / (num_training * speed)
 
@@ -100,6 +103,28 @@ def predict(config: Config, sizes: Sizes, *, num_training: int, num_sampling: in
     decoding_s = completions / in_flight * rollout.max_completion_tokens * token_s
     prefill_s = 2.0 * sizes.active_parameters * prompts * rollout.max_prompt_tokens / speed
     return StepTimes(training_s=training_s, sampling_s=prefill_s + decoding_s, overlap=rollout.max_staleness > 0)
+
+
+def training_operations(config: Config, sizes: Sizes) -> dict[str, float]:
+    """Per token of a step, by what they are for."""
+    algorithm, policy, updates = config.algorithm, sizes.active_parameters, config.train.updates_per_rollout
+    adapter = config.model.adapter is not None
+    again = bool(config.model.gradient_checkpointing)
+    parts = {
+        f"{4 if adapter else 6} operations per weight and token": updates
+        * (4.0 * policy + 6.0 * sizes.adapter_parameters if adapter else 6.0 * policy)
+    }
+    if again:
+        parts["layers computed twice"] = 2.0 * policy * updates
+    if algorithm.beta > 0:
+        parts["the reference"] = 2.0 * policy
+    if algorithm.kl_in == "reward" or algorithm.top_entropy_quantile < 1:
+        parts["the policy before training"] = 2.0 * policy
+    if algorithm.needs_critic:
+        _, active = sizes.critic or (sizes.num_parameters, policy)
+        per_update = config.critic.updates if config.critic else 1
+        parts["the critic"] = active * (2.0 + updates * per_update * (6.0 + 2.0 * again))
+    return parts
 
 
 def why_it_does_not_fit(
@@ -132,12 +157,16 @@ def why_it_does_not_fit(
 
 
 def _state_bytes(config: Config, sizes: Sizes, num_training: int) -> float:
-    """Of one GPU of `num_training`: weights, gradients, two moments, and a reference's weights."""
-    copies = 4 + config.keeps_reference
-    state = copies * _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters / num_training
+    """Of one GPU of `num_training`: weights, gradients, optimizer, and a reference's weights; a critic's too."""
+    size = _DTYPE_BYTES[config.model.dtype]
+    # what the state of one number takes: of a weight like those of which models are almost entirely made
+    kept = size + state_bytes(config.optim, _USUAL_WEIGHT, size, by_muon=True) / math.prod(_USUAL_WEIGHT)
+    state = (size + size * config.keeps_reference + kept) * sizes.num_parameters / num_training
     if config.model.adapter is not None:  # the reference is the model without it
-        weights = _DTYPE_BYTES[config.model.dtype] * sizes.num_parameters
-        state = (weights + 4 * ADAPTER_BYTES * sizes.adapter_parameters) / num_training
+        state = (size * sizes.num_parameters + 4 * ADAPTER_BYTES * sizes.adapter_parameters) / num_training
+    if config.algorithm.needs_critic:  # of gradients, the larger ones
+        number, _ = sizes.critic or (sizes.num_parameters, 0)
+        state += (size * (1 + (config.model.adapter is not None)) + kept - size) * number / num_training
     dtype = compute_dtype(config.model, on_gpu=True)
     has_casts = num_training == 1 and dtype != config.model.dtype  # autocast keeps them for backward
     return state + has_casts * _DTYPE_BYTES[dtype] * sizes.num_parameters

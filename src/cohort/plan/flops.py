@@ -6,10 +6,12 @@ activations, and mixing of tokens other than full attention (windows, recurrent 
 never flattered.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_STANDS_STILL = re.compile(r"\.lora_\w+\.start\b")  # of an adapter, what it was at the start: a reference's
 Parameter = tuple[str, tuple[int, ...], bool]  # name, shape, whether it is trained
 
 
@@ -48,21 +50,29 @@ def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> M
     """The costs of a causal language model of the Hugging Face library.
 
     Args:
-        parameters: in the order in which the model has them, which is that of its computation. Tied weights once.
+        parameters: in the order in which the model has them, which is that of its computation. Tied weights once. An
+            adapter's count as weights of their own; what is kept of one to be a reference is left out.
         config: config.json, that of the text where it has several parts.
     """
     body_forward = body_backward = head_forward = head_backward = 0.0
     trained_before = False
-    matrices = [(name, shape, trained) for name, shape, trained in parameters if len(shape) >= 2]
+    matrices = [
+        (name.replace(".base_layer.", "."), shape, trained)  # without what peft puts around a layer's own weight
+        for name, shape, trained in parameters
+        if len(shape) >= 2 and not _STANDS_STILL.search(name)
+    ]
     has_own_head = any(_is_head(name) for name, *_ in matrices)
+    body_is_trained = any(trained for name, _, trained in matrices if not _is_of_head(name))
     for name, shape, trained in matrices:
         size = 2.0 * _product(shape) * _share_used(name, shape, config)
         backward = size * (trained + trained_before)
-        if _is_embedding(name):
-            if not has_own_head and not head_forward:  # the tokens' table is the head too, after a whole body
-                head_forward, head_backward = size, size * (trained + any(t for *_, t in matrices))
-        elif _is_head(name):
-            head_forward, head_backward = size, backward
+        if _is_looked_up(name):
+            if name.endswith(".weight") and not has_own_head and not head_forward:
+                # the tokens' table is the head too, after a whole body
+                head_forward, head_backward = size, size * (trained + body_is_trained)
+        elif _is_of_head(name):
+            head_forward += size
+            head_backward += backward
         else:
             body_forward += size
             body_backward += backward
@@ -74,21 +84,26 @@ def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> M
         head_forward=head_forward,
         head_backward=head_backward,
         pair_forward=per_pair,
-        pair_backward=2 * per_pair * trained_before,
+        pair_backward=2 * per_pair * body_is_trained,
     )
 
 
 # Model shapes
 
 
-def _is_embedding(name: str) -> bool:
-    """Tables that are looked up and not multiplied with; the first of them is the tokens'."""
+def _is_looked_up(name: str) -> bool:
+    """Tables that are looked up and not multiplied with; the first of them is the tokens'. An adapter has them too."""
     tables = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions", "position_embeddings")
-    return name.endswith(tuple(f"{table}.weight" for table in tables))
+    return name.endswith(tuple(f"{table}.weight" for table in tables)) or ".lora_embedding_A." in name
 
 
 def _is_head(name: str) -> bool:
     return name.endswith(("lm_head.weight", "embed_out.weight", "value_head.weight"))
+
+
+def _is_of_head(name: str) -> bool:
+    """The head, or an adapter's part of it."""
+    return _is_head(name) or name.partition(".lora_")[0].endswith(("lm_head", "embed_out"))
 
 
 def _share_used(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
+from cohort.plan.critic import critic_shape
 from cohort.plan.estimate import Sizes, predict
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
@@ -101,9 +102,29 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     )
 
 
+def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
+    """Compare `reference.device: cpu` with where the run trains.
+
+    Raises:
+        UserError: it has no effect, or does not work.
+    """
+    if config.reference is None or config.reference.device != "cpu":
+        return
+    if not on_gpu:
+        raise UserError(
+            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
+            "remove it"
+        )
+    if processes > 1:
+        raise UserError(
+            f"reference.device: cpu works in one process, and this run has {processes}, over which the "
+            f"reference is spread already; use reference.device: auto"
+        )
+
+
 def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:
     """What a split has to fit."""
-    adapter = config.model.adapter
+    adapter, critic = config.model.adapter, critic_shape(config, shape)
     return Sizes(
         gpu_name=hardware.gpu_name,
         gpu_memory_bytes=hardware.gpu_memory_bytes,
@@ -112,6 +133,7 @@ def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:
         on_gpu=hardware.on_gpu,
         measured=hardware.measured,
         adapter_parameters=adapter_shape(adapter, shape).num_parameters(shape.layers) if adapter else 0,
+        critic=(critic.num_parameters, critic.active_parameters) if critic else None,
     )
 
 
@@ -121,8 +143,8 @@ def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
     (before, after), group = _tokens(config), rollout.num_generations
     group_tokens = before + group * after
     share = prompts / num_training
-    if group_tokens <= budget_tokens:
-        groups = min(budget_tokens // group_tokens, math.ceil(share))
+    if group_tokens <= budget_tokens or group == 1:
+        groups = max(1, min(budget_tokens // group_tokens, math.ceil(share)))
         row, completions, kept = groups * group_tokens, groups * group, 0
         number = math.ceil(math.ceil(share) / groups)
     else:

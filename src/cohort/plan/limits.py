@@ -31,7 +31,10 @@ def largest(config: Config, shape: ModelShape, hardware: Hardware, limit: Limit)
     if limit == "model":
         models = sorted(map(preset_shape, PRESETS), key=lambda m: -m.num_parameters)
         return next((m.name for m in models if fits({}, m)), None)
-    key, least = {"length": ("max_completion_tokens", 1), "generations": ("num_generations", 2)}[limit]
+    key, least = {
+        "length": ("max_completion_tokens", 1),
+        "generations": ("num_generations", config.algorithm.min_generations),
+    }[limit]
     most = _MOST
     if limit == "length" and shape.max_positions is not None:
         most = shape.max_positions - config.rollout.max_prompt_tokens

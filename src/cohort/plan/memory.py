@@ -8,14 +8,19 @@ size, F features of an MLP, Q and K features of queries and of keys; V vocabular
 
 With an adapter the model's own weights have neither gradients nor optimizer state, and a product with a frozen weight
 does not keep its input, unless the adapter's gradient wants it. The reference is the model without the adapter.
+
+A critic is a second model with gradients and an optimizer of its own. Both models' state is there always; of what comes
+and goes, gradients too, only one model's is there at a time.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from cohort.config import AdamwConfig, OptimConfig
 from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape
-from cohort.plan.shape import ModelShape
+from cohort.plan.optimizer import state_bytes
+from cohort.plan.shape import ModelShape, WeightShape
 
 Checkpointing = bool | Literal["selective"]
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
@@ -50,6 +55,14 @@ class Work:
     framework_bytes: int | None = None  # measured; None: not
     on_gpu: bool = True
     adapter: AdapterShape | None = None  # None: every weight is trained
+    optim: OptimConfig = field(default_factory=AdamwConfig)
+    reference_visits: bool = False  # from host memory, while it is computed with
+    critic: "Work | None" = None  # of a second model, of `critic_work`
+
+    @property
+    def models(self) -> "tuple[Work, ...]":
+        """Of each model that is trained."""
+        return (self,) if self.critic is None else (self, self.critic)
 
     @property
     def trained_bytes(self) -> int:
@@ -77,6 +90,24 @@ class Work:
         return self.shape.head_parameters if self.adapter is None else self.adapter.head_parameters
 
 
+def critic_work(policy: Work, shape: ModelShape) -> Work:
+    """Of a critic that is trained whole on the policy's micro-batches, whatever of the policy is trained.
+
+    Args:
+        policy: of the same run.
+        shape: of the critic, with a value head.
+    """
+    return replace(
+        policy,
+        shape=shape,
+        adapter=None,
+        gradients_in_forward=False,
+        has_reference=False,
+        reference_visits=False,
+        critic=None,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of one process in each phase, by part."""
@@ -100,23 +131,24 @@ class MemoryPlan:
 
 def plan_memory(work: Work) -> MemoryPlan:
     """What each phase of a step needs, by part."""
-    shape, always = work.shape, _always(work)
-    gradients = {"gradients": _shard(work, work.trained_parameters, work.trained_bytes)}
-    largest = shape.head_parameters
+    always, models = _always(work), work.models
+    gradients = [{"gradients": _shard(model, model.trained_parameters, model.trained_bytes)} for model in models]
+    backward = [{**own, **_backward(model)} for own, model in zip(gradients, models, strict=True)]
+    largest = work.shape.embedding_parameters
     return MemoryPlan(
         phases={
             "sampling": {**always, **_sampling(work)},
-            "logprobs": {
-                **always,
-                "gathered weights": _gathered(work, backward=False),
-                "activations": _forward_only_bytes(work),
-                "logprob head": head_bytes(work, backward=False),
-            },
-            "backward": {**always, **gradients, **_backward(work)},
-            "optimizer": {**always, **gradients},
+            "logprobs": {**always, **_largest([_forward_only(model) for model in models])},
+            "backward": {**always, **_largest(backward)},
+            "optimizer": {**always, **_largest(gradients)},
             "publish": {**always, "gathered weights": (work.weight_bytes + work.compute_bytes) * largest},
         }
     )
+
+
+def _largest(candidates: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Of parts that are never there together."""
+    return max(candidates, key=lambda parts: sum(parts.values()))
 
 
 def _shard(work: Work, parameters: int, bytes_each: int) -> int:
@@ -124,11 +156,26 @@ def _shard(work: Work, parameters: int, bytes_each: int) -> int:
     return -(-bytes_each * parameters // work.processes)
 
 
+def _optimizer_bytes(work: Work) -> int:
+    """Of the process with the most: rows of each weight are spread over them."""
+    of = work.adapter or work.shape
+
+    def kept(weight: WeightShape, *, in_layer: bool) -> int:
+        own = (-(-weight[0] // work.processes), *weight[1:])
+        return state_bytes(work.optim, own, work.trained_bytes, by_muon=in_layer and len(weight) == 2)
+
+    layer = sum(kept(weight, in_layer=True) for weight in of.layer_weights)
+    return work.shape.layers * layer + sum(kept(weight, in_layer=False) for weight in of.outer_weights)
+
+
 def _always(work: Work) -> dict[str, int]:
     parts = {"weights": _shard(work, work.shape.num_parameters, work.weight_bytes)}
     if work.adapter is not None:
         parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
-    parts["optimizer state"] = _shard(work, work.trained_parameters, 2 * work.trained_bytes)
+    parts["optimizer state"] = _optimizer_bytes(work)
+    if work.critic is not None:
+        parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.weight_bytes)
+        parts["critic optimizer"] = _optimizer_bytes(work.critic)
     if work.has_reference:
         kept = work.trained_parameters  # of an adapter, what it was at the start
         parts["reference weights"] = _shard(work, kept, work.trained_bytes)
@@ -138,6 +185,17 @@ def _always(work: Work) -> dict[str, int]:
     elif work.framework_bytes is not None:
         parts["framework"] = work.framework_bytes
     return parts
+
+
+def _forward_only(work: Work) -> dict[str, int]:
+    """Logprobs, values, and those of a reference that lies in host memory otherwise."""
+    visitor = work.weight_bytes * work.shape.num_parameters
+    return {
+        **({"reference weights": visitor} if work.reference_visits else {}),
+        "gathered weights": _gathered(work, backward=False),
+        "activations": _forward_only_bytes(work),
+        "logprob head": head_bytes(work, backward=False),
+    }
 
 
 # Sampling
@@ -260,6 +318,8 @@ def head_bytes(work: Work, *, backward: bool) -> int:
     scored, hidden = work.scored_tokens, shape.hidden
     if scored == 0:
         return 0
+    if shape.has_value_head:  # hidden states, wide too; in backward their gradients
+        return (a + 4) * scored * hidden * (1 + backward)
     tokens = scored if scored * shape.vocabulary <= _TILE else min(scored, _TILE_TOKENS)
     ids = max(1, min(shape.vocabulary, _TILE // tokens))
     if _autocasts(work) or (a < 4 and not work.on_gpu):  # a part of the weight is cast, which is as large as a tile
@@ -312,7 +372,7 @@ def _backward(work: Work) -> dict[str, int]:
         kept_of_one = kept_bytes_per_token(work) * (work.row_tokens if shape.layers > 1 else 0)
         in_layer = {"gathered weights": gathered, "logprob head": head}
         # if it is the head's too, with their sum
-        embedding = (1 + shape.tied) * a * shape.head_parameters if work.adapter is None else 0
+        embedding = (1 + shape.tied) * a * shape.embedding_parameters if work.adapter is None else 0
         candidates += [
             {"gathered weights": first},
             {  # the last layer's place is still there
@@ -333,4 +393,4 @@ def _backward(work: Work) -> dict[str, int]:
             {"gathered weights": outer_only, "logprob head": head, "gradients on their way": embedding + on_its_way},
             {"logprob head": head, "gradients on their way": (4 + a) * work.trained_outer_parameters - head},
         ]
-    return max(candidates, key=lambda parts: sum(parts.values()))
+    return _largest(candidates)

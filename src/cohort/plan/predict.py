@@ -7,11 +7,13 @@ from typing import Any
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.plan.adapter import adapter_shape
+from cohort.plan.critic import critic_shape
 from cohort.plan.defaults import compute_dtype, memory_share
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, Rows, group_share_tokens, plan_layout, plan_rows
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, plan_memory
+from cohort.plan.layout import Layout, Rows, check_parking, group_share_tokens, plan_layout, plan_rows
+from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, critic_work, plan_memory
+from cohort.plan.optimizer import check_spread
 from cohort.plan.shape import ModelShape
 from cohort.plan.timing import Number, plan_timing
 
@@ -144,6 +146,8 @@ def predict_run(
         UserError: configuration and machines contradict each other.
     """
     layout = layout or plan_layout(config, shape, hardware)
+    check_spread(config.optim, layout.num_training)
+    check_parking(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)
@@ -197,7 +201,7 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         sampled = min(rollout.max_num_seqs, math.ceil(rows.prompts) * rollout.num_generations)
         prompts = math.ceil(sampled / rollout.num_generations)
         sampled_tokens = sampled * rollout.max_completion_tokens + prompts * rollout.max_prompt_tokens
-    return Work(
+    work = Work(
         shape=shape,
         processes=layout.num_training,
         weight_bytes=_BYTES[model.dtype],
@@ -215,7 +219,11 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         on_gpu=hardware.on_gpu,
         adapter=adapter_shape(adapter, shape) if adapter else None,
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
+        optim=config.optim,
+        reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
     )
+    second = critic_shape(config, shape)
+    return work if second is None else replace(work, critic=critic_work(work, second))
 
 
 def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
@@ -253,5 +261,7 @@ def _trl_bytes(config: Config, work: Work, rows: Rows) -> int:
     rollout = config.rollout
     tokens = rows.row_completions * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
     padded = replace(work, row_tokens=tokens, kept_prompt_tokens=0, scored_tokens=0, gradients_in_forward=False)
+    if work.critic is not None:
+        padded = replace(padded, critic=critic_work(padded, work.critic.shape))
     scored = rows.row_completions * (rollout.max_completion_tokens + 1)
     return plan_memory(padded).total("backward") + _TRL_LOGITS * 4 * scored * work.shape.vocabulary

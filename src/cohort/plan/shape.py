@@ -5,13 +5,16 @@ exactly; the tests compare with what the Hugging Face library builds.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cohort.errors import UserError
+
+WeightShape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +34,25 @@ class ModelShape:
     has_query_norm: bool  # norms of queries and keys
     layer_parameters: int
     active_layer_parameters: int  # that one token is multiplied with: fewer with experts
-    experts_per_token: int  # 1: an ordinary MLP
+    experts: int  # 1: an ordinary MLP
+    experts_per_token: int
     max_positions: int | None  # of prompt and completion together; None: not known
+    has_value_head: bool = False  # a critic: one row, with a bias, in the place of the head
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the tokens' table."""
+        return self.vocabulary * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, or of the embedding; without a bias."""
-        return self.vocabulary * self.hidden
+        """Of what the last hidden state is multiplied with."""
+        return self.hidden + 1 if self.has_value_head else self.embedding_parameters
 
     @property
     def outer_parameters(self) -> int:
         """Of all that is in no layer: embedding, head, last norm."""
-        return self.head_parameters * (1 if self.tied else 2) + self.hidden
+        return self.embedding_parameters + self.head_parameters * (not self.tied) + self.hidden
 
     @property
     def num_parameters(self) -> int:
@@ -57,6 +67,40 @@ class ModelShape:
     def kv_bytes(self, bytes_each: int) -> int:
         """Keys and values of one token."""
         return 2 * self.key_width * self.layers * bytes_each
+
+    def as_critic(self) -> "ModelShape":
+        """The same body with a value head, which is tied to nothing."""
+        return replace(self, has_value_head=True, tied=False)
+
+    @property
+    def linear_layers(self) -> Mapping[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's linear layers. Experts and their router are none of the library's."""
+        hidden, query, key, mlp = self.hidden, self.query_width, self.key_width, self.mlp
+        layers = {
+            "q_proj": (hidden, query),
+            "k_proj": (hidden, key),
+            "v_proj": (hidden, key),
+            "o_proj": (query, hidden),
+        }
+        if self.experts == 1:
+            layers |= {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
+        return layers
+
+    @property
+    def layer_weights(self) -> tuple[WeightShape, ...]:
+        """Of one layer, as the library has them; all vectors as one."""
+        weights: list[WeightShape] = [(out, into) for into, out in self.linear_layers.values()]
+        if self.experts > 1:
+            experts, mlp = self.experts, self.mlp
+            weights += [(experts, self.hidden), (experts, 2 * mlp, self.hidden), (experts, self.hidden, mlp)]
+        return (*weights, (self.layer_parameters - sum(map(math.prod, weights)),))
+
+    @property
+    def outer_weights(self) -> tuple[WeightShape, ...]:
+        """Of what is in no layer."""
+        table = (self.vocabulary, self.hidden)
+        head = (1, self.hidden + 1) if self.has_value_head else table
+        return (table, *([] if self.tied else [head]), (self.hidden,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +247,7 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
         has_query_norm=family.query_norm,
         layer_parameters=attention + router + one * (experts or 1),
         active_layer_parameters=attention + router + one * chosen,
+        experts=experts or 1,
         experts_per_token=chosen,
         max_positions=_known_positions(config),
     )

@@ -6,20 +6,18 @@ dominates and what a change is worth; a run's own metrics are the truth.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.plan.defaults import compute_dtype
-from cohort.plan.estimate import Rate, StepTimes, computing_rate, predict, reading_rate
+from cohort.plan.estimate import Rate, StepTimes, computing_rate, predict, reading_rate, training_operations
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, Rows, sizes_of
 from cohort.plan.memory import Work, kept_bytes_per_token
 from cohort.plan.shape import ModelShape
 
 Origin = Literal["measured", "assumed", "derived"]
-_RECOMPUTED = 4 / 3  # a second forward pass: 8 operations per weight and token instead of 6
-_REFERENCE = 4 / 3  # a forward pass of another model: 2 more
 _REDUCED_BYTES = 4  # of a gradient on its way
 
 
@@ -39,14 +37,21 @@ def plan_timing(
     sizes = sizes_of(config, work.shape, hardware)
     computing, reading = computing_rate(sizes, compute_dtype(config.model, on_gpu=hardware.on_gpu)), reading_rate(sizes)
     times = step_times(config, work.shape, hardware, layout)
-    operations = "4 operations per weight and token" if work.adapter else "6 operations per weight and token"
+    coming = 0.0  # once per step
+    if work.reference_visits and hardware.measured and hardware.measured.host_bandwidth:
+        coming = work.weight_bytes * work.shape.num_parameters / hardware.measured.host_bandwidth
+        times = replace(times, training_s=times.training_s + coming)
+    operations = ", ".join(training_operations(config, sizes))
+    used = f"at {computing.share:.0%} of that (assumed)" + ", and the reference's weights from host memory" * (
+        coming > 0
+    )
     sampler = f"weights are read at {reading.share:.0%} of the bandwidth, or computed with at {computing.share:.0%}"
     if config.rollout.engine == "local":
         sampler += "; PyTorch's own sampling is slower than that"
     numbers = {
         "products_tflops": _rate(computing, hardware, 1e-12),
         "memory_gbytes/s": _rate(reading, hardware, 1e-9),
-        "training_s": _derived(times.training_s, f"{operations} at {computing.share:.0%} of that (assumed)"),
+        "training_s": _derived(times.training_s, f"{operations} {used}"),
         **dict(_transfers(hardware, rows, work)),
         "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
@@ -75,7 +80,10 @@ def _transfers(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str
     if measured is None:
         return
     if measured.collective_bandwidth is not None and work.processes > 1:
-        gathered = 2 * work.compute_bytes * work.shape.num_parameters + _REDUCED_BYTES * work.trained_parameters
+        gathered = sum(
+            2 * model.compute_bytes * model.shape.num_parameters + _REDUCED_BYTES * model.trained_parameters
+            for model in work.models
+        )
         seconds = rows.num_micro_batches * gathered / measured.collective_bandwidth
         yield "gathering_s", _derived(seconds, "two gathers and a reduction of every micro-batch, beside training")
     if measured.host_bandwidth is not None and work.offload:
@@ -84,7 +92,7 @@ def _transfers(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str
 
 
 def step_times(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout) -> StepTimes:
-    """Both phases of a step, with what checkpointing and a reference model add to training."""
+    """Both phases of a step."""
     rollout = config.rollout
     if not isinstance(rollout, VllmRolloutConfig):
         shared = {name: getattr(rollout, name) for name in type(rollout).model_fields if name != "engine"}
@@ -93,8 +101,4 @@ def step_times(config: Config, shape: ModelShape, hardware: Hardware, layout: La
     # servers of other people are taken to be as many GPUs as names
     sampling = layout.num_sampling or len(getattr(rollout, "urls", ())) * tensor_parallel
     sizes = sizes_of(config, shape, hardware)
-    times = predict(config, sizes, num_training=layout.num_training, num_sampling=max(sampling, tensor_parallel))
-    factor = (_RECOMPUTED if config.model.gradient_checkpointing else 1.0) * (
-        _REFERENCE if config.algorithm.beta > 0 else 1.0
-    )
-    return StepTimes(training_s=times.training_s * factor, sampling_s=times.sampling_s, overlap=times.overlap)
+    return predict(config, sizes, num_training=layout.num_training, num_sampling=max(sampling, tensor_parallel))

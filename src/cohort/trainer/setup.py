@@ -15,6 +15,7 @@ from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.plan import RunPlan
+from cohort.plan.layout import check_parking
 from cohort.policy import (
     Policy,
     check_offload,
@@ -103,8 +104,7 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
-    if config.reference is not None and config.reference.device == "cpu":
-        _check_parking(device, ranks)
+    check_parking(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
@@ -117,24 +117,6 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
-
-
-def _check_parking(device: torch.device, ranks: Ranks) -> None:
-    """Compare `reference.device: cpu` with the device and the processes of the run.
-
-    Raises:
-        UserError: it has no effect, or does not work.
-    """
-    if device.type == "cpu":
-        raise UserError(
-            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
-            "remove it"
-        )
-    if ranks.world_size > 1:
-        raise UserError(
-            f"reference.device: cpu works in one process, and this run has {ranks.world_size}, over which the "
-            f"reference is spread already; use reference.device: auto"
-        )
 
 
 def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
