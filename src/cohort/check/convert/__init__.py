@@ -20,7 +20,7 @@ from cohort.errors import UserError
 
 __all__ = ["convert_file"]
 
-_SECTIONS = ("model", "data", "rewards", "rollout", "algorithm", "train", "eval", "hardware", "run")
+_SECTIONS = ("model", "data", "rewards", "rollout", "algorithm", "train", "optim", "eval", "hardware", "run")
 
 
 def convert_file(path: Path, *, version: str | None = None, launched_with: str | None = None) -> str:

@@ -1,6 +1,7 @@
 """ms-swift to Cohort."""
 
 from cohort.check.convert.draft import LOSSES, SCALES, Draft
+from cohort.check.lora import SWIFT, read_lora
 from cohort.check.readers.swift import MEGATRON
 from cohort.check.rules.start import Start
 
@@ -39,8 +40,7 @@ def from_swift(draft: Draft, start: Start | None) -> None:
     _algorithm(draft)
     dtype = settings.text("torch_dtype")
     draft.put("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
-    if settings.text("tuner_type", settings.text("train_type", "lora")) != "full":
-        draft.note("no equivalent: LoRA, which is ms-swift's default tuner; all weights are trained here")
+    _adapter(draft)
     if settings.flag("use_vllm"):
         draft.put("rollout.engine", "vllm")
         if settings.text("vllm_mode") == "colocate":
@@ -53,6 +53,17 @@ def from_swift(draft: Draft, start: Start | None) -> None:
             )
     if settings.flag("dynamic_sample"):
         draft.put("rollout.resample", settings.whole("max_resample_times", 3))
+
+
+def _adapter(draft: Draft) -> None:
+    """LoRA is the default there, but with Megatron."""
+    settings = draft.settings
+    default = "full" if MEGATRON in settings else "lora"
+    tuner = settings.text("tuner_type", settings.text("train_type", default))
+    if tuner == "lora":
+        draft.adapter(read_lora(settings, SWIFT))
+    elif tuner != "full":
+        draft.note(f"no equivalent: tuner {tuner}; all weights are trained here")
 
 
 def _algorithm(draft: Draft) -> None:

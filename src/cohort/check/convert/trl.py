@@ -1,6 +1,7 @@
 """TRL and Open-R1 to Cohort."""
 
 from cohort.check.convert.draft import LOSSES, SCALES, Draft
+from cohort.check.lora import trl_lora
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl import Version
 
@@ -53,6 +54,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     top_k = settings.number("top_k", None)
     draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
     _algorithm(draft, version)
+    draft.adapter(trl_lora(settings))
     _precision(draft)
     _engine(draft, version)
 

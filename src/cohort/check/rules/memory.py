@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
+from cohort.check.lora import trl_lora
 from cohort.check.rules.cohort import nested
 from cohort.check.rules.trl import Version
 from cohort.config import config_from_dict
@@ -181,12 +182,6 @@ def _trl(settings: Settings, launch: Launch, version: Version, processes: int) -
 
 
 def _adapter(settings: Settings) -> AdapterConfig | None:
-    """LoRA of TRL's scripts, with peft's own targets for such models where none are said."""
-    if not settings.flag("use_peft"):
-        return None
-    names = settings.said("lora_target_modules") or ["q_proj", "v_proj"]
-    targets = tuple(map(str, names)) if isinstance(names, list) else str(names)
-    return AdapterConfig(
-        rank=settings.whole("lora_r", 16),
-        targets="all-linear" if targets in ("all-linear", ("all-linear",)) else targets,
-    )
+    """LoRA of TRL's scripts. Its dropout is left out: rows are padded there in any case."""
+    read = trl_lora(settings)
+    return AdapterConfig(rank=read[0]["rank"], targets=read[0]["targets"]) if read else None
