@@ -38,12 +38,20 @@ def print_calibration(measured: Calibration, file: Path, console: Console) -> No
     console.print(f"kept in {file}; `cohort plan --gpu here` plans with it\n", highlight=False, soft_wrap=True)
 
 
+def all_notes(plan: Plan) -> tuple[str, ...]:
+    """What is to be said besides, of the plan and of its adapter."""
+    adapter = plan.work.adapter
+    return (*plan.notes, *([adapter.note] if adapter and adapter.note else []))
+
+
 def _speed(bandwidth: float | None) -> str:
     return "there is none" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
 
 
-def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console) -> None:
-    """The plan in tables, the verdict and the advice."""
+def print_plan(
+    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console, *, with_vllm: bool
+) -> None:
+    """The plan in tables, the verdict and the advice; `with_vllm`: whether the run samples so already."""
     shape, machines, memory = plan.shape, plan.hardware, plan.memory
     console.print(
         f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
@@ -69,7 +77,7 @@ def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], con
     console.print(table)
     if "framework" in parts:
         console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
-    for line in _verdict(plan, advice, answer):
+    for line in _verdict(plan, advice, answer, with_vllm=with_vllm):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -95,7 +103,7 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"{label}, {unit}", f"{number.value:.3g}  [dim]{number.origin}: {number.how}[/dim]"
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> Iterator[str]:
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, with_vllm: bool) -> Iterator[str]:
     memory, headroom = plan.memory, plan.headroom_bytes
     peak = f"peak {_gb(memory.peak_bytes)} in {_PHASES[memory.peak_phase]}"
     if plan.fits:
@@ -104,7 +112,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
         yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
     else:
         yield f"\n[red]does not fit[/red]: {peak} of training, and servers do not fit beside it"
-    for note in plan.notes:
+    for note in all_notes(plan):
         yield f"note: {escape(note)}"
     yield f"the same completions at a time, padded and with whole logits (TRL's default): {_gb(plan.trl_bytes)}"
     if advice:
@@ -114,7 +122,10 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
             yield f"  {change.told()}: {size}, {seconds}; costs {change.costs}"
     elif not plan.fits:
-        yield "\nno change that is known here makes it fit; try other GPUs, a smaller model, or rollout.engine: vllm"
+        others = (
+            "other GPUs or a smaller model" if with_vllm else "other GPUs, a smaller model, or rollout.engine: vllm"
+        )
+        yield f"\nno change that is known here makes it fit; try {others}"
     for name, value in answer.get("max", {}).items():
         yield f"\nlargest {name} that fits: {value if value is not None else 'none'}"
     if "cost" in answer:

@@ -1,10 +1,13 @@
 """The size of an adapter: what LoRA adds to a model's shape, counted from the configuration alone.
 
-Targets are known by the last part of their names, as peft has them. Experts and their router are no linear layers of
-the library, so `all-linear` leaves them alone. r rank; an addition to a weight [out, in] has r (in + out) parameters.
+A target means every layer whose name ends with it, from a dot on, as when the adapter is made. Names are those of Llama
+and what is built like it; with another name the shape cannot tell which layers are meant, and all linear ones are
+counted. Experts and their router are no linear layers of the library, so `all-linear` leaves them alone. r rank; an
+addition to a weight [out, in] has r (in + out) parameters.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,9 @@ from cohort.errors import UserError
 from cohort.plan.shape import ModelShape
 
 ADAPTER_BYTES = 4  # of a trained number: peft keeps adapters in float32, whatever the model has
-_HEAD, _EMBEDDING = "lm_head", "embed_tokens"
+_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_BLOCKS = {"gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}  # that hold a layer; else attention's
+_Targets = str | tuple[str, ...]  # all-linear, a pattern as peft saves it, or names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +28,14 @@ class AdapterShape:
     """What of an adapter decides memory and time."""
 
     rank: int
-    layer_parameters: int
+    layer_parameters: int  # in the mean of all layers, rounded up: some may have none
     head_parameters: int  # on the head
     embedding_parameters: int
     kept_features: int  # of one token and layer: inputs of frozen products that only the adapter's gradient wants
     rank_features: int  # of one token and layer: what lies between the two factors
     early_features: int  # of one token and layer: outputs of both factors of queries, keys and values
     dropout_features: int  # of one token and layer: inputs after dropout, and one byte each for what was dropped
+    note: str | None = None  # what could not be told from the shape
 
     def num_parameters(self, layers: int) -> int:
         """All of them, which are all that is trained."""
@@ -45,34 +51,57 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     """The size of the adapter that the configuration asks for.
 
     Raises:
-        UserError: `path` is a folder without a readable adapter_config.json, or no layer is a target.
+        UserError: `path` is a folder without a readable adapter_config.json.
     """
     rank, dora = config.rank, config.dora
-    names: str | tuple[str, ...] = config.targets
+    targets: _Targets = config.targets
     if config.path is not None and (saved := _saved(config.path)) is not None:
-        rank, names, dora = saved
+        rank, targets, dora = saved
     linear = _linear_layers(shape)
-    targets = set(linear) if names == "all-linear" else set(names)
-    chosen = {name: sizes for name, sizes in linear.items() if name in targets}
-    if not chosen and not targets & {_HEAD, _EMBEDDING}:
-        raise UserError(
-            f"model.adapter.targets: {', '.join(sorted(targets))}: none is a linear layer of {shape.name}, which has "
-            f"{', '.join(linear)}"
-        )
+    places = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
+    known = [name for names in places.values() for name in names] + [_HEAD, _EMBEDDING]
+    meant, unknown = _meant(targets, known)
+    if unknown:
+        meant |= {name for names in places.values() for name in names}
+    counts = {layer: len(meant.intersection(names)) for layer, names in places.items()}
+    chosen = {layer: linear[layer] for layer, count in counts.items() if count}
+    in_layers = sum((rank * (into + out) + dora * out) * counts[layer] for layer, (into, out) in chosen.items())
     outer = rank * (shape.hidden + shape.vocabulary)
     early = [out for name, (_, out) in chosen.items() if name in ("q_proj", "k_proj", "v_proj")]
     return AdapterShape(
         rank=rank,
-        layer_parameters=sum(rank * (into + out) + dora * out for into, out in chosen.values()),
-        head_parameters=(outer + dora * shape.vocabulary) * (_HEAD in targets),
-        embedding_parameters=outer * (_EMBEDDING in targets),
+        layer_parameters=-(-in_layers // shape.layers),
+        head_parameters=(outer + dora * shape.vocabulary) * (_HEAD in meant),
+        embedding_parameters=outer * (_EMBEDDING in meant),
         kept_features=shape.hidden * bool(early)
         + shape.hidden * bool({"gate_proj", "up_proj"} & set(chosen))
         + shape.mlp * ("down_proj" in chosen),
         rank_features=rank * len(chosen),
         early_features=sum(rank + out for out in early),
         dropout_features=sum(into for into, _ in chosen.values()) * bool(config.dropout),
+        note=f"model.adapter.targets: {unknown}: which layers these are cannot be told from the shape of {shape.name}; "
+        f"the adapter is counted as if on all of its linear layers"
+        if unknown
+        else None,
     )
+
+
+def _full_name(layer: str, number: int) -> str:
+    return f"model.layers.{number}.{_BLOCKS.get(layer, 'self_attn')}.{layer}"
+
+
+def _meant(targets: _Targets, known: list[str]) -> tuple[set[str], str]:
+    """Which of the known layers are meant, and those targets that none of them has."""
+    if targets == "all-linear":
+        return set(known) - {_HEAD, _EMBEDDING}, ""
+    if isinstance(targets, str):
+        try:
+            meant = {name for name in known if re.fullmatch(targets, name)}
+        except re.error:
+            meant = set()
+        return meant, "" if meant else targets
+    found = {target: {name for name in known if f".{name}".endswith(f".{target}")} for target in targets}
+    return set().union(*found.values()), ", ".join(target for target, names in found.items() if not names)
 
 
 def _linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -89,7 +118,7 @@ def _linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
     return layers
 
 
-def _saved(path: str) -> tuple[int, str | tuple[str, ...], bool] | None:
+def _saved(path: str) -> tuple[int, _Targets, bool] | None:
     """Rank, targets and whether it is DoRA of an adapter that was saved; None where it is not on this machine."""
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
@@ -97,6 +126,7 @@ def _saved(path: str) -> tuple[int, str | tuple[str, ...], bool] | None:
     try:
         saved: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         names = saved["target_modules"]
-        return int(saved["r"]), names if isinstance(names, str) else tuple(names), bool(saved.get("use_dora"))
+        targets = names if isinstance(names, str) else tuple(map(str, names))
+        return int(saved["r"]), targets, bool(saved.get("use_dora"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.adapter.path: {file}: cannot be read: {error!r}") from error
