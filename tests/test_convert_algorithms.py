@@ -254,3 +254,14 @@ def test_optimizers(tmp_path: Path, said: str, name: str, note: str | None):
     assert config["optim"]["name"] == name and config["optim"]["weight_decay"] == 0.1
     assert ("beta2" in config["optim"]) == name.startswith("adamw")
     assert note in notes if note else "optim" not in notes.partition("\nmodel:")[0]
+
+
+def test_a_sample_of_a_data_set_is_told(tmp_path: Path):
+    config, notes = whole(tmp_path, "s.sh", SWIFT.replace("org/d", "'org/d#1000'") + "\n")
+    assert config["data"]["path"] == "org/d" and "a sample of 1000 rows" in notes
+
+
+def test_batches_of_verl_do_not_depend_on_whether_it_starts(tmp_path: Path):
+    """It lacks log_prob_micro_batch_size_per_gpu, and does not start."""
+    config, notes = whole(tmp_path, "v.sh", VERL.strip() + " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4\n")
+    assert config["train"]["prompts_per_step"] == 64 and "could not be worked out" not in notes
