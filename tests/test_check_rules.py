@@ -324,7 +324,8 @@ def test_whole_logits_do_not_fit_and_the_nearest_changes_do(tmp_path: Path) -> N
     """16 completions of 4,097 tokens and 152,064 logits in float32, three times: 119.6 GB."""
     found = memory_finding(tmp_path, SEVEN)
     assert "with 8 processes" in found.message and "119.6 logits" in found.message
-    assert "1.9 weights, 1.9 gradients, 3.8 optimizer state" in found.message  # 7.6 billion / 8, fully sharded
+    assert "1.9 weights, 1.9 gradients, 11.4 optimizer state" in found.message  # 7.6 billion x (2, 2, 12) / 8
+    assert "assumed: float32 master weights" in found.message
     assert "per_device_train_batch_size=4" in found.nearest and "use_liger_kernel=true" in found.nearest
     assert memory_finding(tmp_path, SEVEN.replace("size: 16", "size: 4")) is None
     assert memory_finding(tmp_path, SEVEN + "use_liger_loss: true\n") is None
@@ -348,6 +349,25 @@ def test_the_accelerate_file_says_what_is_sharded(tmp_path: Path) -> None:
     assert "15.2 weights, 15.2 gradients, 30.5 optimizer state" in found.message
     assert "ZeRO-3 or FSDP" in found.nearest
     assert memory_finding(tmp_path, command.format("zero3.yaml"), "run.sh", gpu_memory="48GB") is None
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "state"),
+    [
+        ("deepspeed_config: {zero_stage: 2}", "15.2 weights, 1.9 gradients, 11.4 optimizer state"),
+        ("deepspeed_config: {zero_stage: 3}", "1.9 weights, 1.9 gradients, 11.4 optimizer state"),
+        ("distributed_type: FSDP", "1.9 weights, 1.9 gradients, 11.4 optimizer state"),
+        ("deepspeed_config: {zero_stage: 3, offload_optimizer_device: none}", "11.4 optimizer state"),
+        ("deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}", "1.9 weights, 1.9 gradients, 42.3"),
+    ],
+)
+def test_master_weights_are_counted_and_what_is_offloaded_is_not(tmp_path: Path, accelerate: str, state: str) -> None:
+    (tmp_path / "c.yaml").write_text(SEVEN)
+    (tmp_path / "a.yaml").write_text(f"num_processes: 8\n{accelerate}\n")
+    script = "accelerate launch --config_file a.yaml grpo.py --config c.yaml\n"
+    found = memory_finding(tmp_path, script, "run.sh")
+    assert state in found.message
+    assert ("assumed" in found.message) == ("cpu" not in accelerate)
 
 
 def test_memory_of_cohorts_own_files_is_that_of_the_plan(tmp_path: Path) -> None:

@@ -103,8 +103,7 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
         num_training=(hardware.nodes - number) * per_node,
         num_sampling=number * (per_node // tensor_parallel) * tensor_parallel,
         shared=False,
-        reason=f"--rollout-nodes {number} of {hardware.nodes} nodes is the fastest split"
-        + " that fits" * bool(fitting),
+        reason=f"--rollout-nodes {number} of {hardware.nodes} nodes is the fastest split",
     )
 
 
