@@ -33,6 +33,8 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
     text = read_text(path)
     try:
         launch = _read(path, text)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     except RecursionError:
