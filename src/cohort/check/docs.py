@@ -14,7 +14,7 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
 | YAML with `model`, `data`, `rewards` | Cohort |
 | YAML with `num_generations`, `reward_funcs` or another key of GRPO | a recipe of TRL, of Open-R1 if a key is its own |
 | Python with `GRPOConfig(...)` | TRL, as a syntax tree: literals, constants of the module, arithmetic of them |
-| shell with `trl grpo`, or a launcher with a GRPO script or its options | TRL or Open-R1, with recipe and accelerate file |
+| shell with `trl grpo`, or a launcher and a GRPO script or option | TRL or Open-R1, with recipe and accelerate file |
 | shell with `swift rlhf` or `megatron rlhf`, YAML, both with `rlhf_type` `grpo` | ms-swift |
 | shell with `actor_rollout_ref.key=value`, YAML with `actor_rollout_ref` | verl |
 

@@ -94,7 +94,8 @@ def _targets(said: Any, names: LoraNames) -> tuple[str | list[str], list[str]]:
         if names.all_linear:
             return "all-linear", []
         usual = list(_USUAL_TARGETS)
-        return usual, [f"{names.targets} is not said; {' and '.join(usual)} are what peft takes for most models"]
+        key = names.targets.removeprefix("trainer.")
+        return usual, [f"{key} is not said; {' and '.join(usual)} are what peft takes for most models"]
     if "all-linear" in listed:
         return "all-linear", []
     if all(re.fullmatch(r"[\w.]+", name) for name in listed):
