@@ -315,6 +315,52 @@ def test_a_launch_command_that_says_nothing_is_refused(tmp_path: Path):
                 check_file(tmp_path / "r.yaml", launched_with=command)
 
 
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        ("accelerate launch --num_processes 4 -m trl.scripts.grpo --num_generations 8", 4),
+        ("accelerate launch --num_processes 4 train.py --num-generations=8", 4),
+        ("trl grpo --num_generations 8 --num_processes 4 --accelerate_config zero2", 4),
+        ("trl grpo --num_generations 8", None),
+    ],
+)
+def test_a_run_is_known_by_its_options_too(command: str, processes: int | None, tmp_path: Path):
+    launch = read(tmp_path, command + "\n", "run.sh")
+    assert launch.settings["num_generations"].value == "8"
+    assert (launch.processes and launch.processes.value) == processes
+    assert launch.sharded_stage == (2 if "zero2" in command else None)
+    with pytest.raises(UserError, match="none of the formats"):  # another way of training
+        read(tmp_path, "accelerate launch --num_processes 4 train.py --max_length 8\n", "sft.sh")
+
+
+OPEN_R1_JOB = """#!/bin/bash
+#SBATCH --gres=gpu:8
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --model) MODEL="$2"; shift 2;;
+        --task) TASK="$2"; shift 2;;
+        --config) CONFIG_SUFFIX="$2"; shift 2;;
+        --accelerator) ACCELERATOR="$2"; shift 2;;
+        *) shift;;
+    esac
+done
+CONFIG_FILE=recipes/$MODEL/$TASK/config_$CONFIG_SUFFIX.yaml
+srun bash -c "accelerate launch --config_file $ACCELERATOR.yaml src/open_r1/$TASK.py --config $CONFIG_FILE"
+"""
+
+
+def test_a_script_that_trains_what_its_arguments_name_says_how_to_check_that(tmp_path: Path):
+    with pytest.raises(UserError, match="cohort check recipes/MODEL/grpo/config_NAME"):
+        read(tmp_path, OPEN_R1_JOB, "train.slurm")
+
+
+@pytest.mark.parametrize(("accelerator", "stage"), [("zero2", 2), ("zero3", 3), ("fsdp", 3), ("ddp", 0)])
+def test_the_accelerator_of_a_job_is_what_shards(accelerator: str, stage: int, tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
+    command = f"sbatch --nodes=2 slurm/train.slurm --accelerator {accelerator}"
+    assert read_launch(tmp_path / "r.yaml", launched_with=command).sharded_stage == stage
+
+
 # --- YAML and bad input
 
 

@@ -235,6 +235,8 @@ def test_cohort_starts_with_every_number_of_gpus_or_with_none(tmp_path: Path):
     assert "a group of one has no peers" in by_code(wrong)["CHK002"].message
     unknown = report(tmp_path, COHORT + "train: {learning_rat: 1}\n", "c.yaml")
     assert "did you mean learning_rate?" in by_code(unknown)["CHK002"].message
+    missing = by_code(report(tmp_path, COHORT.replace("use: math", "weight: 1"), "c.yaml"))["CHK002"]
+    assert missing.message.startswith("rewards.0.use: ") and missing.field == "rewards.0.use"  # as it is
     long = "rollout: {engine: vllm, max_completion_tokens: 4096, vllm_args: {max_model_len: 2048}}\n"
     assert "use rollout.max_prompt_tokens" in by_code(report(tmp_path, COHORT + long, "c.yaml"))["CHK002"].message
 
@@ -322,7 +324,8 @@ def test_whole_logits_do_not_fit_and_the_nearest_changes_do(tmp_path: Path) -> N
     """16 completions of 4,097 tokens and 152,064 logits in float32, three times: 119.6 GB."""
     found = memory_finding(tmp_path, SEVEN)
     assert "with 8 processes" in found.message and "119.6 logits" in found.message
-    assert "1.9 weights, 1.9 gradients, 3.8 optimizer state" in found.message  # 7.6 billion / 8, fully sharded
+    assert "1.9 weights, 1.9 gradients, 11.4 optimizer state" in found.message  # 7.6 billion x (2, 2, 12) / 8
+    assert "assumed: float32 master weights" in found.message
     assert "per_device_train_batch_size=4" in found.nearest and "use_liger_kernel=true" in found.nearest
     assert memory_finding(tmp_path, SEVEN.replace("size: 16", "size: 4")) is None
     assert memory_finding(tmp_path, SEVEN + "use_liger_loss: true\n") is None
@@ -346,6 +349,25 @@ def test_the_accelerate_file_says_what_is_sharded(tmp_path: Path) -> None:
     assert "15.2 weights, 15.2 gradients, 30.5 optimizer state" in found.message
     assert "ZeRO-3 or FSDP" in found.nearest
     assert memory_finding(tmp_path, command.format("zero3.yaml"), "run.sh", gpu_memory="48GB") is None
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "state"),
+    [
+        ("deepspeed_config: {zero_stage: 2}", "15.2 weights, 1.9 gradients, 11.4 optimizer state"),
+        ("deepspeed_config: {zero_stage: 3}", "1.9 weights, 1.9 gradients, 11.4 optimizer state"),
+        ("distributed_type: FSDP", "1.9 weights, 1.9 gradients, 11.4 optimizer state"),
+        ("deepspeed_config: {zero_stage: 3, offload_optimizer_device: none}", "11.4 optimizer state"),
+        ("deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}", "1.9 weights, 1.9 gradients, 42.3"),
+    ],
+)
+def test_master_weights_are_counted_and_what_is_offloaded_is_not(tmp_path: Path, accelerate: str, state: str) -> None:
+    (tmp_path / "c.yaml").write_text(SEVEN)
+    (tmp_path / "a.yaml").write_text(f"num_processes: 8\n{accelerate}\n")
+    script = "accelerate launch --config_file a.yaml grpo.py --config c.yaml\n"
+    found = memory_finding(tmp_path, script, "run.sh")
+    assert state in found.message
+    assert ("assumed" in found.message) == ("cpu" not in accelerate)
 
 
 def test_memory_of_cohorts_own_files_is_that_of_the_plan(tmp_path: Path) -> None:
@@ -389,3 +411,38 @@ def test_a_key_that_verl_does_not_have_stops_hydra(tmp_path: Path, override: str
     assert (found is not None) == refused
     if found is not None:
         assert "Key 'num' is not in struct" in found.message and "+actor_rollout_ref.rollout.num" in found.nearest
+
+
+# --- versions, and what only some of them know
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"), [("99.1", "1.16"), ("0.1", "0.15"), ("0.15.2", None), ("1.16.3", None), ("0.18.0", None)]
+)
+def test_rules_of_another_version_are_told(tmp_path: Path, version: str, taken: str | None) -> None:
+    found = by_code(report(tmp_path, SEVEN, "c.yaml", trl_version=version)).get("CHK020")
+    assert (found is None) == (taken is None)
+    assert found is None or f"those of {taken}, the nearest" in found.message
+
+
+@pytest.mark.parametrize(
+    ("version", "capped"), [("0.16.0", False), ("0.18.0", False), ("0.26.0", True), ("1.16", True)]
+)
+def test_cispo_is_capped_where_it_is_known(tmp_path: Path, version: str, capped: bool) -> None:
+    found = by_code(report(tmp_path, SEVEN + "loss_type: cispo\nepsilon_high: 0.28\n", "c.yaml", trl_version=version))
+    assert ("CHK015" in found) == capped
+
+
+def test_missing_micro_batches_of_verl_are_proposed_as_large_as_the_actors(tmp_path: Path) -> None:
+    text = (
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=1024 trainer.nnodes=1 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 actor_rollout_ref.rollout.n=5 "
+        "trainer.n_gpus_per_node=8 actor_rollout_ref.actor.use_kl_loss={}\n"
+    )
+    key = "log_prob_micro_batch_size_per_gpu=40"
+    without = by_code(report(tmp_path, text.format(False)))["CHK002"]
+    assert without.nearest == (f"actor_rollout_ref.rollout.{key}",)
+    both = by_code(report(tmp_path, text.format(True)))["CHK002"]
+    assert both.nearest == (f"actor_rollout_ref.rollout.{key} and actor_rollout_ref.ref.{key}",)
+    mended = text.format(False).strip() + " " + without.nearest[0] + "\n"
+    assert "CHK002" not in by_code(report(tmp_path, mended))

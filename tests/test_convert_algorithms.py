@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cohort.check import convert_file
 from cohort.config import AlgorithmConfig, load_config
@@ -158,3 +159,109 @@ def test_verl(tmp_path: Path, said: str, expected: dict[str, Any]):
     algorithm, notes = converted(tmp_path, "verl.sh", VERL + said + "\n")
     assert algorithm == AlgorithmConfig.model_validate(expected)
     assert "no equivalent: algorithm" not in notes and "no equivalent: actor" not in notes
+
+
+# --- adapters and optimizers
+
+
+def whole(tmp_path: Path, name: str, text: str) -> tuple[dict[str, Any], str]:
+    (tmp_path / name).write_text(text)
+    said = convert_file(tmp_path / name)
+    return yaml.safe_load(said), said
+
+
+PEFT_SCRIPT = (
+    "TARGETS = ['q_proj', 'o_proj']\n{before}\n"
+    "GRPOTrainer(model='m', reward_funcs=[f], peft_config={given},\n"
+    "    args=GRPOConfig('o', num_generations=8, per_device_train_batch_size=8))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "adapter"),
+    [
+        (
+            "t.yaml",
+            "reward_funcs: [r]\nuse_peft: true\nlora_r: 4\nlora_alpha: 8\nlora_target_modules: [q_proj, k_proj]\n"
+            "use_rslora: true\n",
+            {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "k_proj"], "dropout": 0.05, "rslora": True},
+        ),
+        (
+            "t.sh",
+            "trl grpo --model_name_or_path m --num_generations 8 --use_peft --lora_dropout 0 --use_dora true\n",
+            {"rank": 16, "alpha": 32.0, "targets": ["q_proj", "v_proj"], "dora": True},
+        ),
+        (
+            "a.py",
+            PEFT_SCRIPT.format(before="", given="LoraConfig(r=2 * 4, target_modules='all-linear')"),
+            {"rank": 8, "alpha": 8.0, "targets": "all-linear"},
+        ),
+        (
+            "b.py",
+            PEFT_SCRIPT.format(
+                before="c = LoraConfig(task_type='CAUSAL_LM', lora_alpha=3, target_modules=TARGETS)", given="c"
+            ),
+            {"rank": 8, "alpha": 3.0, "targets": ["q_proj", "o_proj"]},
+        ),
+        (
+            "s.sh",
+            SWIFT.strip() + " --tuner_type lora --lora_rank 64 --lora_alpha 128 --target_modules q_proj v_proj\n",
+            {"rank": 64, "alpha": 128.0, "targets": ["q_proj", "v_proj"], "dropout": 0.05},
+        ),
+        ("d.sh", SWIFT, {"rank": 8, "alpha": 32.0, "targets": "all-linear", "dropout": 0.05}),
+        (
+            "v.sh",
+            VERL.strip() + " actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64\n",
+            {"rank": 32, "alpha": 64.0, "targets": "all-linear"},
+        ),
+        ("f.sh", SWIFT.strip() + " --train_type full\n", None),
+        ("w.sh", VERL.strip() + " actor_rollout_ref.model.lora_rank=0\n", None),
+        ("n.yaml", "reward_funcs: [r]\nuse_peft: false\n", None),
+    ],
+)
+def test_adapters(tmp_path: Path, name: str, text: str, adapter: dict[str, Any] | None):
+    config, notes = whole(tmp_path, name, text)
+    assert config["model"].get("adapter") == adapter
+    assert "no equivalent: LoRA" not in notes and "lora_r" not in notes.partition("model:")[0].replace("lora_rank", "")
+
+
+@pytest.mark.parametrize("given", ["get_peft_config(args)", "c", "LoraConfig(r=RANK)"])
+def test_an_adapter_that_cannot_be_read_is_always_told(tmp_path: Path, given: str):
+    _, notes = whole(tmp_path, "a.py", PEFT_SCRIPT.format(before="", given=given))
+    assert "could not be read: peft_config" in notes
+
+
+def test_a_pattern_of_layers_is_told(tmp_path: Path):
+    text = "reward_funcs: [r]\nuse_peft: true\nlora_target_modules: '.*(q_proj|v_proj)'\n"
+    config, notes = whole(tmp_path, "t.yaml", text)
+    assert config["model"]["adapter"]["targets"] == "all-linear" and "is a pattern" in notes
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "note"),
+    [
+        ("adamw_torch_fused", "adamw", None),
+        ("adamw_bnb_8bit", "adamw_8bit", None),
+        ("paged_adamw_8bit", "adamw_8bit", None),
+        ("adafactor", "adafactor", "relative to the size"),
+        ("sgd", "sgd", "have no effect"),
+        ("lion_8bit", "adamw", "no equivalent: optim lion_8bit"),
+    ],
+)
+def test_optimizers(tmp_path: Path, said: str, name: str, note: str | None):
+    text = f"reward_funcs: [r]\noptim: {said}\nadam_beta2: 0.9\nweight_decay: 0.1\n"
+    config, notes = whole(tmp_path, "t.yaml", text)
+    assert config["optim"]["name"] == name and config["optim"]["weight_decay"] == 0.1
+    assert ("beta2" in config["optim"]) == name.startswith("adamw")
+    assert note in notes if note else "optim" not in notes.partition("\nmodel:")[0]
+
+
+def test_a_sample_of_a_data_set_is_told(tmp_path: Path):
+    config, notes = whole(tmp_path, "s.sh", SWIFT.replace("org/d", "'org/d#1000'") + "\n")
+    assert config["data"]["path"] == "org/d" and "a sample of 1000 rows" in notes
+
+
+def test_batches_of_verl_do_not_depend_on_whether_it_starts(tmp_path: Path):
+    """It lacks log_prob_micro_batch_size_per_gpu, and does not start."""
+    config, notes = whole(tmp_path, "v.sh", VERL.strip() + " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4\n")
+    assert config["train"]["prompts_per_step"] == 64 and "could not be worked out" not in notes

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 import cohort
 from cohort.cli.app import app
 from cohort.config import Adamw8bitConfig, Config, config_from_dict
+from cohort.config.adapter import AdapterConfig
 from cohort.display import Display
 from cohort.errors import UserError
 from cohort.plan import plan_run
+from cohort.plan.adapter import adapter_shape
 from cohort.plan.advice import advise, replan
 from cohort.plan.calibration import Calibration
 from cohort.plan.critic import critic_shape
@@ -396,9 +398,11 @@ def test_where_no_split_fits_the_plan_says_why_and_what_would() -> None:
 def test_sizes() -> None:
     assert parse_bytes("80GB", option="x") == 80 * 10**9
     assert parse_bytes(" 79.5 GiB", option="x") == 79 * 2**30 + 2**29
-    for wrong in ("", "many", "80 parsecs", "0GB", "-1GB"):
+    for wrong in ("", "many", "80 parsecs", "0GB", "-1GB", "80"):
         with pytest.raises(UserError, match="--gpu-memory"):
             parse_bytes(wrong, option="--gpu-memory")
+    with pytest.raises(UserError, match="has no unit; write 80GB"):
+        parse_bytes("80", option="--gpu-memory")
     with pytest.raises(UserError, match="--gpu: 'abacus'"):
         hardware(gpu="abacus", gpus=1, nodes=1, gpu_memory=None)
     with pytest.raises(UserError, match="--nodes: 0"):
@@ -445,7 +449,65 @@ def test_the_command(run_file: Path) -> None:
     assert "does not fit" in does_not.output
 
 
-@pytest.mark.parametrize("options", [["--max", "everything"], ["--gpus", "0"], ["--model-shape", "9t"]])
+def test_vllm_is_not_proposed_to_a_run_that_has_it(run_file: Path) -> None:
+    """On a GPU of 4 GB nothing that is known fits."""
+    small = ["plan", str(run_file), "--gpu-memory", "4GB", "--gpus", "1"]
+    local, served = (CliRunner().invoke(app, [*small, *more]).output for more in ([], ["rollout={engine: vllm}"]))
+    assert "or rollout.engine: vllm" in local and "no change that is known here" in served
+    assert "or rollout.engine: vllm" not in served
+
+
+@pytest.mark.parametrize(
+    ("targets", "parameters"),
+    [  # rank 16 on Qwen2.5-7B, 28 layers: q_proj 3584 x 3584, v_proj 3584 x 512
+        (["q_proj"], 28 * 16 * 2 * 3584),
+        (["self_attn.q_proj"], 28 * 16 * 2 * 3584),
+        (["model.layers.3.self_attn.q_proj"], 28 * 16 * 2 * 3584 // 28),
+        (["layers.3.self_attn.q_proj", "layers.4.self_attn.v_proj"], 16 * (2 * 3584 + 3584 + 512)),
+        (["model.embed_tokens"], 16 * (3584 + 152_064)),
+    ],
+)
+def test_targets_are_those_of_any_dotted_ending(targets: list[str], parameters: int) -> None:
+    shape = preset_shape("7b")
+    counted = adapter_shape(AdapterConfig(targets=tuple(targets)), shape)
+    assert counted.note is None
+    assert 0 <= counted.num_parameters(shape.layers) - parameters < shape.layers  # the mean is rounded up
+
+
+def test_targets_that_the_shape_cannot_tell_are_noted_and_not_refused(run_file: Path) -> None:
+    shape = preset_shape("7b")
+    unknown = adapter_shape(AdapterConfig(targets=("qkv_proj",)), shape)
+    everywhere = adapter_shape(AdapterConfig(), shape)
+    assert unknown.layer_parameters == everywhere.layer_parameters
+    assert "qkv_proj" in str(unknown.note) and everywhere.note is None
+    arguments = ["plan", str(run_file), "model.adapter={targets: [qkv_proj]}"]
+    assert "qkv_proj: which layers these are" in CliRunner().invoke(app, arguments).output
+    assert "qkv_proj" in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["notes"][0]
+
+
+@pytest.mark.parametrize("pattern", [".*(q_proj|v_proj)", r"model\.layers\.\d+\.self_attn\.[qv]_proj"])
+def test_a_saved_pattern_is_one(tmp_path: Path, pattern: str) -> None:
+    saved = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": pattern}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    shape = preset_shape("7b")
+    found = adapter_shape(AdapterConfig(path=str(tmp_path)), shape)
+    listed = adapter_shape(AdapterConfig(rank=4, targets=("q_proj", "v_proj")), shape)
+    assert found == listed and found.note is None
+
+
+@pytest.mark.parametrize("nodes", [4, 5, 6])
+def test_nodes_that_train_are_enough_for_the_state(nodes: int) -> None:
+    """Of Llama-3 70B in float32 a GPU of 16 has 70.6 GB of state, and 68 GB are there; of 24, 47 GB."""
+    wanted = config("rollout={engine: vllm, tensor_parallel: 4, max_staleness: 1}", "train.prompts_per_step=16")
+    many = hardware(gpu="h100", gpus=8, nodes=nodes, gpu_memory=None)
+    layout = plan_layout(wanted, preset_shape("llama3-70b"), many)
+    assert layout.num_training >= 24
+    assert layout.num_training + layout.num_sampling == 8 * nodes
+
+
+@pytest.mark.parametrize(
+    "options", [["--max", "everything"], ["--gpus", "0"], ["--model-shape", "9t"], ["--price", "-3"]]
+)
 def test_mistakes_exit_with_2(run_file: Path, options: list[str]) -> None:
     assert CliRunner().invoke(app, ["plan", str(run_file), *options]).exit_code == 2
 

@@ -25,7 +25,7 @@ from cohort.plan.calibration import (
 )
 from cohort.plan.hardware import GPUS, hardware
 from cohort.plan.predict import predict_run
-from cohort.plan.shape import preset_shape
+from cohort.plan.shape import PRESETS, preset_shape
 from test_plan import config
 
 H100 = GPUS["h100"][0]
@@ -153,6 +153,15 @@ def test_a_real_measurement_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert (measured.host_bandwidth, measured.collective_bandwidth) == (None, None)
     assert 100e6 < measured.framework_bytes < measured.memory_bytes  # torch is loaded
     assert hardware(gpu="here", gpus=1, nodes=1, gpu_memory=None).measured == measured
+
+
+def test_a_plan_with_a_measurement_is_one_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Effort, "usual", classmethod(lambda cls, device: TINY))
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-0.5b"]))
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path}}}\ndata: {{path: d}}\nrewards: [{{use: math}}]\n")
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--calibrate", "--json"])
+    assert json.loads(done.output)["model"]["parameters"] == 494_032_768
+    assert calibration_here() is not None
 
 
 def test_a_real_gather_of_two_processes() -> None:

@@ -396,8 +396,7 @@ def test_an_adapter_that_was_saved_has_the_shape_of_its_file(tmp_path: Any) -> N
     (tmp_path / "adapter_config.json").write_text('{"r": "many"}')
     with pytest.raises(UserError, match=r"model\.adapter\.path"):
         adapter_shape(asked, shape)
-    with pytest.raises(UserError, match=r"model\.adapter\.targets: nose: none is a linear layer"):
-        adapter_shape(AdapterConfig(targets=("nose",)), shape)
+    assert "nose" in str(adapter_shape(AdapterConfig(targets=("nose",)), shape).note)
 
 
 @pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])

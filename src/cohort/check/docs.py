@@ -14,12 +14,13 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
 | YAML with `model`, `data`, `rewards` | Cohort |
 | YAML with `num_generations`, `reward_funcs` or another key of GRPO | a recipe of TRL, of Open-R1 if a key is its own |
 | Python with `GRPOConfig(...)` | TRL, as a syntax tree: literals, constants of the module, arithmetic of them |
-| shell with `trl grpo`, or a launcher and a GRPO script | TRL or Open-R1; recipe and accelerate file are read too |
+| shell with `trl grpo`, or a launcher and a GRPO script or option | TRL or Open-R1, with recipe and accelerate file |
 | shell with `swift rlhf` or `megatron rlhf`, YAML, both with `rlhf_type` `grpo` | ms-swift |
 | shell with `actor_rollout_ref.key=value`, YAML with `actor_rollout_ref` | verl |
 
 - **Versions.** Rules are those of TRL 0.15 to 1.16 (`--trl-version`, else `trl==...` in the file, else 0.18.0 for
-  Open-R1, which pins it, else 1.16), of ms-swift 4.6 and of verl 0.9.
+  Open-R1, which pins it, else 1.16; of another version those of the nearest, CHK020), of ms-swift 4.6 and of verl
+  0.9.
 - **GPUs.** `--launch` says how the files are started, where they do not:
   `--launch "accelerate launch --config_file zero3.yaml --num_processes 7"`,
   `--launch "sbatch --nodes=2 slurm/train.slurm"`, `--launch "NPROC_PER_NODE=4 swift rlhf"`.
@@ -38,8 +39,11 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   helps) and were tried by the same rule. The distance is that of the logarithms.
 - **Memory** is judged where the GPU and the model are known: `--gpu 4090` or `--gpu-memory 24GB`, or Slurm's options in
   the file; a folder with config.json, or a common model by its id. For TRL and Open-R1 the state in its sharding, the
-  activations of padded rows and the logits of this version are added up, for Cohort `cohort plan` is asked. Nothing is
-  said about ms-swift and verl.
+  activations of padded rows and the logits of this version are added up, for Cohort `cohort plan` is asked. Bfloat16
+  weights in shards are taken to have float32 master weights and moments, as DeepSpeed and FSDP keep them; what
+  accelerate's file offloads is left out. Nothing is said about ms-swift and verl.
+- **Conversion** takes adapters (`use_peft`, `LoraConfig(...)`, ms-swift's tuner, verl's `lora_rank`) to
+  `model.adapter`, and `optim` to `optim.name`. What cannot be read or has no equivalent is a comment.
 - **Not checked**: data and rewards; keys of verl outside `data`, `actor_rollout_ref`, `algorithm` and `trainer`, and
   those of its YAML files.
 

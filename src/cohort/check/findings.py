@@ -130,4 +130,9 @@ RULES: dict[str, Rule] = {
         "options in the file) and the model's shape is (a folder with config.json, or a common model by its id), for "
         "Cohort, TRL and Open-R1.",
     ),
+    "CHK020": Rule(
+        "warning",
+        "The version is not known",
+        "The rules of TRL are known from 0.15 to 1.16. Of another version the nearest of these are taken.",
+    ),
 }

@@ -142,8 +142,10 @@ def _start_findings(launch: Launch, judged: Judged, starts: dict[int, Start]) ->
 
 
 def _refusal(code: str, text: str, judged: Judged, size: int) -> Finding:
-    nearest = nearest_starts(judged.start, size, judged.knobs) if judged.knobs else ()
-    return Finding(code, "num_generations" if judged.knobs else None, text, tuple(map(str, nearest)))
+    nearest = judged.start(size, judged.knobs).nearest
+    if judged.knobs and not nearest:
+        nearest = tuple(map(str, nearest_starts(judged.start, size, judged.knobs)))
+    return Finding(code, "num_generations" if judged.knobs else None, text, nearest)
 
 
 def _gpus(size: int) -> str:

@@ -44,6 +44,7 @@ class Launch:
     server: Mapping[str, Said] = field(default_factory=dict)  # that command's settings
     node_gpus: Said | None = None  # that the script asks Slurm for on each node
     sharded_stage: int | None = None  # ZeRO's: 0 to 3, FSDP is 3; None: the file does not say
+    offloads_optimizer: bool = False  # its state is in the host's memory
     gpu: str | None = None  # by the name that `cohort plan` has for it, where the file asks for one
     version: Said | None = None  # of the framework (for open-r1: of TRL), where the file says
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed

@@ -34,7 +34,7 @@ def plan(
         str | None, typer.Option(help="A common model, such as qwen3-8b or 7b, in place of model.path.")
     ] = None,
     max_: Annotated[str | None, typer.Option("--max", help="The most that fits: model, length or generations.")] = None,
-    price: Annotated[float | None, typer.Option(help="Of one GPU for an hour, for the run's cost.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, for the run's cost.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Run the step symbolically, with torch, and compare its memory.")
     ] = False,
@@ -55,7 +55,7 @@ def plan(
     from cohort.plan.shape import preset_shape, read_shape
 
     if calibrate:
-        _calibrate(as_json=json_ and config is None)
+        _calibrate(as_json=json_, alone=config is None)
     if config is None:
         if calibrate:
             return
@@ -71,7 +71,8 @@ def plan(
         raise typer.Exit(1)
 
 
-def _calibrate(*, as_json: bool) -> None:
+def _calibrate(*, as_json: bool, alone: bool) -> None:
+    """Measure and keep that. As JSON it is shown where no plan follows, which has a JSON of its own."""
     from dataclasses import asdict
 
     from cohort.cli.plan_calibrate import calibrate
@@ -80,7 +81,8 @@ def _calibrate(*, as_json: bool) -> None:
     measured = calibrate()
     file = keep_calibration(measured)
     if as_json:
-        typer.echo(json.dumps(asdict(measured), indent=2))
+        if alone:
+            typer.echo(json.dumps(asdict(measured), indent=2))
         return
     from rich.console import Console
 
@@ -102,7 +104,7 @@ def _show(
     from cohort.plan.advice import advise
 
     advice = advise(settings, predicted)
-    answer: dict[str, Any] = {**predicted.as_json(), "advice": [a.as_json() for a in advice]}
+    answer: dict[str, Any] = {**predicted.as_json(), "notes": predicted.notes, "advice": [a.as_json() for a in advice]}
     if max_ is not None:
         answer["max"] = {max_: _largest(settings, predicted, max_)}
     if price is not None and "gpu_hours" in answer["timing"]:
@@ -118,7 +120,7 @@ def _show(
 
     from cohort.cli.plan_report import print_plan
 
-    print_plan(predicted, advice, answer, Console())
+    print_plan(predicted, advice, answer, Console(), with_vllm=settings.rollout.engine == "vllm")
 
 
 def _largest(settings: "Config", predicted: "Plan", wanted: str) -> str | int | None:

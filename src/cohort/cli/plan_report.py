@@ -42,8 +42,10 @@ def _speed(bandwidth: float | None) -> str:
     return "there is none" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
 
 
-def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console) -> None:
-    """The plan in tables, the verdict and the advice."""
+def print_plan(
+    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console, *, with_vllm: bool
+) -> None:
+    """The plan in tables, the verdict and the advice; `with_vllm`: whether the run samples so already."""
     shape, machines, memory = plan.shape, plan.hardware, plan.memory
     console.print(
         f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
@@ -69,7 +71,7 @@ def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], con
     console.print(table)
     if "framework" in parts:
         console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
-    for line in _verdict(plan, advice, answer):
+    for line in _verdict(plan, advice, answer, with_vllm=with_vllm):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -102,7 +104,7 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"{label}, {unit}", f"{number.value:.3g}  [dim]{number.origin}: {number.how}[/dim]"
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> Iterator[str]:
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, with_vllm: bool) -> Iterator[str]:
     memory, headroom = plan.memory, plan.headroom_bytes
     peak = f"peak {_gb(memory.peak_bytes)} in {_PHASES[memory.peak_phase]}"
     if plan.fits:
@@ -121,7 +123,10 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
             yield f"  {change.told()}: {size}, {seconds}; costs {change.costs}"
     elif not plan.fits:
-        yield "\nno change that is known here makes it fit; try other GPUs, a smaller model, or rollout.engine: vllm"
+        others = (
+            "other GPUs or a smaller model" if with_vllm else "other GPUs, a smaller model, or rollout.engine: vllm"
+        )
+        yield f"\nno change that is known here makes it fit; try {others}"
     for name, value in answer.get("max", {}).items():
         yield f"\nlargest {name} that fits: {value if value is not None else 'none'}"
     if "cost" in answer:

@@ -1,11 +1,14 @@
 """The size of an adapter: what LoRA adds to a model's shape, counted from the configuration alone.
 
-Targets are known by the last part of their names, as peft has them. Experts and their router are no linear layers of
-the library, so `all-linear` leaves them alone. r rank; an addition to a weight [out, in] has r (in + out) parameters.
+A target means every layer whose name ends with it, from a dot on, as when the adapter is made. Names are those of Llama
+and what is built like it; with another name the shape cannot tell which layers are meant, and all linear ones are
+counted. Experts and their router are no linear layers of the library, so `all-linear` leaves them alone. r rank; an
+addition to a weight [out, in] has r (in + out) parameters.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,9 @@ from cohort.errors import UserError
 from cohort.plan.shape import ModelShape, WeightShape
 
 ADAPTER_BYTES = 4  # of a trained number: peft keeps adapters in float32, whatever the model has
-_HEAD, _EMBEDDING = "lm_head", "embed_tokens"
+_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_BLOCKS = {"gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}  # that hold a layer; else attention's
+_Targets = str | tuple[str, ...]  # all-linear, a pattern as peft saves it, or names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +32,12 @@ class AdapterShape:
     layer_weights: tuple[WeightShape, ...]
     head_weights: tuple[WeightShape, ...]  # on the head
     embedding_weights: tuple[WeightShape, ...]
+    share_of_layers: float  # that the layers' weights are in: 1 where each layer has them
     kept_features: int  # of one token and layer: inputs of frozen products that only the adapter's gradient wants
     rank_features: int  # of one token and layer: what lies between the two factors
     early_features: int  # of one token and layer: outputs of both factors of queries, keys and values
     dropout_features: int  # of one token and layer: inputs after dropout, and one byte each for what was dropped
+    note: str | None = None  # what could not be told from the shape
 
     def num_parameters(self, layers: int) -> int:
         """All of them, which are all that is trained."""
@@ -38,8 +45,8 @@ class AdapterShape:
 
     @property
     def layer_parameters(self) -> int:
-        """In one layer."""
-        return sum(map(math.prod, self.layer_weights))
+        """In the mean of all layers, rounded up: some may have none."""
+        return math.ceil(self.share_of_layers * sum(map(math.prod, self.layer_weights)))
 
     @property
     def head_parameters(self) -> int:
@@ -61,32 +68,41 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     """The size of the adapter that the configuration asks for.
 
     Raises:
-        UserError: `path` is a folder without a readable adapter_config.json, or no layer is a target.
+        UserError: `path` is a folder without a readable adapter_config.json.
     """
     rank, dora = config.rank, config.dora
-    names: str | tuple[str, ...] = config.targets
+    targets: _Targets = config.targets
     if config.path is not None and (saved := _saved(config.path)) is not None:
-        rank, names, dora = saved
+        rank, targets, dora = saved
     linear = shape.linear_layers
-    targets = set(linear) if names == "all-linear" else set(names)
-    chosen = {name: sizes for name, sizes in linear.items() if name in targets}
-    if not chosen and not targets & {_HEAD, _EMBEDDING}:
-        raise UserError(
-            f"model.adapter.targets: {', '.join(sorted(targets))}: none is a linear layer of {shape.name}, which has "
-            f"{', '.join(linear)}"
-        )
+    places = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
+    known = [name for names in places.values() for name in names] + [_HEAD, _EMBEDDING]
+    meant, unknown = _meant(targets, known)
+    if unknown:
+        meant |= {name for names in places.values() for name in names}
+    counts = {layer: len(meant.intersection(names)) for layer, names in places.items()}
+    chosen = {layer: linear[layer] for layer, count in counts.items() if count}
+    weights = {layer: _factors(rank, into, out, dora=dora) for layer, (into, out) in chosen.items()}
+    sizes = {layer: sum(map(math.prod, of_layer)) for layer, of_layer in weights.items()}
+    everywhere = shape.layers * sum(sizes.values())
+    there = sum(size * counts[layer] for layer, size in sizes.items())
     early = [out for name, (_, out) in chosen.items() if name in ("q_proj", "k_proj", "v_proj")]
     return AdapterShape(
         rank=rank,
-        layer_weights=tuple(w for into, out in chosen.values() for w in _factors(rank, into, out, dora=dora)),
-        head_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=dora) if _HEAD in targets else (),
-        embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in targets else (),
+        layer_weights=tuple(weight for of_layer in weights.values() for weight in of_layer),
+        share_of_layers=there / everywhere if everywhere else 1.0,
+        head_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=dora) if _HEAD in meant else (),
+        embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in meant else (),
         kept_features=shape.hidden * bool(early)
         + shape.hidden * bool({"gate_proj", "up_proj"} & set(chosen))
         + shape.mlp * ("down_proj" in chosen),
         rank_features=rank * len(chosen),
         early_features=sum(rank + out for out in early),
         dropout_features=sum(into for into, _ in chosen.values()) * bool(config.dropout),
+        note=f"model.adapter.targets: {unknown}: which layers these are cannot be told from the shape of {shape.name}; "
+        f"the adapter is counted as if on all of its linear layers"
+        if unknown
+        else None,
     )
 
 
@@ -95,7 +111,25 @@ def _factors(rank: int, into: int, out: int, *, dora: bool) -> tuple[WeightShape
     return ((rank, into), (out, rank), *([(out,)] if dora else []))
 
 
-def _saved(path: str) -> tuple[int, str | tuple[str, ...], bool] | None:
+def _full_name(layer: str, number: int) -> str:
+    return f"model.layers.{number}.{_BLOCKS.get(layer, 'self_attn')}.{layer}"
+
+
+def _meant(targets: _Targets, known: list[str]) -> tuple[set[str], str]:
+    """Which of the known layers are meant, and those targets that none of them has."""
+    if targets == "all-linear":
+        return set(known) - {_HEAD, _EMBEDDING}, ""
+    if isinstance(targets, str):
+        try:
+            meant = {name for name in known if re.fullmatch(targets, name)}
+        except re.error:
+            meant = set()
+        return meant, "" if meant else targets
+    found = {target: {name for name in known if f".{name}".endswith(f".{target}")} for target in targets}
+    return set().union(*found.values()), ", ".join(target for target, names in found.items() if not names)
+
+
+def _saved(path: str) -> tuple[int, _Targets, bool] | None:
     """Rank, targets and whether it is DoRA of an adapter that was saved; None where it is not on this machine."""
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
@@ -103,6 +137,7 @@ def _saved(path: str) -> tuple[int, str | tuple[str, ...], bool] | None:
     try:
         saved: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         names = saved["target_modules"]
-        return int(saved["r"]), names if isinstance(names, str) else tuple(names), bool(saved.get("use_dora"))
+        targets = names if isinstance(names, str) else tuple(map(str, names))
+        return int(saved["r"]), targets, bool(saved.get("use_dora"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.adapter.path: {file}: cannot be read: {error!r}") from error

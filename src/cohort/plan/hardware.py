@@ -40,7 +40,7 @@ GPUS: dict[str, tuple[str, int]] = {
     "3090": ("NVIDIA GeForce RTX 3090", 25_300_000_000),
 }
 
-_UNITS = {"": 1, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 1 << 20, "gib": 1 << 30, "g": 10**9}
+_UNITS = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 1 << 20, "gib": 1 << 30, "g": 10**9}
 
 
 def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hardware:
@@ -85,6 +85,8 @@ def parse_bytes(text: str, *, option: str) -> int:
         UserError: it is no size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is not None and not match[2]:
+        raise UserError(f"{option}: {text!r} has no unit; write {match[1]}GB or {match[1]}GiB")
     if match is None or match[2].lower() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].lower()])):
         raise UserError(f"{option}: {text!r} is not a size, such as 80GB or 79.2GiB")
     return size

@@ -10,7 +10,7 @@ from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.critic import critic_shape
-from cohort.plan.estimate import Sizes, predict
+from cohort.plan.estimate import Sizes, predict, why_it_does_not_fit
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus
@@ -79,11 +79,17 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
 
 
 def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
-    """Some nodes train and the others sample, as `cohort launch slurm --rollout-nodes` has it: the fastest split."""
-    per_node, sizes = hardware.gpus_per_node, sizes_of(config, shape, hardware)
-    tensor_parallel = config.rollout.tensor_parallel if isinstance(config.rollout, VllmRolloutConfig) else 1
+    """Some nodes train and the others sample, as `cohort launch slurm --rollout-nodes` has it.
+
+    The fastest split of those that fit, and of all where none does.
+    """
+    per_node, sizes, rollout = hardware.gpus_per_node, sizes_of(config, shape, hardware), config.rollout
+    assert isinstance(rollout, VllmRolloutConfig)
+    tensor_parallel = rollout.tensor_parallel
     if tensor_parallel > per_node:
         raise UserError(f"rollout.tensor_parallel: {tensor_parallel} is more than the {per_node} GPUs of a node")
+    numbers = range(1, hardware.nodes)
+    fitting = [n for n in numbers if not why_it_does_not_fit(config, rollout, sizes, (hardware.nodes - n) * per_node)]
     times = {
         number: predict(
             config,
@@ -91,7 +97,7 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
             num_training=(hardware.nodes - number) * per_node,
             num_sampling=number * (per_node // tensor_parallel) * tensor_parallel,
         ).step_s
-        for number in range(1, hardware.nodes)
+        for number in fitting or numbers
     }
     number = min(times, key=lambda n: times[n])
     return Layout(

@@ -165,7 +165,9 @@ def _optimizer_bytes(work: Work) -> int:
         return state_bytes(work.optim, own, work.trained_bytes, by_muon=in_layer and len(weight) == 2)
 
     layer = sum(kept(weight, in_layer=True) for weight in of.layer_weights)
-    return work.shape.layers * layer + sum(kept(weight, in_layer=False) for weight in of.outer_weights)
+    share = 1.0 if work.adapter is None else work.adapter.share_of_layers
+    outer = sum(kept(weight, in_layer=False) for weight in of.outer_weights)
+    return -int(-work.shape.layers * share * layer // 1) + outer
 
 
 def _always(work: Work) -> dict[str, int]:

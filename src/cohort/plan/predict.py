@@ -57,6 +57,8 @@ class Plan:
                 f"rollout.max_prompt_tokens and rollout.max_completion_tokens make {self.longest_tokens} tokens, and "
                 f"the model knows {limit} positions: training refuses that if a prompt is that long"
             )
+        if self.work.adapter is not None and self.work.adapter.note is not None:
+            notes.append(self.work.adapter.note)
         return tuple(notes)
 
     @property

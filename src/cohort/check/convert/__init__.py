@@ -15,12 +15,13 @@ from cohort.check.rules.cohort import nested
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import trl_version
+from cohort.check.rules.verl_run import BATCH_KEYS
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 
 __all__ = ["convert_file"]
 
-_SECTIONS = ("model", "data", "rewards", "rollout", "algorithm", "train", "eval", "hardware", "run")
+_SECTIONS = ("model", "data", "rewards", "rollout", "algorithm", "train", "optim", "eval", "hardware", "run")
 
 
 def convert_file(path: Path, *, version: str | None = None, launched_with: str | None = None) -> str:
@@ -74,5 +75,9 @@ def _start(draft: Draft, launch: Launch, version: str | None) -> Start | None:
                 processes = "1 training process" if size == 1 else f"{size} training processes"
                 draft.note(f"train.prompts_per_step is that of {processes}, the fewest that start there")
             return start
+    sizes = set(BATCH_KEYS)
+    if launch.framework == "verl" and not unread & sizes:  # whose batches do not depend on the GPUs
+        prompts, generations, trained = (judged.knobs[key] for key in BATCH_KEYS)
+        return Start(starts=False, generation_batch_size=prompts * generations, global_batch_size=trained * generations)
     draft.note("to fill in: train.prompts_per_step, which could not be worked out")
     return None

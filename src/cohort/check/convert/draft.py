@@ -51,6 +51,15 @@ _OF_TRANSFORMERS: dict[str, tuple[str, Kind]] = {
 }
 
 
+def _optimizer_of(name: str) -> str | None:
+    """Ours for one of transformers; None where there is none."""
+    if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"):
+        return "adamw_8bit"
+    if name in ("adafactor", "sgd"):
+        return name
+    return "adamw" if name.startswith(("adamw_torch", "adamw_hf")) and not name.endswith("bit") else None
+
+
 class Draft:
     """The configuration so far and the notes for its reader."""
 
@@ -132,6 +141,12 @@ class Draft:
             self.note(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
         self.put("train.prompts_per_step", -(-size // generations))
 
+    def adapter(self, read: tuple[dict[str, Any], list[str]] | None) -> None:
+        """The adapter that `cohort.check.lora` has read, with its notes."""
+        if read is not None:
+            self.put("model.adapter", read[0])
+            self.notes += read[1]
+
     def algorithm(self, loss: str, parts: Mapping[str, str], *, beta: float, **keys: Any) -> None:
         """The named algorithm that has most of these components, and what differs from it.
 
@@ -194,6 +209,7 @@ class Draft:
         """What TRL and ms-swift take from transformers' TrainingArguments."""
         settings = self.settings
         self.copy(_OF_TRANSFORMERS)
+        self._optimizer()
         steps = settings.whole("max_steps", None, minimum=-1)
         if steps and steps > 0:
             self.put("train.steps", steps)
@@ -222,6 +238,22 @@ class Draft:
         logs = settings.said("report_to")
         logs = [logs] if isinstance(logs, str) else logs if isinstance(logs, list) else []
         self.put("run.log", [log for log in logs if log in _LOGS] or None)
+
+    def _optimizer(self) -> None:
+        """The optimizer by transformers' name for it."""
+        said = self.settings.text("optim")
+        name = _optimizer_of(said) if said is not None else "adamw"
+        if name is None:
+            self.note(f"no equivalent: optim {said}; adamw stands in its place")
+            name = "adamw"
+        self.put("optim.name", name if said is not None else None)
+        if name == "adafactor":
+            self.note("adafactor's learning rate is relative to the size of a weight here, and absolute there")
+        if not name.startswith("adamw"):
+            given = self.config["optim"]
+            unused = [given.pop(key) for key in ("beta1", "beta2", "epsilon") if key in given]
+            if unused:
+                self.note(f"adam_beta1, adam_beta2 and adam_epsilon have no effect with optim {said}")
 
     def tell_the_rest(self) -> None:
         """Notes on everything that was said and has not been used."""

@@ -1,6 +1,10 @@
 """ms-swift to Cohort."""
 
+import re
+from typing import Any
+
 from cohort.check.convert.draft import LOSSES, SCALES, Draft
+from cohort.check.lora import SWIFT, read_lora
 from cohort.check.readers.swift import MEGATRON
 from cohort.check.rules.start import Start
 
@@ -22,7 +26,7 @@ def from_swift(draft: Draft, start: Start | None) -> None:
     """Fills the draft. Defaults that differ from Cohort's are ms-swift's."""
     settings = draft.settings
     draft.path("model.path", named=settings.said("model"), missing="MODEL")
-    draft.path("data.path", named=settings.said("dataset"), missing="train.jsonl")
+    draft.path("data.path", named=_datasets(draft), missing="train.jsonl")
     draft.put("data.prompt", "messages")
     draft.copy({"data.system_prompt": ("system", "text"), "rollout.max_prompt_tokens": ("max_length", "whole")})
     draft.rewards(settings.said("reward_funcs"), settings.said("reward_weights"))
@@ -39,8 +43,7 @@ def from_swift(draft: Draft, start: Start | None) -> None:
     _algorithm(draft)
     dtype = settings.text("torch_dtype")
     draft.put("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
-    if settings.text("tuner_type", settings.text("train_type", "lora")) != "full":
-        draft.note("no equivalent: LoRA, which is ms-swift's default tuner; all weights are trained here")
+    _adapter(draft)
     if settings.flag("use_vllm"):
         draft.put("rollout.engine", "vllm")
         if settings.text("vllm_mode") == "colocate":
@@ -53,6 +56,29 @@ def from_swift(draft: Draft, start: Start | None) -> None:
             )
     if settings.flag("dynamic_sample"):
         draft.put("rollout.resample", settings.whole("max_resample_times", 3))
+
+
+def _datasets(draft: Draft) -> Any:
+    """What `--dataset` names. `name#1000` is a sample of so many rows there."""
+    said = draft.settings.said("dataset")
+    names = []
+    for name in said if isinstance(said, list) else [said]:
+        match = re.fullmatch(r"(.+)#(\d+)", name) if isinstance(name, str) else None
+        if match:
+            draft.note(f"no equivalent: {name} is a sample of {match[2]} rows there; all of {match[1]} are taken")
+        names.append(match[1] if match else name)
+    return names
+
+
+def _adapter(draft: Draft) -> None:
+    """LoRA is the default there, but with Megatron."""
+    settings = draft.settings
+    default = "full" if MEGATRON in settings else "lora"
+    tuner = settings.text("tuner_type", settings.text("train_type", default))
+    if tuner == "lora":
+        draft.adapter(read_lora(settings, SWIFT))
+    elif tuner != "full":
+        draft.note(f"no equivalent: tuner {tuner}; all weights are trained here")
 
 
 def _algorithm(draft: Draft) -> None:

@@ -1,6 +1,7 @@
 """TRL and Open-R1 to Cohort."""
 
 from cohort.check.convert.draft import LOSSES, SCALES, Draft
+from cohort.check.lora import trl_lora
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl import Version
 
@@ -22,6 +23,9 @@ _BATCH = (
 )
 
 
+_STARTERS = ("num_processes", "num_machines", "accelerate_config")  # of `trl grpo`, which the launch has read
+
+
 def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     """Fills the draft. Defaults that differ from Cohort's are those of this version of TRL."""
     settings = draft.settings
@@ -40,7 +44,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     )
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
     draft.rewards(rewards, settings.said("reward_weights"))
-    for key in _BATCH:
+    for key in (*_BATCH, *_STARTERS):
         settings.said(key)
     draft.batch(start, settings.whole("num_generations", 8))
     completion = settings.whole("max_completion_length", 512 if version >= (1, 10) else 256, maximum=10**9)
@@ -53,6 +57,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     top_k = settings.number("top_k", None)
     draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
     _algorithm(draft, version)
+    draft.adapter(trl_lora(settings))
     _precision(draft)
     _engine(draft, version)
 

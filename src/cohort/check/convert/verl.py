@@ -3,6 +3,7 @@
 from typing import Any
 
 from cohort.check.convert.draft import Draft
+from cohort.check.lora import VERL, read_lora
 from cohort.check.rules.start import Start
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -66,6 +67,8 @@ def from_verl(draft: Draft, start: Start | None) -> None:
     saves = settings.whole("trainer.save_freq", None, minimum=-1)
     draft.put("run.checkpoint_every", None if saves is None else max(saves, 0))
     _algorithm(draft)
+    if settings.whole(VERL.rank, 0, minimum=0):
+        draft.adapter(read_lora(settings, VERL))
     if settings.text(f"{_ROLLOUT}.name", "vllm") == "vllm":
         draft.put("rollout.engine", "vllm")
         draft.put("hardware.rollout_gpus", "shared")

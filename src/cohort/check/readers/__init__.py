@@ -33,6 +33,8 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
     text = read_text(path)
     try:
         launch = _read(path, text)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     except RecursionError:
@@ -55,6 +57,11 @@ def _read(path: Path, text: str) -> Launch:
             )
         if tree and {"model_name_or_path", "per_device_train_batch_size"} & set(tree.top):
             raise UserError(f"{path}: a recipe without any key of GRPO (num_generations, reward_funcs, ...)")
+    if _readers(path, text) is _SHELL and trl_shell.awaits_recipe(text):
+        raise UserError(
+            f"{path}: trains what its own arguments name; check that recipe, and say how it is started: cohort check "
+            f'recipes/MODEL/grpo/config_NAME.yaml --launch "sbatch --nodes=2 {path} --accelerator zero3"'
+        )
     raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
 
 
@@ -91,5 +98,6 @@ def _launched(launch: Launch, command: str) -> Launch:
         processes_per_node=launcher.per_node if launcher.processes else launch.processes_per_node,
         training_gpus=launcher.gpus or launch.training_gpus,
         sharded_stage=launch.sharded_stage if launcher.sharded_stage is None else launcher.sharded_stage,
+        offloads_optimizer=launch.offloads_optimizer or launcher.offloads_optimizer,
         findings=(*launch.findings, *launcher.findings),
     )

@@ -1,5 +1,6 @@
 """How many processes a launcher starts: accelerate, torchrun, ms-swift's environment, Open-R1's Slurm script."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Launcher:
     per_node: int | None = None  # processes of one machine
     gpus: tuple[str, ...] | None = None
     sharded_stage: int | None = None  # of ZeRO; FSDP is 3
+    offloads_optimizer: bool = False
     script: tuple[Word, ...] = ()  # the words from the script on, or all where no launcher is known
     findings: tuple[Finding, ...] = ()
 
@@ -35,7 +37,7 @@ def _launcher(
     *,
     gpus: tuple[str, ...] | None,
     script: tuple[Word, ...],
-    sharded_stage: int | None = None,
+    sharding: tuple[int | None, bool] = (None, False),
     findings: tuple[Finding, ...] = (),
 ) -> Launcher:
     """A launcher of `count` processes on all nodes together."""
@@ -44,7 +46,8 @@ def _launcher(
         per_node=None if count is None else count // max(nodes, 1),
         gpus=gpus,
         script=script,
-        sharded_stage=sharded_stage,
+        sharded_stage=sharding[0],
+        offloads_optimizer=sharding[1],
         findings=findings,
     )
 
@@ -58,15 +61,24 @@ def read_launcher(command: Command, where: str, folder: Path, *, uses_vllm: bool
     names = [word.text.rsplit("/", 1)[-1] for word in command.words]
     gpus = gpus_of(command.env)
     if "sbatch" in names:
-        count, findings = _slurm(parse_options(command.words[names.index("sbatch") + 1 :], where), uses_vllm)
+        options = parse_options(command.words[names.index("sbatch") + 1 :], where)
+        count, findings = _slurm(options, uses_vllm)
         nodes = (count or 0) // OPEN_R1_GPUS_PER_NODE
-        return _launcher(count, nodes, where, gpus=gpus, script=command.words, findings=findings)
+        sharding = _sharding(_named_file(folder, options.settings.get("accelerator")))
+        return _launcher(count, nodes, where, gpus=gpus, script=command.words, sharding=sharding, findings=findings)
+    if "trl" in names and "accelerate" not in names:  # its command line starts accelerate itself
+        options = parse_options(command.words, where)
+        in_file = _named_file(folder, options.settings.get("accelerate_config"))
+        count = _whole(options.settings, "num_processes", _whole(in_file, "num_processes", None))
+        nodes = _whole(options.settings, "num_machines", 1) or 1
+        sharding = _sharding({**in_file, **options.settings})
+        return _launcher(count, nodes, where, gpus=gpus, script=command.words, sharding=sharding)
     if "accelerate" in names and "launch" in names:
         own, script = _before_script(command.words[names.index("launch") + 1 :])
         options = parse_options(own, where)
-        count, stage, findings = _accelerate(options, gpus, folder)
+        count, sharding, findings = _accelerate(options, gpus, folder)
         nodes = _whole(options.settings, "num_machines", 1) or 1
-        return _launcher(count, nodes, where, gpus=gpus, script=script, sharded_stage=stage, findings=findings)
+        return _launcher(count, nodes, where, gpus=gpus, script=script, sharding=sharding, findings=findings)
     if "torchrun" in names:
         own, script = _before_script(command.words[names.index("torchrun") + 1 :])
         options = parse_options(own, where)
@@ -96,7 +108,7 @@ def _whole(options: Mapping[str, Said], key: str, default: int | None) -> int | 
 
 def _accelerate(
     options: Options, gpus: tuple[str, ...] | None, folder: Path
-) -> tuple[int | None, int | None, tuple[Finding, ...]]:
+) -> tuple[int | None, tuple[int | None, bool], tuple[Finding, ...]]:
     """The number of processes and how they share the state: of the command line, else of the configuration file.
 
     Where neither says, there are as many processes as visible GPUs.
@@ -112,7 +124,29 @@ def _accelerate(
     default = _whole(in_file, "num_processes", None)
     default = default if default is not None else len(gpus) if gpus and "multi_gpu" in options.settings else None
     said = {**in_file, **options.settings}
-    return _whole(options.settings, "num_processes", default), _sharded_stage(said), tuple(findings)
+    return _whole(options.settings, "num_processes", default), _sharding(said), tuple(findings)
+
+
+def _sharding(said: Mapping[str, Said]) -> tuple[int | None, bool]:
+    """ZeRO's stage by accelerate's keys, and whether the optimizer's state is in the host's memory."""
+    names = ("offload_optimizer_device", "fsdp_offload_params")
+    values = [str(entry.value).lower() for key, entry in said.items() if key.rpartition(".")[2] in names]
+    return _sharded_stage(said), bool({"cpu", "nvme", "true"} & set(values))
+
+
+def _named_file(folder: Path, name: Said | None) -> Mapping[str, Said]:
+    """A configuration of accelerate by the short name that TRL and Open-R1 have for it, or by its path."""
+    text = str(name.value) if name else ""
+    match = re.fullmatch(r"zero([1-3])", text)
+    if match:
+        return {"zero_stage": Said(match[1], name.where)} if name else {}
+    kinds = {"fsdp": "FSDP", "fsdp1": "FSDP", "fsdp2": "FSDP", "ddp": "MULTI_GPU", "multi_gpu": "MULTI_GPU"}
+    if name and text in kinds:
+        return {"distributed_type": Said(kinds[text], name.where)}
+    try:
+        return _accelerate_file(folder, text) if text.endswith((".yaml", ".yml")) else {}
+    except UserError:
+        return {}
 
 
 def _sharded_stage(said: Mapping[str, Said]) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.check.launch import Launch, Said, Unread
+from cohort.check.lora import PEFT_PREFIX
 from cohort.check.readers.launcher import read_launcher
 from cohort.check.readers.options import find_command
 from cohort.check.readers.shell import parse_shell
@@ -53,7 +54,11 @@ def _launch_of(
 ) -> Launch:
     settings, unread = _arguments(config, constants)
     trainers = [call for call in calls if _name(call.func) == "GRPOTrainer"]
-    settings |= _trainer(trainers[0], constants) if trainers else {}
+    if trainers:
+        settings |= _trainer(trainers[0], constants)
+        adapter, not_read = _adapter(trainers[0], constants, tree)
+        settings |= adapter
+        unread += not_read
     settings |= _dataset(calls, constants)
     launcher = _launch_command(ast.get_docstring(tree) or "", path)
     return Launch(
@@ -143,6 +148,28 @@ def _trainer(call: ast.Call, constants: Mapping[str, Any]) -> dict[str, Said]:
             nodes = keyword.value.elts if isinstance(keyword.value, ast.List | ast.Tuple) else [keyword.value]
             found["trainer.reward_funcs"] = Said([_name(node) for node in nodes if _name(node)], where)
     return found
+
+
+def _adapter(trainer: ast.Call, constants: Mapping[str, Any], tree: ast.Module) -> tuple[dict[str, Said], list[Unread]]:
+    """`peft_config=LoraConfig(...)`, written there or assigned once to the name that stands there."""
+    given = next((keyword.value for keyword in trainer.keywords if keyword.arg == "peft_config"), None)
+    if given is None or (isinstance(given, ast.Constant) and given.value is None):
+        return {}, []
+    where, node = f"line {given.lineno}", given
+    if isinstance(given, ast.Name):
+        assigned = [
+            assign.value
+            for assign in ast.walk(tree)
+            if isinstance(assign, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == given.id for target in assign.targets)
+        ]
+        node = assigned[0] if len(assigned) == 1 else given
+    if not isinstance(node, ast.Call) or _name(node.func) != "LoraConfig":
+        return {}, [Unread("peft_config", where, f"computed: {ast.unparse(node):.60}")]
+    settings, unread = _arguments(ast.Call(node.func, [], node.keywords), constants)
+    found = {f"{PEFT_PREFIX}{key}": said for key, said in settings.items()}
+    not_read = [Unread(f"peft_config.{entry.key}", entry.where, entry.reason) for entry in unread]
+    return {"trainer.peft_config": Said("LoraConfig", where), **found}, not_read
 
 
 def _dataset(calls: list[ast.Call], constants: Mapping[str, Any]) -> dict[str, Said]:

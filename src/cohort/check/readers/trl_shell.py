@@ -53,6 +53,7 @@ def _launch_of(run: Command, commands: Sequence[Command], folder: Path, text: st
         processes_per_node=launcher.per_node,
         training_gpus=launcher.gpus,
         sharded_stage=launcher.sharded_stage,
+        offloads_optimizer=launcher.offloads_optimizer,
         server_gpus=gpus_of(servers[0].env) if servers else None,
         server=parse_options(servers[0].words, f"line {servers[0].line}").settings if servers else {},
         version=trl_yaml.pinned_version(text),
@@ -66,7 +67,16 @@ def _starts_grpo(command: Command) -> bool:
         return True
     launched = {"accelerate", "torchrun", "python", "python3", "sbatch", "deepspeed"} & set(texts[:3])
     script = any(name.endswith(".py") and ("grpo" in name or "gspo" in name) for name in texts)
-    return bool(launched) and (script or ("train.slurm" in texts and "grpo" in texts))
+    options = {word.text[2:].partition("=")[0].replace("-", "_") for word in command.words if word.text[:2] == "--"}
+    by_name = script or "trl.scripts.grpo" in texts or ("train.slurm" in texts and "grpo" in texts)
+    return bool(launched) and (by_name or bool(options & {*trl_yaml.SIGNS}))
+
+
+def awaits_recipe(text: str) -> bool:
+    """Whether a script launches what its own arguments name, as Open-R1's slurm/train.slurm does."""
+    launched = find_command(parse_shell(text), ("accelerate", "launch"), ("torchrun",))
+    words = [word.text.rsplit("/", 1)[-1] for command in launched for word in command.words]
+    return ".py" in words  # nothing else is known of the script's name
 
 
 def _recipe(folder: Path, name: str) -> tuple[dict[str, Said], Finding | None]:

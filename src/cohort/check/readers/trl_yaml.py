@@ -8,7 +8,7 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Framework, Launch, Said
 from cohort.check.readers.yaml_tree import YamlTree, read_yaml_tree
 
-_SIGNS = (  # keys that TRL has for GRPO and not for other ways of training
+SIGNS = (  # keys that TRL has for GRPO and not for other ways of training
     "num_generations",
     "reward_funcs",
     "max_completion_length",
@@ -39,7 +39,7 @@ def read(path: Path, text: str) -> Launch | None:
         ValueError: not valid YAML.
     """
     tree = cached_tree(text)
-    signs = [key for key in _SIGNS if tree and key in tree.values]
+    signs = [key for key in SIGNS if tree and key in tree.values]
     if tree is None or not signs:
         return None
     special = sorted(OPEN_R1_ONLY & set(tree.values))

@@ -1,8 +1,10 @@
 """A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
 
+import re
 from importlib import metadata
 from typing import Any
 
+from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.rules.start import Judged, Knobs, Start, refused
 from cohort.config import config_from_dict
@@ -41,7 +43,15 @@ def judge_cohort(launch: Launch) -> Judged:
         decides=frozenset(),
         start=start,
         sampling="by vLLM servers" if vllm else "by the training processes",
+        findings=() if problem is None else (Finding("CHK002", _field(problem), problem),),
+        blocked=problem,
     )
+
+
+def _field(problem: str) -> str | None:
+    """The key that a message begins with."""
+    match = re.match(r"([a-z_]+(?:\.\w+)*): ", problem)
+    return match[1] if match else None
 
 
 def _installed() -> str:

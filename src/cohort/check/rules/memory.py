@@ -1,9 +1,10 @@
 """Whether the memory of the GPUs suffices, where the GPU and the model's shape are known.
 
 Cohort's files are planned as `cohort plan` does. For TRL and Open-R1 what must be there is added up: weights,
-gradients and AdamW's moments in their sharding, what layers keep for padded rows, and logits [B, C, V] in float32:
-three copies of them up to TRL 1.10; 1.16 makes them tile by tile. Where the file does not say how the state is sharded,
-it is taken to be so completely. The numbers are estimates, so what needs up to a tenth too much is not told.
+gradients, AdamW's moments and float32 master weights in their sharding, what layers keep for padded rows, and logits
+[B, C, V] in float32: three copies of them up to TRL 1.10; 1.16 makes them tile by tile. Where the file does not say how
+the state is sharded, it is taken to be so completely. The numbers are estimates, so what needs up to a tenth too much
+is not told.
 
 B completions of a micro-batch, C completion tokens, V vocabulary.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
+from cohort.check.lora import trl_lora
 from cohort.check.rules.cohort import nested
 from cohort.check.rules.trl import Version
 from cohort.config import config_from_dict
@@ -64,6 +66,7 @@ class TrlMemory:
     whole_logits: bool
     has_reference: bool
     adapter: AdapterConfig | None
+    offloads_optimizer: bool
     vllm_share: float  # of the GPU, that is not given back while training
 
     def parts(self, gpu_bytes: int) -> dict[str, int]:
@@ -74,7 +77,7 @@ class TrlMemory:
         parts = {
             "weights": self.weight_bytes * shape.num_parameters // shards[0],
             "gradients": each * trained // shards[1],
-            "optimizer state": 2 * each * trained // shards[2],
+            "optimizer state": self.state_bytes(each) * trained // shards[2],
             "reference": self.weight_bytes * shape.num_parameters // shards[0] * self.has_reference,
             "activations": activation_bytes(work),
             "logits": self._logits(work),
@@ -82,6 +85,17 @@ class TrlMemory:
             "framework": CUDA_BYTES + NCCL_BYTES * (self.processes > 1),
         }
         return {part: size for part, size in parts.items() if size}
+
+    def state_bytes(self, trained_bytes: int) -> int:
+        """Of one trained weight: two moments, of half-precision weights in shards also a float32 copy."""
+        if self.offloads_optimizer:
+            return 0
+        return 12 if self.has_master_weights else 2 * trained_bytes
+
+    @property
+    def has_master_weights(self) -> bool:
+        """DeepSpeed keeps them beside bfloat16 weights, and accelerate's FSDP makes the weights themselves float32."""
+        return self.stage >= 1 and self.processes > 1 and self.weight_bytes == 2 and self.adapter is None
 
     def needs(self, gpu_bytes: int) -> int:
         """All parts."""
@@ -127,6 +141,8 @@ def trl_memory(launch: Launch, version: Version, processes: int, machines: Hardw
         f"about {sum(parts.values()) / 1e9:.1f} GB of each GPU in training with {processes} processes ({listed}), and "
         f"they have {machines.gpu_memory_bytes / 1e9:.1f} GB"
     )
+    if needed.has_master_weights and not needed.offloads_optimizer:
+        text += "; assumed: float32 master weights and moments, 12 bytes a weight, as DeepSpeed and FSDP keep for bf16"
     return [Finding("CHK019", "per_device_train_batch_size", text, tuple(_nearest(needed, machines)))]
 
 
@@ -166,7 +182,7 @@ def _trl(settings: Settings, launch: Launch, version: Version, processes: int) -
     return TrlMemory(
         shape=shape,
         processes=processes,
-        stage=3 if launch.sharded_stage is None else launch.sharded_stage,
+        stage=3 if launch.sharded_stage is None or settings.text("fsdp") else launch.sharded_stage,
         weight_bytes=2 if half else 4,
         compute_bytes=2 if half or settings.flag("bf16", version >= (0, 22)) or settings.flag("fp16") else 4,
         per_device=settings.whole("per_device_train_batch_size", 8),
@@ -176,17 +192,12 @@ def _trl(settings: Settings, launch: Launch, version: Version, processes: int) -
         whole_logits=not liger and version < (1, 16),
         has_reference=settings.number("beta", 0.0 if version >= (0, 19) else 0.04) != 0 and not _adapter(settings),
         adapter=_adapter(settings),
+        offloads_optimizer=launch.offloads_optimizer,
         vllm_share=settings.number("vllm_gpu_memory_utilization", 0.3) if keeps_vllm else 0.0,
     )
 
 
 def _adapter(settings: Settings) -> AdapterConfig | None:
-    """LoRA of TRL's scripts, with peft's own targets for such models where none are said."""
-    if not settings.flag("use_peft"):
-        return None
-    names = settings.said("lora_target_modules") or ["q_proj", "v_proj"]
-    targets = tuple(map(str, names)) if isinstance(names, list) else str(names)
-    return AdapterConfig(
-        rank=settings.whole("lora_r", 16),
-        targets="all-linear" if targets in ("all-linear", ("all-linear",)) else targets,
-    )
+    """LoRA of TRL's scripts. Its dropout is left out: rows are padded there in any case."""
+    read = trl_lora(settings)
+    return AdapterConfig(rank=read[0]["rank"], targets=read[0]["targets"]) if read else None

@@ -19,6 +19,7 @@ class Start:
     steps_per_generation: int | None = None  # micro-steps that one such batch is trained in
     global_batch_size: int | None = None  # completions of one optimizer step
     prompts: int | None = None  # different prompts of one generation batch
+    nearest: tuple[str, ...] = ()  # what would make it start, where the rule itself knows
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as `--json` prints it."""
@@ -30,7 +31,7 @@ class Start:
         }
 
 
-def refused(message: str, **numbers: int | None) -> Start:
+def refused(message: str, **numbers: Any) -> Start:
     """The framework stops with this message."""
     return Start(starts=False, message=message, **numbers)
 

@@ -11,6 +11,7 @@ from cohort.check.rules.start import Start, divisors, refused
 
 Version = tuple[int, ...]
 DEFAULT_VERSION = "1.16"
+OLDEST, NEWEST = (0, 15), (1, 16)  # whose rules are known
 
 BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
 _AUTO_FIND = (

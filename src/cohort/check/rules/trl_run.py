@@ -7,10 +7,21 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.rules.gpus import gpu_findings, length_finding, server_size_finding
 from cohort.check.rules.start import Judged, Knobs, Start
-from cohort.check.rules.trl import BOTH_SET, DEFAULT_VERSION, TrlBatch, Version, eval_refusal, parse_version, trl_start
+from cohort.check.rules.trl import (
+    BOTH_SET,
+    DEFAULT_VERSION,
+    NEWEST,
+    OLDEST,
+    TrlBatch,
+    Version,
+    eval_refusal,
+    parse_version,
+    trl_start,
+)
 from cohort.check.rules.trl_keys import key_findings
 
 _OPEN_R1_PINS = "0.18.0"
+_HAS_LOSSES, _KNOWS_CISPO = (0, 17), (0, 26)  # from which version on
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 _FIELDS = {  # TRL's key: the field of TrlBatch that it is
     "per_device_train_batch_size": "per_device",
@@ -41,7 +52,11 @@ def judge_trl(launch: Launch, version: str | None = None) -> Judged:
     settings = Settings(launch)
     batch = _batch(settings, number)
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
-    findings = [*key_findings(launch, number), *_contradictions(settings, batch, number)]
+    findings = [
+        *_version_findings(told, number),
+        *key_findings(launch, number),
+        *_contradictions(settings, batch, number),
+    ]
     blocked = next((f.message for f in findings if f.code == "CHK008"), None)
     mode = _sampling_mode(settings, number)
     findings += [*_without_effect(settings, mode, number), *_losses(settings, number)]
@@ -85,6 +100,15 @@ def trl_version(launch: Launch, version: str | None) -> tuple[str, str]:
     if launch.framework == "open-r1":
         return _OPEN_R1_PINS, "what Open-R1 pins"
     return DEFAULT_VERSION, "the default; --trl-version chooses another one"
+
+
+def _version_findings(told: str, version: Version) -> list[Finding]:
+    nearest = OLDEST if version < OLDEST else NEWEST if version[:2] > NEWEST else None
+    if nearest is None:
+        return []
+    name = ".".join(map(str, nearest))
+    message = f"the rules of TRL {told} are not known here; those of {name}, the nearest that are, were taken"
+    return [Finding("CHK020", None, message, (f"--trl-version {name}",))]
 
 
 def _batch(settings: Settings, version: Version) -> TrlBatch:
@@ -184,12 +208,14 @@ def _losses(settings: Settings, version: Version) -> list[Finding]:
     """What makes a loss another one than was meant."""
     loss = _loss(settings, version)
     findings: list[Finding] = []
+    if version < _HAS_LOSSES:
+        return []  # loss_type has no effect, which is told as that
     if loss not in _LOSSES:
         message = f'loss_type: {loss!r}: fails in the first step, after generation: "Unknown loss type: {loss}"'
         findings.append(Finding("CHK010", "loss_type", message, _LOSSES))
     cap = settings.number("epsilon_high", None)
     cap = cap if cap is not None else settings.number("epsilon", 0.2)
-    if loss == "cispo" and cap <= 1 and settings.readable("epsilon_high", "epsilon"):
+    if loss == "cispo" and version >= _KNOWS_CISPO and cap <= 1 and settings.readable("epsilon_high", "epsilon"):
         key = "epsilon_high" if "epsilon_high" in settings else "epsilon"
         message = (
             f"with loss_type cispo, {key} {cap:g} caps the importance weight itself: on-policy weights of 1 become "

@@ -3,7 +3,8 @@
 A batch is `train_batch_size` prompts with n completions each; a mini-batch is one optimizer step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cohort.check.rules.start import Start, refused
 
@@ -43,7 +44,7 @@ def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
     """What verl does with so many GPUs on all nodes together."""
     message = _validated(batch, num_gpus) or _workers(batch, num_gpus)
     if message:
-        return refused(message)
+        return replace(refused(message), nearest=_missing_sizes(batch, num_gpus))
     return Start(
         starts=True,
         generation_batch_size=batch.train_batch_size * batch.generations,
@@ -51,6 +52,22 @@ def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
         global_batch_size=batch.mini_batch_size * batch.generations,
         prompts=batch.train_batch_size,
     )
+
+
+def _missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
+    """The micro-batches of logprobs that nobody has set, as large as the actor's, where that makes it start."""
+    whole, size = batch.micro_batch_size, batch.micro_batch_size_per_gpu
+    size = size or (max(1, whole // num_gpus) if whole else None)
+    wanted = {"rollout": batch.rollout_micro, **({"ref": batch.reference_micro} if batch.uses_reference else {})}
+    missing = [name for name, micro in wanted.items() if micro == (None, None)]
+    fields = {"rollout": "rollout_micro", "ref": "reference_micro"}
+    if size is None or not missing:
+        return ()
+    given: dict[str, Any] = {fields[name]: (None, size) for name in missing}
+    if not verl_start(replace(batch, **given), num_gpus).starts:
+        return ()
+    keys = (f"actor_rollout_ref.{name}.log_prob_micro_batch_size_per_gpu={size}" for name in missing)
+    return (" and ".join(keys),)
 
 
 def _validated(batch: VerlBatch, num_gpus: int) -> str | None:

@@ -17,6 +17,7 @@ _FIELDS = {
     f"{_ACTOR}.ppo_mini_batch_size": "mini_batch_size",
     f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
 }
+BATCH_KEYS = tuple(_FIELDS)[:3]  # prompts that are sampled, completions of each, prompts of one optimizer step
 _GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 _NEW_NAMES = {
     f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
