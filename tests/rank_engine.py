@@ -145,7 +145,7 @@ def run_accumulation(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
             engine.forward_backward(batch, algorithm.policy_loss)
         norms.append(engine.optim_step().grad_norm)
     engine.forward_backward(batches_of(engine, [], ranks, 20)[ranks.rank], algorithm.policy_loss)
-    assert engine.optim_step().grad_norm == 0  # AdamW's momentum moves the weights still
+    assert engine.optim_step().grad_norm == 0
     return {"norms": norms, "weights": whole_weights(engine)}
 
 

@@ -108,7 +108,6 @@ def test_float32_gradients_agree_to_1e_5(name: str):
 @pytest.mark.parametrize("reason", ["equal rewards", "all truncated and masked", "nobody judged"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
-    """Of a run's first steps: without momentum, and without weight decay."""
     policy = make_policy(num_hidden_layers=1)
     algorithm = build_algorithm(
         AlgorithmConfig(name=name, mask_truncated_completions=reason.startswith("all")), max_completion_tokens=16

@@ -169,19 +169,22 @@ def test_groups_without_a_gradient_are_not_computed():
     assert len(with_gradient(assign_advantages(groups, with_kl), with_kl)) == 8  # a KL term pulls at all but the NaN
 
 
-def test_a_step_without_any_gradient_still_is_a_step_of_the_optimizer():
-    """As if the sequences without a gradient had been computed: AdamW's momentum moves the weights on."""
-    engines = [make_engine(make_policy(), learning_rate=0.01) for _ in range(2)]
+def test_a_step_without_any_gradient_moves_nothing():
+    """Neither momentum nor weight decay, whether the sequences without a gradient are computed or left out."""
+    engines = [make_engine(make_policy(), optim=AdamwConfig(weight_decay=0.1), learning_rate=0.01) for _ in range(2)]
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     learned = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
     idle = [replace(s, advantages=np.zeros(s.num_completion_tokens)) for s in learned]
     for engine, second in zip(engines, (idle, with_gradient(idle, algorithm)), strict=True):
         for sequences in (learned, second):
+            before = copy.deepcopy(engine.policy.model.state_dict())
             (batch,) = pack_for(engine.policy, sequences, 50)
             engine.forward_backward(batch, algorithm.policy_loss)
             engine.optim_step()
-    computed, skipped = (engine.policy.model.state_dict() for engine in engines)
-    assert all(torch.equal(computed[k], skipped[k]) for k in computed)
+            after = engine.policy.model.state_dict()
+            assert all(torch.equal(before[k], after[k]) for k in after) == (sequences is second)
+    computed, left_out = (engine.policy.model.state_dict() for engine in engines)
+    assert all(torch.equal(computed[k], left_out[k]) for k in computed)
 
 
 def test_float32_gradients_agree_to_1e_5():

@@ -259,14 +259,15 @@ class TrainEngine:
     def optim_step(self) -> OptimResult:
         """Clip the gradient, update the weights, forget the gradient.
 
-        At a learning rate of 0 the optimizer's moments stay as they are too.
+        Where nothing has a gradient, or the learning rate is 0, weights and moments stay as they are: neither momentum
+        nor weight decay moves what the step has nothing to say about.
 
         Raises:
             TrainingError: the gradient is NaN or infinite; the weights are as before. Every rank raises it.
         """
         learning_rate = self._learning_rate(self.updates_done)
         for parameter in self._parameters:
-            if parameter.grad is None:  # nothing had a gradient in this step: momentum moves the weights still
+            if parameter.grad is None:  # of a weight that no token of the step went through
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -275,7 +276,7 @@ class TrainEngine:
                 f"the gradient's norm is {grad_norm} at optimizer step {self.updates_done + 1}; the weights were not "
                 f"changed. Lower train.learning_rate (now {learning_rate:.3g}) or look at the completions"
             )
-        if learning_rate > 0:
+        if learning_rate > 0 and grad_norm > 0:
             self._optimizer.step(learning_rate)
         self._optimizer.zero_grad()
         self.updates_done += 1
