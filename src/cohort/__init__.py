@@ -3,6 +3,7 @@
 `cohort.train(config)` does what `cohort train CONFIG.yaml` does.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from cohort.errors import TrainingError, UserError
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RunResult", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
+
+# transformers imports torchao where it is installed, which tells of kernels for other GPUs and of PyTorch's next version
+for _talkative in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_talkative).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
