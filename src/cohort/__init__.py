@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["RunResult", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
 
-# transformers imports torchao where it is installed, which tells of kernels for other GPUs and of PyTorch's next version
+# transformers imports torchao where it is installed, which tells of kernels for other GPUs and of PyTorch's future
 for _talkative in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_talkative).setLevel(logging.ERROR)
 
