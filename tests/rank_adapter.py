@@ -144,7 +144,7 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
                 policy=engine.policy,
                 tokenizer=tokenizer,
                 engine_state=engine.state_dict(),
-                state=TrainerState(**done, micro_batch_tokens_wanted=1, processes=ranks.world_size),
+                state=TrainerState(**done, control={}, micro_batch_tokens_wanted=1, processes=ranks.world_size),
                 keep=1,
                 ranks=ranks,
             )
