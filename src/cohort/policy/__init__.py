@@ -10,6 +10,7 @@ from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
 from cohort.policy.merge import merge
 from cohort.policy.model_folder import check_model_folder, load_tokenizer
 from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.saving import Saving, save_policy
 from cohort.policy.sharding import Collectives
 from cohort.policy.skeleton import quiet_transformers
 from cohort.policy.stream import Branch, OpenPrompt
@@ -24,6 +25,7 @@ __all__ = [
     "ModelTraits",
     "OpenPrompt",
     "Policy",
+    "Saving",
     "TensorSpec",
     "check_adapter",
     "check_lengths",
@@ -39,6 +41,7 @@ __all__ = [
     "merge",
     "quiet_transformers",
     "resolve_device",
+    "save_policy",
     "saved_rank",
     "stream_weights",
     "trained_weights",
