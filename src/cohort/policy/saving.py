@@ -8,6 +8,7 @@ network, what two machines write next to each other need not both arrive. Nothin
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,22 +93,19 @@ def _save_weights(policy: Policy, folder: Path, ranks: Ranks, saving: Saving) ->
     def told(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
         nonlocal done
         for _, tensor in weights:
-            yield tensor
             done += tensor.nbytes
+            yield tensor
+            del tensor  # the next one is not gathered beside it
             saving.on_progress(done, total)
 
     stream = stream_weights(policy)
     for file, tensors in files.items():
         part = islice(stream, len(tensors))
         # whatever becomes of a file, all ranks gather its tensors, and agree on going on
-        _on_first(
-            ranks,
-            folder,
-            lambda file=file, tensors=tensors, part=part: write_tensors(folder / file, tensors, told(part)),  # type: ignore[misc]
-            meanwhile=lambda part=part: deque(part, maxlen=0),  # type: ignore[misc]
-        )
+        write = partial(write_tensors, folder / file, tensors, told(part))
+        _on_first(ranks, folder, write, meanwhile=partial(deque, part, maxlen=0))
     if len(files) > 1:
-        _on_first(ranks, folder, lambda: write_index(folder, files))
+        _on_first(ranks, folder, partial(write_index, folder, files))
 
 
 def _on_first(

@@ -171,6 +171,7 @@ def write_tensors(path: Path, described: Sequence[Written], tensors: Iterable[Te
         file.write(len(text).to_bytes(8, "little") + text)
         for whole in tensors:
             file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            del whole  # the next one is not gathered beside it
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Written]]) -> None:
