@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from cohort.errors import UserError
-from cohort.policy.load import check_model_folder
+from cohort.policy import check_model_folder
 from cohort.policy.weights import read_rows, stored_weights
 from test_loading import load
 from tiny import VOCAB_SIZE, make_model, make_tokenizer, save_model_folder
@@ -137,8 +137,8 @@ def test_reading_rows_of_a_file_that_has_shrunk(folder):
     name = "model.layers.1.mlp.up_proj.weight"
     stored, expected = stored_weights(folder)[name], load_file(folder / "model.safetensors")[name]
     part = torch.empty(5, 32, dtype=torch.float64)
-    read_rows([(stored, part, 20)])
+    read_rows(stored, part, 20)
     assert torch.equal(part, expected[20:25].double())
     os.truncate(stored.file, stored.start + 20 * 32 * 4 + 40)
     with pytest.raises(UserError, match=r"ended 600 bytes too early; it has been changed since it was checked"):
-        read_rows([(stored, part, 20)])
+        read_rows(stored, part, 20)
