@@ -29,7 +29,7 @@ from cohort.rewards.function import RewardFunction
 from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, StreamKey, generate
 from cohort.trainer.gather import Gathered, Gatherer
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
-from test_training import assert_same_weights, changed, make_inputs, metric, same_threads, stop_after, train
+from runs import assert_same_weights, changed, make_inputs, metric, same_threads, stop_after, train
 from tiny import make_policy, make_tokenizer
 from waiting import num_lines, until
 

@@ -28,7 +28,7 @@ from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch.local import count_processes
-from test_training import assert_same_weights, changed, make_inputs, metric, train, weights
+from runs import assert_same_weights, changed, make_inputs, metric, train, weights
 from waiting import until
 
 

@@ -13,7 +13,7 @@ import yaml
 
 import cohort
 from cohort.errors import UserError
-from test_training import assert_same_weights, changed, make_inputs, metric, stop_after, train
+from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
 from tiny import make_policy
 
 QUIET = {"eval": {"every": 0, "before_training": False}}
