@@ -4,7 +4,7 @@ from cohort.policy.activations import check_offload
 from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
 from cohort.policy.critic import Critic
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
-from cohort.policy.limits import check_lengths, check_vocabulary, end_token_ids, trained_weights
+from cohort.policy.limits import check_lengths, check_router_loss, check_vocabulary, end_token_ids, trained_weights
 from cohort.policy.load import (
     check_adapter,
     check_model_folder,
@@ -17,6 +17,7 @@ from cohort.policy.load import (
 from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
 from cohort.policy.merge import merge
 from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.routers import Router, RouterLogits, find_routers
 from cohort.policy.sharding import Collectives
 from cohort.policy.stream import Branch, OpenPrompt
 
@@ -29,13 +30,17 @@ __all__ = [
     "ModelTraits",
     "OpenPrompt",
     "Policy",
+    "Router",
+    "RouterLogits",
     "TensorSpec",
     "check_adapter",
     "check_lengths",
     "check_model_folder",
     "check_offload",
+    "check_router_loss",
     "check_vocabulary",
     "end_token_ids",
+    "find_routers",
     "linear_logprobs",
     "linear_loss",
     "load_critic",

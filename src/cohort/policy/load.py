@@ -17,6 +17,7 @@ from cohort.policy.activations import prepare_activations
 from cohort.policy.adapter import Adapter, AdapterStart, adapter_start
 from cohort.policy.adapter_folder import AdapterSpec, adapter_spec, is_adapter_folder
 from cohort.policy.critic import Critic
+from cohort.policy.frozen import freeze
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import (
@@ -384,6 +385,8 @@ def _read_adapted(kind: type[Policy], config: ModelConfig, start: AdapterStart |
 def _prepare(model: Any, config: ModelConfig, start: AdapterStart | None, *, trainable: bool) -> Adapter | None:
     """Have the model compute gradients of what is trained, if anything is; its adapter, still without values."""
     model.requires_grad_(trainable)
+    if trainable:
+        freeze(model, config.freeze)
     adapter = None if start is None else Adapter(model, start, trainable=trainable)
     model.train(trainable)
     if trainable:
