@@ -41,7 +41,7 @@ from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
 from cohort.engine import TrainEngine
 from cohort.errors import UserError
 from cohort.packing import pack
-from cohort.policy import Collectives, Policy, load_policy, quiet_transformers
+from cohort.policy import Collectives, LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.records import Prompt, TrainSequence
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
 
@@ -120,12 +120,14 @@ def naive(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> tuple[l
 def load(folder: Path, *, ranks: Ranks = ALONE, **keys: Any) -> Policy:
     """As a run loads it."""
     return load_policy(
-        ModelConfig(path=str(folder), **keys),
-        device=CPU,
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-        ranks=ranks,
-        collectives=Collectives() if ranks.world_size > 1 else None,
-        longest_sequence_tokens=LONGEST,
+        LoadRequest(
+            ModelConfig(path=str(folder), **keys),
+            device=CPU,
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            ranks=ranks,
+            collectives=Collectives() if ranks.world_size > 1 else None,
+            longest_sequence_tokens=LONGEST,
+        )
     )
 
 

@@ -14,7 +14,7 @@ from cohort.config import AdamwConfig, ModelConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine import TrainEngine, TrainResult
 from cohort.packing import pack
-from cohort.policy import Collectives, Policy, load_policy, load_tokenizer
+from cohort.policy import Collectives, LoadRequest, Policy, load_policy, load_tokenizer
 from cohort.records import TrainSequence
 from rank_engine import whole_gradients, whole_weights
 from tiny import random_sequences
@@ -90,11 +90,13 @@ def switch_loss(logits_RNE: torch.Tensor, num_chosen: int) -> torch.Tensor:
 def load(path: str, ranks: Ranks = ALONE, **keys: Any) -> Policy:
     config = ModelConfig(path=path, **keys)
     return load_policy(
-        config,
-        device=CPU,
-        tokenizer=load_tokenizer(config) if ranks.is_first else None,
-        ranks=ranks,
-        collectives=Collectives() if ranks.world_size > 1 else None,
+        LoadRequest(
+            config,
+            device=CPU,
+            tokenizer=load_tokenizer(config) if ranks.is_first else None,
+            ranks=ranks,
+            collectives=Collectives() if ranks.world_size > 1 else None,
+        )
     )
 
 
