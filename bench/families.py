@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-VOCABULARY = 64
+VOCABULARY = 128
 _COMMON: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -124,4 +124,13 @@ def run_frozen(ranks: Ranks, path: str) -> dict[str, Any]:
     return {"before": before, "after": whole_weights(engine), "no gradient": without, "state": list(state)}
 
 
-JOBS = {"balance": run_balance, "frozen": run_frozen}
+def check_frozen(results: dict[str, Any]) -> None:
+    """Of `run_frozen`: frozen weights are the same bit for bit, and nothing is computed or kept for them."""
+    before, after = results["before"], results["after"]
+    frozen = {name for name in before if "mlp.gate.weight" in name or "embed_tokens" in name}
+    assert len(frozen) == 3 == len(results["no gradient"])
+    assert frozen == {name for name in before if torch.equal(before[name], after[name])} == set(results["no gradient"])
+    assert not frozen.intersection(results["state"]) and results["state"]
+
+
+JOBS = {"moe_balance": run_balance, "moe_frozen": run_frozen}
