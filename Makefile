@@ -83,7 +83,7 @@ bench: $(READY)
 	@$(BIN)/python bench/invariance.py
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py
-	@$(BIN)/python bench/memory.py
+	@$(BIN)/python bench/modes.py
 	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm.py
 
 clean:
