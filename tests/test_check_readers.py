@@ -328,7 +328,7 @@ def test_a_run_is_known_by_its_options_too(command: str, processes: int | None, 
     launch = read(tmp_path, command + "\n", "run.sh")
     assert launch.settings["num_generations"].value == "8"
     assert (launch.processes and launch.processes.value) == processes
-    assert launch.sharded_stage == (2 if "zero2" in command else None)
+    assert (launch.sharding.stage if launch.sharding else None) == (2 if "zero2" in command else None)
     with pytest.raises(UserError, match="none of the formats"):  # another way of training
         read(tmp_path, "accelerate launch --num_processes 4 train.py --max_length 8\n", "sft.sh")
 
@@ -358,7 +358,8 @@ def test_a_script_that_trains_what_its_arguments_name_says_how_to_check_that(tmp
 def test_the_accelerator_of_a_job_is_what_shards(accelerator: str, stage: int, tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
     command = f"sbatch --nodes=2 slurm/train.slurm --accelerator {accelerator}"
-    assert read_launch(tmp_path / "r.yaml", launched_with=command).sharded_stage == stage
+    sharding = read_launch(tmp_path / "r.yaml", launched_with=command).sharding
+    assert (sharding.stage if sharding else None) == stage
 
 
 # --- YAML and bad input

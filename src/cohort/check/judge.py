@@ -27,6 +27,7 @@ class FileReport:
     judged: Judged | None
     starts: dict[int, Start]  # by number of training processes; empty where the numbers could not be read
     findings: tuple[Finding, ...]
+    memory: str | None = None  # whether it suffices, in words; None: not asked
     others: "tuple[FileReport, ...]" = ()  # of further runs of the file
 
     @property
@@ -97,14 +98,21 @@ def _report(
     findings += node_gpu_findings(launch, server_elsewhere="server" in judged.sampling)
     unknown = {unread.key for unread in launch.unread} | {f.field for f in findings if f.code == "CHK010"}
     starts: dict[int, Start] = {}
+    memory = None
     if not unknown & judged.decides:  # otherwise the findings above say which number is missing
         starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
         findings += _start_findings(launch, judged, starts)
-        findings += judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
+        memory = judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
+        findings += memory.findings if memory else ()
     order = {"error": 0, "warning": 1}
     findings.sort(key=lambda finding: (order[finding.severity], finding.code))
     return FileReport(
-        file=str(path), launch=launch, judged=judged, starts=starts, findings=tuple(dict.fromkeys(findings))
+        file=str(path),
+        launch=launch,
+        judged=judged,
+        starts=starts,
+        findings=tuple(dict.fromkeys(findings)),
+        memory=memory.told if memory else None,
     )
 
 

@@ -37,6 +37,8 @@ def _print_report(report: FileReport, console: Console) -> None:
             console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     if report.starts:
         console.print(_table(report))
+    if report.memory is not None and not any(finding.code == "CHK019" for finding in report.findings):
+        console.print(f"  memory {escape(report.memory)}", highlight=False, soft_wrap=True)
     for finding in report.findings:
         _print_finding(finding, console)
     console.print()
