@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Unread
+from cohort.check.launch import ANY_SETTING, Launch, Unread
 from cohort.check.nearest import nearest_starts
 from cohort.check.readers import read_launch
 from cohort.check.rules import judge, judge_memory
 from cohort.check.rules.gpus import node_gpu_findings
-from cohort.check.rules.start import Judged, Start
+from cohort.check.rules.start import Judged, Start, refused
 from cohort.errors import UserError
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
@@ -99,9 +99,12 @@ def _report(
     unknown = {unread.key for unread in launch.unread} | {f.field for f in findings if f.code == "CHK010"}
     starts: dict[int, Start] = {}
     memory = None
-    if not unknown & judged.decides:  # otherwise the findings above say which number is missing
+    if not unknown & (judged.decides | ANY_SETTING):  # otherwise the findings above say which number is missing
         starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
         findings += _start_findings(launch, judged, starts)
+        if judged.blocked is not None:
+            stopped = refused(judged.blocked)
+            starts = {size: stopped if start.starts else start for size, start in starts.items()}
         memory = judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
         findings += memory.findings if memory else ()
     order = {"error": 0, "warning": 1}
@@ -117,8 +120,8 @@ def _report(
 
 
 def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
-    message = f"{unread.key} ({unread.where}) could not be read: {unread.reason}"
-    if unread.key in decides:
+    message = f"{unread.key.strip('()')} ({unread.where}) could not be read: {unread.reason}"
+    if unread.key in decides | ANY_SETTING:
         message += "; so whether it starts is not judged"
     return Finding("CHK004", None if unread.key.startswith("(") else unread.key, message)
 

@@ -16,14 +16,18 @@ class Said:
 
     value: Any  # as YAML, Python or the shell gives it: a number may still be text
     where: str  # such as "line 12"
-    added: bool = False  # by Hydra's `+key=value`: it need not be there already
+    added: bool = False  # by the file itself (Hydra's `+key=value`, a class of its own): it need not be known
+
+
+# keys of an `Unread` that may hold any setting: whether the run starts cannot be judged without
+ANY_SETTING = frozenset(("(recipe)", "(**arguments)"))
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
     """A value that is there and could not be read without running the file."""
 
-    key: str
+    key: str  # in brackets where it is none: (recipe), (options), (**arguments)
     where: str
     reason: str
 

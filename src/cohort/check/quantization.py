@@ -8,6 +8,11 @@ from cohort.check.launch import Settings
 COHORT_NAMES: Mapping[int, str] = {}
 
 
+def told(bits: int) -> str:
+    """In words."""
+    return f"weights of {bits} bits by bitsandbytes"
+
+
 def trl_bits(settings: Settings) -> int | None:
     """Of a TRL or Open-R1 run; None: not quantized. Python's `BitsAndBytesConfig` counts with the trainer's model."""
     for bits in (4, 8):

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from cohort.check.findings import RULES, Finding
 from cohort.check.judge import FileReport
+from cohort.check.launch import ANY_SETTING
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -27,10 +28,9 @@ def _print_report(report: FileReport, console: Console) -> None:
     console.print(f"[bold]{escape(report.file)}[/bold]", highlight=False, soft_wrap=True)
     launch, judged = report.launch, report.judged
     if launch is not None and judged is not None:
-        lines = [
-            f"{launch.framework} {judged.version} ({judged.version_reason}): {launch.reason}",
-            f"completions are sampled {judged.sampling}",
-        ]
+        lines = [f"{launch.framework} {judged.version} ({judged.version_reason}): {launch.reason}"]
+        if not ANY_SETTING & {unread.key for unread in launch.unread}:
+            lines.append(f"completions are sampled {judged.sampling}")
         if launch.processes is not None:
             lines.append(f"{launch.processes.value} training processes ({launch.processes.where})")
         for line in lines:

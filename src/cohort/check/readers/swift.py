@@ -46,6 +46,7 @@ def _launch_of(run: Command, commands: Sequence[Command], folder: Path) -> Launc
         settings=settings,
         unread=(
             *options.unread,
+            *launcher.unread,
             *(Unread(name, where, f"{run.env[name].missing[0]} is not assigned in the file") for name in hints),
         ),
         processes=Said(1, f"{where}, which has no NPROC_PER_NODE") if alone else launcher.processes,

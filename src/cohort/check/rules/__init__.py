@@ -42,6 +42,8 @@ def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory:
     if name is None and gpu_memory is None:
         return None
     processes = int(launch.processes.value) if launch.processes else 0
+    if launch.processes is not None and processes < 1:
+        return None  # nothing trains, which the launcher's own finding says
     machines = hardware(gpu=name or "h100", gpus=processes or USUAL_PROCESSES, nodes=1, gpu_memory=gpu_memory)
     if launch.framework == "cohort":
         return cohort_memory(launch, machines)
