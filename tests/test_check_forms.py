@@ -179,3 +179,42 @@ def test_a_contradiction_stands_in_the_table(tmp_path: Path) -> None:
     vllm = report(tmp_path, "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --dataset d --use_vllm true\n")
     assert vllm.starts[8].message == "vllm_mode is required when use_vllm is true"
     assert "must be evenly divisible" in str(vllm.starts[4].message)
+
+
+# --- GPUs
+
+
+def test_where_nodes_are_not_known_no_number_of_processes_is_taken(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node=8 --nnodes=$NODES grpo.py --num_generations 48 --per_device_train_batch_size 4\n"
+    found = report(tmp_path, text)
+    assert found.launch is not None and found.launch.processes is None and not found.failed
+    assert messages(found, "CHK003") and "nnodes" in messages(found, "CHK004")[0]
+
+
+@pytest.mark.parametrize(("host", "shared"), [("127.0.0.1", True), ("node-7", False)])
+def test_gpus_of_another_machine_may_have_the_same_numbers(host: str, shared: bool, tmp_path: Path) -> None:
+    text = (
+        "CUDA_VISIBLE_DEVICES=0,1 swift rollout --model m --vllm_data_parallel_size 2\n"
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model m --dataset d "
+        f"--num_generations 4 --use_vllm true --vllm_mode server --vllm_server_host {host}\n"
+    )
+    found = [finding for finding in report(tmp_path, text).findings if finding.code == "CHK012"]
+    assert [finding.nearest for finding in found] == ([("CUDA_VISIBLE_DEVICES=2,3 for training",)] if shared else [])
+
+
+def test_what_verl_needs_and_nobody_set_is_proposed_and_works(tmp_path: Path) -> None:
+    text = (
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=256 trainer.nnodes=1 "
+        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.n_gpus_per_node=8 "
+    )
+    (found,) = [finding for finding in report(tmp_path, text).findings if finding.code == "CHK002"]
+    assert "ppo_micro_batch_size_per_gpu=8" in found.nearest[0]
+    assert report(tmp_path, text + found.nearest[0].replace(" and ", " ")).starts[8].starts
+
+
+def test_without_a_gpu_only_what_none_holds_is_told(tmp_path: Path) -> None:
+    swift = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --tuner_type full --dataset d --model Qwen/{}\n"
+    (found,) = [f for f in report(tmp_path, swift.format("Qwen2.5-32B")).findings if f.code == "CHK019"]
+    assert "they have 191.0 GB" in found.message and found.nearest
+    small = report(tmp_path, swift.format("Qwen2.5-7B"))
+    assert small.memory is None and not messages(small, "CHK019")

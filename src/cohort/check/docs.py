@@ -42,7 +42,8 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
 - **Nearest values** change one number each (batch size, accumulation, generations, GPUs; two where no single one
   helps) and were tried by the same rule. The distance is that of the logarithms.
 - **Memory** is judged where the GPU and the model are known: `--gpu 4090` or `--gpu-memory 24GB`, or Slurm's options
-  in the file; a folder with config.json, or a common model by its id. For Cohort `cohort plan` is asked. For the
+  in the file; a folder with config.json, or a common model by its id. Without a GPU only what the largest known one
+  does not hold is told. For Cohort `cohort plan` is asked. For the
   others the phases of training and, with an engine on the same GPUs that sleeps, of sampling are added up: the state
   in its sharding (accelerate's file, `deepspeed`, `fsdp`, verl's `fsdp_config`; what is offloaded left out),
   activations and logits of rows of full length, and vLLM's share. Defaults are those of TRL 0.15 to 1.16, ms-swift

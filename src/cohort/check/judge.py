@@ -107,6 +107,7 @@ def _report(
             starts = {size: stopped if start.starts else start for size, start in starts.items()}
         memory = judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
         findings += memory.findings if memory else ()
+    findings = [_removable(finding) for finding in findings]
     order = {"error": 0, "warning": 1}
     findings.sort(key=lambda finding: (order[finding.severity], finding.code))
     return FileReport(
@@ -117,6 +118,13 @@ def _report(
         findings=tuple(dict.fromkeys(findings)),
         memory=memory.told if memory else None,
     )
+
+
+def _removable(finding: Finding) -> Finding:
+    """What does nothing or is refused can go, where nothing better is known."""
+    if finding.nearest or finding.field is None or finding.code not in ("CHK005", "CHK006"):
+        return finding
+    return replace(finding, nearest=(f"without {finding.field}",))
 
 
 def _unread(unread: Unread, decides: frozenset[str]) -> Finding:

@@ -16,6 +16,7 @@ from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
 
 OPEN_R1_GPUS_PER_NODE = 8  # written into its slurm/train.slurm
+_COUNTS = frozenset(("num_processes", "nproc_per_node", "nnodes", "nodes"))
 # options of launchers that decide something here
 _READ = frozenset(("num_processes", "num_machines", "nproc_per_node", "nnodes", "config_file", "nodes", "accelerator"))
 
@@ -44,7 +45,9 @@ def _launcher(
     unread: tuple[Unread, ...] = (),
     findings: tuple[Finding, ...] = (),
 ) -> Launcher:
-    """A launcher of `count` processes on all nodes together."""
+    """A launcher of `count` processes on all nodes together. Where an option that counts is not read, nobody knows."""
+    if {entry.key for entry in unread} & _COUNTS:
+        count = None
     return Launcher(
         processes=None if count is None else Said(count, where),
         per_node=None if count is None else count // max(nodes, 1),

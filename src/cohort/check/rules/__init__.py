@@ -10,7 +10,7 @@ from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import judge_trl
 from cohort.check.rules.verl_run import judge_verl
 from cohort.errors import UserError
-from cohort.plan.hardware import hardware
+from cohort.plan.hardware import GPUS, hardware
 
 __all__ = ["Judged", "Start", "judge", "judge_memory"]
 
@@ -27,7 +27,9 @@ def judge(launch: Launch, *, trl_version: str | None = None) -> Judged:
 
 
 def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory: str | None) -> MemoryVerdict | None:
-    """Whether memory suffices, on GPUs that are named or that the file names; None where none are.
+    """Whether memory suffices, on GPUs that are named or that the file names.
+
+    Where none are, only what the largest that is known does not hold is told; None otherwise.
 
     Args:
         launch: what is judged.
@@ -39,11 +41,13 @@ def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory:
         UserError: no such GPU or size.
     """
     name = gpu or launch.gpu
-    if name is None and gpu_memory is None:
-        return None
     processes = int(launch.processes.value) if launch.processes else 0
     if launch.processes is not None and processes < 1:
         return None  # nothing trains, which the launcher's own finding says
+    if name is None and gpu_memory is None:
+        largest = max(GPUS, key=lambda known: GPUS[known][1])
+        verdict = judge_memory(launch, judged, gpu=largest, gpu_memory=None) if processes else None
+        return verdict if verdict and verdict.findings else None
     machines = hardware(gpu=name or "h100", gpus=processes or USUAL_PROCESSES, nodes=1, gpu_memory=gpu_memory)
     if launch.framework == "cohort":
         return cohort_memory(launch, machines)

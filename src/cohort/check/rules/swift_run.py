@@ -60,7 +60,9 @@ def judge_swift(launch: Launch) -> Judged:
         findings += _evaluation(batch, launch)
     hosts = str(settings.said("vllm_server_base_url") or settings.said("vllm_server_host") or "127.0.0.1")
     local = any(name in hosts for name in ("127.0.0.1", "localhost", "0.0.0.0"))
-    findings += gpu_findings(launch, local_server=mode == "server" and local)
+    findings += gpu_findings(
+        launch, local_server=mode == "server" and local, remote_server=mode == "server" and not local
+    )
     findings += server_size_finding(launch, "vllm_")
 
     def start(world_size: int, changed: Knobs) -> Start:

@@ -86,7 +86,10 @@ def judge_trl(launch: Launch, version: str | None = None) -> Judged:
     host = str(settings.text("vllm_server_base_url") or settings.text("vllm_server_host", "0.0.0.0"))
     local = any(name in host for name in ("0.0.0.0", "localhost", "127.0.0.1"))
     takes_one = mode == "a GPU of its own"
-    findings += gpu_findings(launch, local_server=mode == "server" and local, takes_one_for_vllm=takes_one)
+    serves = mode == "server"
+    findings += gpu_findings(
+        launch, local_server=serves and local, remote_server=serves and not local, takes_one_for_vllm=takes_one
+    )
     findings += server_size_finding(launch, "")
     knobs = {key: value for key, name in _FIELDS.items() if (value := getattr(batch, name)) is not None}
 
