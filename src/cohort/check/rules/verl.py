@@ -45,7 +45,7 @@ def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
     """What verl does with so many GPUs on all nodes together."""
     message = _validated(batch, num_gpus) or _workers(batch, num_gpus)
     if message:
-        return replace(refused(message), nearest=_missing_sizes(batch, num_gpus))
+        return refused(message)
     return Start(
         starts=True,
         generation_batch_size=batch.train_batch_size * batch.generations,
@@ -55,7 +55,7 @@ def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
     )
 
 
-def _missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
+def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
     """The micro-batches of logprobs that nobody has set, as large as the actor's, where that makes it start."""
     whole, size = batch.micro_batch_size, batch.micro_batch_size_per_gpu
     size = size or (max(1, whole // num_gpus) if whole else None)
@@ -80,7 +80,7 @@ def _missing_all(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
         key = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
         if verl_start(given, num_gpus).starts:
             return (key,)
-        others = _missing_sizes(given, num_gpus)
+        others = missing_sizes(given, num_gpus)
         if others:
             return (f"{key} and {others[0]}",)
     return ()
