@@ -3,6 +3,8 @@
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch
 
+_USUAL_SIZES = (8, 4, 2, 1)
+
 
 def gpu_findings(
     launch: Launch, *, local_server: bool, remote_server: bool = False, takes_one_for_vllm: bool = False
@@ -92,6 +94,17 @@ def server_size_finding(launch: Launch, prefix: str) -> list[Finding]:
         text = f"{shape} leaves GPU {idle} without work"
         return [Finding("CHK011", f"{prefix}data_parallel_size", text, (f"{prefix}data_parallel_size={len(gpus)}",))]
     return []
+
+
+def evaluated_sizes(launch: Launch) -> tuple[int, ...]:
+    """Numbers of processes for which an evaluation batch is judged.
+
+    That of the launch; else usual ones, if the file says anything about evaluation batches.
+    """
+    if launch.processes is not None:
+        return (int(launch.processes.value),) if int(launch.processes.value) > 0 else ()
+    said = {"per_device_eval_batch_size", "num_generations_eval"} & set(launch.settings)
+    return _USUAL_SIZES if said else ()
 
 
 def length_finding(

@@ -7,7 +7,7 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
-from cohort.check.rules.gpus import gpu_findings, length_finding, server_size_finding
+from cohort.check.rules.gpus import evaluated_sizes, gpu_findings, length_finding, server_size_finding
 from cohort.check.rules.start import Judged, Knobs, Start
 from cohort.check.rules.trl import (
     BOTH_SET,
@@ -304,18 +304,20 @@ def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch
 
 def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
     """An evaluation batch that is refused as soon as evaluation is on."""
-    if batch.evaluates or launch.processes is None:
+    if batch.evaluates:
         return []
-    world_size = int(launch.processes.value)
     on = replace(batch, evaluates=True)
-    if version >= (0, 20):
-        message = eval_refusal(on, world_size, version) if world_size else None
-    else:
-        with_eval = trl_start(on, max(world_size, 1), version)
-        without = trl_start(batch, max(world_size, 1), version)
-        message = with_eval.message if without.starts and not with_eval.starts else None
-    if message is None:
+
+    def refusal(processes: int) -> str | None:
+        if version >= (0, 20):
+            return eval_refusal(on, processes, version)
+        with_eval, without = (trl_start(tried, processes, version) for tried in (on, batch))
+        return with_eval.message if without.starts and not with_eval.starts else None
+
+    told = [size for size in evaluated_sizes(launch) if refusal(size) is not None]
+    if not told:
         return []
+    world_size, message = told[0], refusal(told[0])
     generations = (batch.generations_eval if version >= (0, 27) else None) or batch.generations
     sizes = [n for n in range(1, 4 * generations + 1) if n * world_size % generations == 0]
     nearest = sorted(sizes, key=lambda n: abs(n - batch.per_device_eval))[:2]
@@ -323,7 +325,7 @@ def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: L
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"evaluation is off; with it TRL would refuse: {message}",
+            f"evaluation is off; with it, on {world_size} GPUs, TRL would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]
