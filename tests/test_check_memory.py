@@ -32,7 +32,7 @@ def judged(folder: Path, text: str, name: str = "run.sh", *, memory: str = "80GB
 def fits_if_changed(folder: Path, text: str, found: Finding, **options: Any) -> None:
     """Every proposal that the command line can say is tried."""
     for proposal in found.nearest:
-        if proposal.startswith("GPUs="):
+        if "GPUs=" in proposal:
             continue
         changes = proposal.split(" and ")
         added = " ".join(

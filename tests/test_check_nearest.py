@@ -85,7 +85,7 @@ def test_whole_logits_do_not_fit_and_the_nearest_changes_do(tmp_path: Path) -> N
     assert "with 8 processes" in found.message and "59.8 logits" in found.message
     assert "1.9 weights, 1.9 gradients, 11.4 optimizer state" in found.message  # 7.6 billion x (2, 2, 12) / 8
     assert "assumes float32 master weights" in found.message
-    assert "per_device_train_batch_size=8" in found.nearest and "use_liger_kernel=true" in found.nearest
+    assert "per_device_train_batch_size=8" in found.nearest and "use_liger_loss=true" in found.nearest
     assert memory_finding(tmp_path, SEVEN.replace("size: 16", "size: 4")) is None
     assert memory_finding(tmp_path, SEVEN + "use_liger_loss: true\n") is None
     assert memory_finding(tmp_path, SEVEN, trl_version="1.16") is None  # makes no whole logits

@@ -26,6 +26,7 @@ from cohort.plan.shape import known_shape
 _MARGIN = 1.1  # estimates are good to a tenth
 _WIDEST_TRIED = 64  # processes
 _MOST_TOLD = 6
+_FEW = 3  # single changes, below which pairs are tried
 _SHARES = tuple(part / 20 for part in range(18, 1, -1))  # 0.9 down to 0.1
 
 
@@ -74,17 +75,19 @@ def run_memory(estimate: Estimate, machines: Hardware) -> MemoryVerdict:
 
 
 def _nearest(estimate: Estimate, memory: int) -> Iterator[str]:
-    """Changes that make it fit by the same sum: single ones, the smallest of each kind; else pairs; else a GPU."""
+    """Changes that make it fit by the same sum: the smallest of each kind; few of them: pairs too; none: a GPU."""
 
     def fits(run: RunMemory) -> bool:
         return run.peak(memory)[1] <= memory
 
     ways = _ways(estimate)
-    found = [first for tried in ways for first in _first(tried, estimate.run, fits)]
-    if not found:
-        for one, other in combinations(ways, 2):
-            for text, change in one[-1:]:  # the largest change of the one, the smallest of the other
-                found += [f"{text} and {more}" for more in _first(other, change(estimate.run), fits)]
+    firsts = [next(_first(way, estimate.run, fits), None) for way in ways]
+    found = [first for first in firsts if first is not None]
+    if len(found) < _FEW:
+        alone = [way for way, first in zip(ways, firsts, strict=True) if first is None]
+        for one, other in combinations(alone, 2):
+            text, change = one[-1]  # the largest change of the one, the smallest of the other
+            found += [f"{text} and {more}" for more in _first(other, change(estimate.run), fits)]
     yield from found
     if not found:
         gpus = sorted((size, name) for name, (_, size) in GPUS.items() if size > memory)

@@ -19,6 +19,7 @@ from cohort.plan.shape import ModelShape, known_shape
 
 USUAL_PROCESSES = 8  # where the file does not say
 _USUAL_PROMPT = 512
+_LIGER_BY_KERNEL = (0, 25)  # TRL from which on `use_liger_kernel` is of the loss
 _AUTOGRAD_COPIES = 3  # of logits: themselves, their gradient, a temporary
 _ENTROPY_COPIES = 2  # more, where entropy has a gradient
 _VERL_SHARDED = "actor_rollout_ref.actor.fsdp_config"
@@ -106,7 +107,9 @@ def trl_estimate(launch: Launch, version: Version) -> Estimate:
     said = settings.text("dtype", settings.text("torch_dtype", extra.get("dtype", extra.get("torch_dtype"))))
     half = str(said or settings.said("trainer.dtype")).removeprefix("torch.") in ("bfloat16", "float16", "auto")
     compute = 2 if half or settings.flag("bf16", version >= (0, 22)) or settings.flag("fp16") else 4
-    liger = settings.flag("use_liger_loss") or settings.flag("use_liger_kernel")
+    by_kernel = version >= _LIGER_BY_KERNEL  # before, that key is of the model's layers alone
+    liger = settings.flag("use_liger_kernel") and by_kernel
+    liger = liger or (settings.flag("use_liger_loss") and version < (0, 28))
     read = trl_lora(settings)
     mode = settings.text("vllm_mode", "colocate" if version >= (1, 0) else "server")
     engine = None
@@ -135,12 +138,12 @@ def trl_estimate(launch: Launch, version: Version) -> Estimate:
     words = {
         "sequences": "per_device_train_batch_size={}",
         "checkpointing": "gradient_checkpointing=true",
-        "fused": "use_liger_kernel=true",
+        "fused": f"use_liger_{'kernel' if by_kernel else 'loss'}=true",
         "sharded": "ZeRO-3 or FSDP",
         "optimizer_on_host": "ZeRO-3 with offload_optimizer_device: cpu",
         "adapter": "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true",
         "quantized": "load_in_4bit=true",
-        "sleeps": "vllm_enable_sleep_mode=true",
+        **({"sleeps": "vllm_enable_sleep_mode=true"} if version >= (0, 24) else {}),
         "share": "vllm_gpu_memory_utilization={}",
     }
     return Estimate(run=run, key="per_device_train_batch_size", assumes=facts.told(run), words=words)

@@ -221,7 +221,7 @@ def _evaluation(batch: SwiftBatch, launch: Launch) -> list[Finding]:
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"there is no evaluation set; with one, on {world_size} GPUs, ms-swift would refuse: {message}",
+            f"there is no evaluation set; with one, with {world_size} processes, ms-swift would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]

@@ -325,7 +325,7 @@ def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: L
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"evaluation is off; with it, on {world_size} GPUs, TRL would refuse: {message}",
+            f"evaluation is off; with it, with {world_size} processes, TRL would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]
