@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from cohort.check import Finding, check_file
+from cohort.cli.app import app
 
 LINEAR = 28 * (3584 * 3584 * 2 + 3584 * 512 * 2 + 3 * 3584 * 18944)
 REST = 7_615_616_512 - LINEAR
@@ -165,3 +167,17 @@ def test_open_r1s_own_recipe_fits_where_it_was_run(tmp_path: Path) -> None:
     told, found = judged(tmp_path, script)
     assert found is None and told.startswith("suffices: about 70.8 GB")
     assert judged(tmp_path, script.replace("zero3.yaml", "fsdp.yaml"), memory="40GB")[1] is not None
+
+
+def test_trl_shares_its_state_as_its_own_keys_say(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    told, _ = judged(tmp_path, RECIPE + "deepspeed: ds.json\n", "r.yaml")
+    assert "15.2 weights, 1.9 gradients, 11.4 optimizer state" in told and "ZeRO-3" not in told
+    assert "1.9 weights, 1.9 gradients" in judged(tmp_path, RECIPE + "fsdp: full_shard auto_wrap\n", "r.yaml")[0]
+
+
+def test_that_memory_suffices_is_told_as_well(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml"), "--gpu", "h200", "--world-sizes", "8"])
+    assert done.exit_code == 0 and "memory suffices: about" in done.output and "assumes 8 processes" in done.output
+    assert "memory" not in CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml")]).output

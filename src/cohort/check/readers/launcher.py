@@ -158,6 +158,30 @@ def _sharding(said: Mapping[str, Said]) -> Sharding | None:
     )
 
 
+def sharding_of(settings: Mapping[str, Said], folder: Path) -> Sharding | None:
+    """Of `deepspeed` and `fsdp` among a trainer's own settings: names of ms-swift's files, or files on this machine."""
+    fsdp = settings.get("fsdp")
+    if fsdp is not None and str(fsdp.value).lower() not in ("", "false", "none", "[]"):
+        return Sharding(3, "fsdp")
+    name = str(settings["deepspeed"].value) if "deepspeed" in settings else ""
+    named = re.fullmatch(r"zero([0-3])(_offload)?", name)
+    if named:
+        stage, offloads = int(named[1]), named[2] is not None
+        return Sharding(stage, "deepspeed", offloads_optimizer=offloads, offloads_weights=offloads and stage == 3)
+    try:
+        tree = read_yaml_tree(read_text(folder / name)) if name.endswith(".json") else None
+    except ValueError:
+        return None
+    said = (
+        {key.removeprefix("zero_optimization."): str(entry.value) for key, entry in tree.values.items()} if tree else {}
+    )
+    in_file = said.get("stage", "")
+    if not in_file.isdecimal():
+        return None
+    optimizer, weights = (said.get(f"offload_{part}.device", "none") != "none" for part in ("optimizer", "param"))
+    return Sharding(int(in_file), "deepspeed", offloads_optimizer=optimizer, offloads_weights=weights)
+
+
 def _named_file(folder: Path, name: Said | None) -> Mapping[str, Said]:
     """A configuration of accelerate by the short name that TRL and Open-R1 have for it, or by its path."""
     text = str(name.value) if name else ""

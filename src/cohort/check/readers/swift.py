@@ -1,17 +1,15 @@
 """ms-swift: `swift rlhf --rlhf_type grpo` and `megatron rlhf` in shell scripts, and the same keys as YAML."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cohort.check.launch import Launch, Said, Sharding, Unread
+from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers.files import read_text
-from cohort.check.readers.launcher import read_launcher
+from cohort.check.readers.launcher import read_launcher, sharding_of
 from cohort.check.readers.options import find_command, gpus_of, parse_options
 from cohort.check.readers.shell import Command, parse_shell
 from cohort.check.readers.trl_yaml import cached_tree, duplicates, nested_once
-from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
 
 MEGATRON = "megatron"  # a setting of ours: whether the Megatron rules hold
@@ -51,35 +49,11 @@ def _launch_of(run: Command, commands: Sequence[Command], folder: Path) -> Launc
         ),
         processes=Said(1, f"{where}, which has no NPROC_PER_NODE") if alone else launcher.processes,
         processes_per_node=launcher.per_node,
-        sharding=_sharding(settings, folder),
+        sharding=sharding_of(settings, folder),
         training_gpus=launcher.gpus,
         server_gpus=gpus_of(servers[0].env) if servers else None,
         server=parse_options(servers[0].words, f"line {servers[0].line}").settings if servers else {},
     )
-
-
-def _sharding(settings: Mapping[str, Said], folder: Path) -> Sharding | None:
-    """Of `--deepspeed` and `--fsdp`: names of ms-swift's own files, or files on this machine."""
-    fsdp = settings.get("fsdp")
-    if fsdp is not None and str(fsdp.value).lower() not in ("", "false", "none"):
-        return Sharding(3, "fsdp")
-    name = str(settings["deepspeed"].value) if "deepspeed" in settings else ""
-    named = re.fullmatch(r"zero([0-3])(_offload)?", name)
-    if named:
-        stage, offloads = int(named[1]), named[2] is not None
-        return Sharding(stage, "deepspeed", offloads_optimizer=offloads, offloads_weights=offloads and stage == 3)
-    try:
-        tree = read_yaml_tree(read_text(folder / name)) if name.endswith(".json") else None
-    except ValueError:
-        return None
-    said = (
-        {key.removeprefix("zero_optimization."): str(entry.value) for key, entry in tree.values.items()} if tree else {}
-    )
-    in_file = said.get("stage", "")
-    if not in_file.isdecimal():
-        return None
-    optimizer, weights = (said.get(f"offload_{part}.device", "none") != "none" for part in ("optimizer", "param"))
-    return Sharding(int(in_file), "deepspeed", offloads_optimizer=optimizer, offloads_weights=weights)
 
 
 def _is_grpo(command: Command, folder: Path) -> bool:
@@ -128,7 +102,7 @@ def read_yaml(path: Path, text: str) -> Launch | None:
         form="yaml",
         reason="YAML with rlhf_type: grpo",
         settings={key: said for key, said in settings.items() if key not in ("gpus", "ENV")},
-        sharding=_sharding(settings, path.parent),
+        sharding=sharding_of(settings, path.parent),
         processes=Said(int(processes.value), processes.where)
         if processes and str(processes.value).isdecimal()
         else None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.lora import PEFT_PREFIX
-from cohort.check.readers.launcher import read_launcher
+from cohort.check.readers.launcher import read_launcher, sharding_of
 from cohort.check.readers.options import find_command
 from cohort.check.readers.shell import parse_shell
 from cohort.check.readers.trl_yaml import pinned_version
@@ -114,6 +114,7 @@ def _launch_of(
         unread=tuple(unread),
         version=pinned_version(text),
         processes=launcher,
+        sharding=sharding_of(settings, path.parent),
     )
 
 

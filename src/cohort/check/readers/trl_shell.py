@@ -9,7 +9,7 @@ from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers import trl_yaml
 from cohort.check.readers.argument_loop import own_arguments
 from cohort.check.readers.files import read_text
-from cohort.check.readers.launcher import OPEN_R1_GPUS_PER_NODE, read_launcher
+from cohort.check.readers.launcher import OPEN_R1_GPUS_PER_NODE, read_launcher, sharding_of
 from cohort.check.readers.options import Options, find_command, gpus_of, parse_options
 from cohort.check.readers.shell import Command, parse_shell
 from cohort.check.readers.shell_words import Word
@@ -58,7 +58,7 @@ def _launch_of(run: Command, commands: Sequence[Command], folder: Path, text: st
         processes=Said(1, f"{where}, which uses no launcher") if alone else launcher.processes,
         processes_per_node=launcher.per_node,
         training_gpus=launcher.gpus,
-        sharding=launcher.sharding,
+        sharding=launcher.sharding or sharding_of(settings, folder),
         server_gpus=server_gpus,
         server=server,
         version=trl_yaml.pinned_version(text),

@@ -24,6 +24,19 @@ _AUTOGRAD_COPIES = 3  # of logits: themselves, their gradient, a temporary
 _ENTROPY_COPIES = 2  # more, where entropy has a gradient
 _VERL_SHARDED = "actor_rollout_ref.actor.fsdp_config"
 
+_SWIFT_WORDS = {
+    "sequences": "per_device_train_batch_size={}",
+    "checkpointing": "gradient_checkpointing=true",
+    "fused": "use_liger_kernel=true",
+    "sharded": "deepspeed=zero3",
+    "all_on_host": "deepspeed=zero3_offload",
+    "adapter": "tuner_type=lora",
+    "quantized": "quant_method=bnb and quant_bits=4",
+    "sleeps": "sleep_level=1",
+    "leave": "offload_model=true and offload_optimizer=true",
+    "share": "vllm_gpu_memory_utilization={}",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -99,9 +112,7 @@ def trl_estimate(launch: Launch, version: Version) -> Estimate:
     bits = trl_bits(settings)
     shape = facts.shape(settings.text("model_name_or_path", settings.said("trainer.model")), quantized=bits is not None)
     processes = facts.processes()
-    sharding = (
-        facts.sharding(processes, quantized=bits is not None) if not settings.text("fsdp") else Sharding(3, "fsdp")
-    )
+    sharding = facts.sharding(processes, quantized=bits is not None)
     extra = settings.said("model_init_kwargs")
     extra = extra if isinstance(extra, dict) else {}
     said = settings.text("dtype", settings.text("torch_dtype", extra.get("dtype", extra.get("torch_dtype"))))
@@ -142,7 +153,7 @@ def trl_estimate(launch: Launch, version: Version) -> Estimate:
         "sharded": "ZeRO-3 or FSDP",
         "optimizer_on_host": "ZeRO-3 with offload_optimizer_device: cpu",
         "adapter": "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true",
-        "quantized": "load_in_4bit=true",
+        **({"quantized": "load_in_4bit=true"} if version >= (0, 26) else {}),
         **({"sleeps": "vllm_enable_sleep_mode=true"} if version >= (0, 24) else {}),
         "share": "vllm_gpu_memory_utilization={}",
     }
@@ -205,19 +216,7 @@ def swift_estimate(launch: Launch) -> Estimate:
         moment_bytes=_moments(settings),
         engine=engine,
     )
-    words = {
-        "sequences": "per_device_train_batch_size={}",
-        "checkpointing": "gradient_checkpointing=true",
-        "fused": "use_liger_kernel=true",
-        "sharded": "deepspeed=zero3",
-        "all_on_host": "deepspeed=zero3_offload",
-        "adapter": "tuner_type=lora",
-        "quantized": "quant_method=bnb and quant_bits=4",
-        "sleeps": "sleep_level=1",
-        "leave": "offload_model=true and offload_optimizer=true",
-        "share": "vllm_gpu_memory_utilization={}",
-    }
-    return Estimate(run=run, key="per_device_train_batch_size", assumes=facts.told(run), words=words)
+    return Estimate(run=run, key="per_device_train_batch_size", assumes=facts.told(run), words=_SWIFT_WORDS)
 
 
 def verl_estimate(launch: Launch) -> Estimate:
@@ -271,9 +270,15 @@ def verl_estimate(launch: Launch) -> Estimate:
             optimizer_leaves=settings.flag(f"{_VERL_SHARDED}.optimizer_offload"),
         ),
     )
-    budget, micro = f"{actor}.ppo_max_token_len_per_gpu", f"{actor}.ppo_micro_batch_size_per_gpu"
-    words = {
-        **({"budget": budget + "={}"} if dynamic else {"sequences": micro + "={}"}),
+    key = f"{actor}.{'ppo_max_token_len_per_gpu' if dynamic else 'ppo_micro_batch_size_per_gpu'}"
+    return Estimate(run=run, key=key, assumes=facts.told(run), words=_verl_words(key, dynamic=dynamic))
+
+
+def _verl_words(key: str, *, dynamic: bool) -> Mapping[str, str]:
+    """Of verl; `key` bounds a micro-batch."""
+    actor, rollout, model = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
+    return {
+        "budget" if dynamic else "sequences": key + "={}",
         "checkpointing": f"{model}.enable_gradient_checkpointing=True",
         "fused": f"{model}.use_fused_kernels=True",
         "all_on_host": f"{actor}.strategy=fsdp2 and {_VERL_SHARDED}.offload_policy=True",
@@ -282,7 +287,6 @@ def verl_estimate(launch: Launch) -> Estimate:
         "leave": f"{_VERL_SHARDED}.param_offload=True and {_VERL_SHARDED}.optimizer_offload=True",
         "share": f"{rollout}.gpu_memory_utilization=" + "{}",
     }
-    return Estimate(run=run, key=budget if dynamic else micro, assumes=facts.told(run), words=words)
 
 
 def _adapter(read: tuple[dict[str, Any], list[str]] | None) -> AdapterConfig | None:
