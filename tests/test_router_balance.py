@@ -13,7 +13,7 @@ from cohort.policy import Policy
 from cohort.policy.activations import enable_gradient_checkpointing
 from cohort.policy.layout import Layout
 from families import FAMILIES, make_model, save_folder
-from rank_moe import BUDGETS, GROUPS, make_engine, naive, step, switch_loss
+from rank_moe import BUDGETS, make_engine, naive, step, switch_loss
 from ranks import run_ranks
 from tiny import relative_error
 
