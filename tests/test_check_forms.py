@@ -224,4 +224,4 @@ def test_evaluation_batches_are_judged_where_the_file_speaks_of_them(tmp_path: P
     recipe = "reward_funcs: [r]\nnum_generations: 14\nper_device_train_batch_size: 14\n"
     assert not messages(report(tmp_path, recipe, "r.yaml"), "CHK009")
     (told,) = messages(report(tmp_path, recipe + "per_device_eval_batch_size: 7\n", "r.yaml"), "CHK009")
-    assert "with 1 processes" in told and "(7 * 1)" in told  # 7 x 8, 7 x 4 and 7 x 2 hold whole groups
+    assert "with it and 1 process TRL" in told and "(7 * 1)" in told  # 7 x 8, 7 x 4 and 7 x 2 hold whole groups

@@ -10,7 +10,7 @@ from cohort.check.launch import ANY_SETTING, Launch, Unread
 from cohort.check.nearest import nearest_starts
 from cohort.check.readers import read_launch
 from cohort.check.rules import judge, judge_memory
-from cohort.check.rules.gpus import node_gpu_findings
+from cohort.check.rules.gpus import counted, node_gpu_findings
 from cohort.check.rules.start import Judged, Start, refused
 from cohort.errors import UserError
 
@@ -143,7 +143,7 @@ def _start_findings(launch: Launch, judged: Judged, starts: dict[int, Start]) ->
         start = judged.start(size, judged.knobs)
         if start.starts or start.message == judged.blocked:
             return []
-        text = f"with {_gpus(size)} ({launch.processes.where}): {start.message}"
+        text = f"with {counted(size)} ({launch.processes.where}): {start.message}"
         return [_refusal("CHK002", text, judged, size)]
     failing = [size for size, start in starts.items() if not start.starts]
     if not failing or starts[failing[0]].message == judged.blocked:
@@ -165,10 +165,6 @@ def _refusal(code: str, text: str, judged: Judged, size: int) -> Finding:
     if judged.knobs and not nearest:
         nearest = tuple(map(str, nearest_starts(judged.start, size, judged.knobs)))
     return Finding(code, "num_generations" if judged.knobs else None, text, nearest)
-
-
-def _gpus(size: int) -> str:
-    return "1 process" if size == 1 else f"{size} processes"
 
 
 def _listed(sizes: Sequence[int]) -> str:

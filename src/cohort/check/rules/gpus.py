@@ -96,6 +96,11 @@ def server_size_finding(launch: Launch, prefix: str) -> list[Finding]:
     return []
 
 
+def counted(processes: int) -> str:
+    """In words."""
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
 def evaluated_sizes(launch: Launch) -> tuple[int, ...]:
     """Numbers of processes for which an evaluation batch is judged.
 

@@ -13,6 +13,7 @@ from typing import Any
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Sharding
 from cohort.check.rules.cohort import nested
+from cohort.check.rules.gpus import counted
 from cohort.check.rules.memory_parts import RunMemory
 from cohort.check.rules.memory_read import Estimate
 from cohort.config import config_from_dict
@@ -63,9 +64,8 @@ def run_memory(estimate: Estimate, machines: Hardware) -> MemoryVerdict:
     run, memory = estimate.run, machines.gpu_memory_bytes
     phase, needed = run.peak(memory)
     listed = ", ".join(f"{size / 1e9:.1f} {part}" for part, size in run.phases(memory)[phase].items())
-    processes = f"{run.processes} processes" if run.processes > 1 else "1 process"
     text = (
-        f"about {needed / 1e9:.1f} GB of each GPU in {phase} with {processes} ({listed}), and they have "
+        f"about {needed / 1e9:.1f} GB of each GPU in {phase} with {counted(run.processes)} ({listed}), and they have "
         f"{memory / 1e9:.1f} GB; assumes {'; '.join(estimate.assumes)}"
     )
     if needed <= _MARGIN * memory:

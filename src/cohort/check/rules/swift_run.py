@@ -6,7 +6,7 @@ from typing import Any
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.readers.swift import MEGATRON
-from cohort.check.rules.gpus import evaluated_sizes, gpu_findings, length_finding, server_size_finding
+from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
 from cohort.check.rules.start import Judged, Knobs, Start
 from cohort.check.rules.swift import (
     DEFAULT_VERSION,
@@ -221,7 +221,7 @@ def _evaluation(batch: SwiftBatch, launch: Launch) -> list[Finding]:
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"there is no evaluation set; with one, with {world_size} processes, ms-swift would refuse: {message}",
+            f"there is no evaluation set; with one and {counted(world_size)} ms-swift would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]

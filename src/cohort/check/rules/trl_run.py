@@ -7,7 +7,7 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
-from cohort.check.rules.gpus import evaluated_sizes, gpu_findings, length_finding, server_size_finding
+from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
 from cohort.check.rules.start import Judged, Knobs, Start
 from cohort.check.rules.trl import (
     BOTH_SET,
@@ -325,7 +325,7 @@ def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: L
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"evaluation is off; with it, with {world_size} processes, TRL would refuse: {message}",
+            f"evaluation is off; with it and {counted(world_size)} TRL would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]
