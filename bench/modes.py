@@ -5,8 +5,8 @@
 Each mode is a configuration that differs from the defaults in a few keys, built as a run builds it, with one thread for
 each process. A step of two micro-batches for each process: 16 completions of 64 tokens after two shared prompts of 256,
 hidden 512, 8 layers, a vocabulary of 8,192. With --json what is in the file is not measured again. Memory is
-what PyTorch's allocator has given on rank 0 when loading, backward and the update are done, and the most in between;
-time is processor time of one more step. A new way to save memory is one more line in `MODES`.
+what PyTorch has given out on rank 0 when loading, backward and the update are done, and the most in between
+(`allocations.py`); time is processor time of one more step. A new way to save memory is one more line in `MODES`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from allocations import Allocations, Phase
+from allocations import Counted, Phase, counting
 from cohort.config import Config, config_from_dict
 from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
 from cohort.engine import TrainEngine
@@ -111,9 +111,9 @@ SIZES = {
 class Measured:
     """Of one process."""
 
-    counted: Mapping[str, int]  # bytes by part, together the most of forward and backward
+    counted: Mapping[str, int]  # bytes by part, together the most of forward and backward; without what is not known
     planned: Mapping[str, int]  # the same in the closed form
-    update_bytes: int  # counted: the most of an update
+    update_bytes: int  # counted: the most of an update; 0: not known
     cpu_s: float  # processor time of a step
 
     @property
@@ -183,18 +183,18 @@ def measure(config: Config, size: Size, ranks: Ranks = ALONE) -> Measured:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sequences = make_step(size, 2 * ranks.world_size)
-    with Allocations(device) as counted:
+    with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):
             crew = build_crew(config, ranks, _order(config), device=device, tokenizer=_TOKENIZER)
         train(crew, make_step(replace(size, prompt_tokens=3, completion_tokens=2), 2), counted, "first ")
         train(crew, sequences, counted, "")
-    begun = time.process_time()
+    phases, begun = counted.phases, time.process_time()
     train(crew, sequences, None, "")
     seconds = time.process_time() - begun
     return Measured(
-        counted=counted_parts(counted.phases),
+        counted=counted_parts(phases),
         planned=planned_parts(config, device),
-        update_bytes=max(phase.peak for name, phase in counted.phases.items() if name.startswith("update")),
+        update_bytes=max(phase.peak or 0 for name, phase in phases.items() if name.startswith("update")),
         cpu_s=seconds,
     )
 
@@ -230,7 +230,7 @@ def make_step(size: Size, num_groups: int) -> list[TrainSequence]:
     ]
 
 
-def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Allocations | None, step: str) -> None:
+def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Counted | None, step: str) -> None:
     """A step as a run does it, on every rank: the critic's update, where there is one, and the policy's."""
     parts: list[tuple[str, TrainEngine, PerTokenLoss, Any]] = []
     if crew.critic is not None and crew.algorithm.critic is not None:
@@ -243,7 +243,7 @@ def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Allocations |
             engine.optim_step()
 
 
-def _phase(counted: Allocations | None, name: str) -> AbstractContextManager[None]:
+def _phase(counted: Counted | None, name: str) -> AbstractContextManager[None]:
     return nullcontext() if counted is None else counted.phase(name)
 
 
@@ -252,12 +252,9 @@ def counted_parts(phases: Mapping[str, Phase]) -> dict[str, int]:
     weights, done = phases["build"].after, phases["first update policy"].after
     backward = [phase for name, phase in phases.items() if name.startswith("train")]
     gradients = max(phase.after - phase.before for phase in backward)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": done - weights,
-        "activations": max(phase.peak - phase.before for phase in backward) - gradients,
-    }
+    lasting = {"weights": weights, "gradients": gradients, "optimizer": done - weights}
+    peaks = [phase.peak - phase.before for phase in backward if phase.peak is not None]
+    return {**lasting, "activations": max(peaks) - gradients} if peaks else lasting
 
 
 def planned_parts(config: Config, device: torch.device) -> dict[str, int]:
@@ -299,18 +296,16 @@ def _written(value: Any) -> str:
 
 
 def table(results: Mapping[str, Measured]) -> str:
-    """Of each mode megabytes by part, planned against counted, and peak and time as shares of the first."""
+    """Of each mode megabytes by part, and peak and time as shares of the first."""
     first = next(iter(results.values()))
 
     def rows() -> Iterable[list[str]]:
         for name, r in results.items():
-            sizes = [f"{r.counted[part] / 1e6:.1f}" for part in PARTS]
-            shares = (r.peak_bytes / first.peak_bytes, r.cpu_s / first.cpu_s)
-            peak, seconds = (f"{share:.2f}x" for share in shares)
-            planned = f"{sum(r.planned.values()) / sum(r.counted.values()):.2f}x"
-            yield [title(MODES[name]), *sizes, f"{r.peak_bytes / 1e6:.1f}", peak, seconds, planned]
+            sizes = [f"{r.counted[part] / 1e6:.1f}" if part in r.counted else "" for part in PARTS]
+            peak = f"{r.peak_bytes / first.peak_bytes:.2f}x" if "activations" in r.counted else ""
+            yield [title(MODES[name]), *sizes, peak, f"{r.cpu_s:.2f}", f"{r.cpu_s / first.cpu_s:.2f}x"]
 
-    return markdown(["keys", *PARTS, "peak MB", "peak", "time", "planned"], rows())
+    return markdown(["keys", *(f"{part}, MB" for part in PARTS), "peak", "CPU s", "time"], rows())
 
 
 if __name__ == "__main__":
