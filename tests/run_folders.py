@@ -1,5 +1,6 @@
 """Run folders as a run opens them."""
 
+import time
 from pathlib import Path
 
 from cohort.config import Config, config_from_dict
@@ -13,3 +14,11 @@ def config_for(path: Path, *overrides: str) -> Config:
 
 def open_folder(path: Path, *overrides: str, resume: bool = False) -> RunFolder:
     return RunFolder(config_for(path, *overrides), resume=resume)
+
+
+def hold_folder(path: Path) -> None:
+    """Have it, say so, and stay."""
+    folder = open_folder(path)
+    print("locked", flush=True)
+    time.sleep(600)
+    folder.close()

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import cohort
-from cohort.display import Display
+from cohort.display import Display, StepReport
+from forked import fork
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
 REWARDS = '''
@@ -67,11 +71,6 @@ def metric(run: Path, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def same_threads() -> dict[str, str]:
-    # bit for bit needs the same number of threads: that of this process
-    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-
-
 def stop_after(steps: int) -> Display:
     class Interrupt(Display):
         def step(self, report):
@@ -79,6 +78,40 @@ def stop_after(steps: int) -> Display:
                 raise KeyboardInterrupt
 
     return Interrupt()
+
+
+def in_a_process(target: Callable[..., Any], config: dict[str, Any], *arguments: object) -> int | None:
+    """How a process ends that calls `target` with the configuration and arguments."""
+    # bit for bit needs the same number of threads: that of this process
+    said = Path(config["run"]["dir"]).with_name("said")
+    process = fork(target, config, *arguments, out=said, OMP_NUM_THREADS=torch.get_num_threads())
+    process.join(240)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def train_and_be_killed(config: dict[str, Any], at_step: int, delay_s: float) -> None:
+    """Train in a process that is ended as by `kill -9` so many seconds after a step, and at most two steps later."""
+    assert in_a_process(_train_until_killed, config, at_step, delay_s) == -signal.SIGKILL
+
+
+def _train_until_killed(config: dict[str, Any], at_step: int, delay_s: float) -> None:
+    cohort.train(config, display=Killed(at_step, delay_s))
+
+
+class Killed(Display):
+    """Ends this process as `kill -9` does, so many seconds after a step, and at most two steps later."""
+
+    def __init__(self, at_step: int, delay_s: float) -> None:
+        self.at_step = at_step
+        self.killer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+
+    def step(self, report: StepReport) -> None:
+        if report.steps_done == self.at_step:
+            self.killer.start()
+        elif report.steps_done == self.at_step + 2:
+            self.killer.join()
 
 
 class Notes(Display):

@@ -3,10 +3,14 @@
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.config import load_config
+from cohort.display import Display, StepReport
+from cohort.launch import train
 from commands import ENVIRONMENT, Ended, set_up
 from waiting import until
 
@@ -73,28 +77,42 @@ def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
     )
 
 
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C as a person does; its stderr. One that arrives where an extension drops errors is lost."""
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        try:
-            return process.communicate(timeout=30)[1]
-        except subprocess.TimeoutExpired:
-            pass
-    process.kill()
-    raise AssertionError("it goes on after three interrupts")
-
-
 def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     path = set_up(tmp_path, train={"steps": 100_000}, run={"completions_every": 0})
     command = [sys.executable, "-m", "cohort", "train", str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
-        until(lambda: (tmp_path / "run" / "checkpoints" / "step-2").exists() or process.poll() is not None)
-        err = interrupted(process)
-    assert (process.returncode, err) == (130, "interrupted; the same command goes on from the last checkpoint\n")
+        try:
+            until(lambda: (tmp_path / "run" / "checkpoints" / "step-2").exists() or process.poll() is not None)
+            process.send_signal(signal.SIGINT)
+            err = process.communicate(timeout=120)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert err.endswith("interrupted; the same command goes on from the last checkpoint\n")
     done = load_trainer_state(checkpoints(tmp_path / "run" / "checkpoints")[-1]).steps_done
     assert done >= 2
     ended = cohort("train", path, f"train.steps={done + 1}")
     assert ended.code == 0
     assert f"going on after step {done}\n" in ended.out
+
+
+def test_an_interrupt_that_a_library_drops_is_raised_again(tmp_path):
+    """As in a callback of an extension, where Python prints the exception and forgets it."""
+    steps = []
+
+    class Drops(Display):
+        def step(self, report: StepReport) -> None:
+            steps.append(report.steps_done)
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config(set_up(tmp_path)), display=Drops())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == [1]
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-1"]

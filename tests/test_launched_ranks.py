@@ -4,48 +4,52 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from commands import ENVIRONMENT, Ended, assert_refused, set_up
-from waiting import free_port
+from forked import fork, run_module
+from waiting import free_port, until
 
-# Processes that a launcher starts, by its environment
 
+class LaunchedRank:
+    """`python -m cohort.train` as torchrun starts it on this machine."""
 
-@contextmanager
-def started_rank(path: Path, *overrides: str, **environment: object) -> Iterator[subprocess.Popen[str]]:
-    """`python -m cohort.train` as torchrun starts it on this machine. It never outlives the test."""
-    variables = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in environment.items()}}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cohort.train", str(path), *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **variables},
-    )
-    with process:
+    def __init__(self, path: Path, **environment: object) -> None:
+        self._out, self._err = (path.with_name(f"rank-{environment['RANK']}.{name}") for name in ("out", "err"))
+        self._process = fork(
+            run_module,
+            *("cohort.train", str(path)),
+            out=self._out,
+            err=self._err,
+            OMP_NUM_THREADS=1,
+            MASTER_ADDR="127.0.0.1",
+            **environment,
+        )
+
+    def end(self) -> Ended:
+        """How it ends, which has to be soon. It never outlives this."""
         try:
-            yield process
+            until(lambda: not self._process.is_alive(), timeout_s=90)
         finally:
-            process.kill()
-
-
-def end_of(process: subprocess.Popen[str]) -> Ended:
-    """How it ends, which has to be soon: on a busy machine, nearly all of this is the import of torch."""
-    out, err = process.communicate(timeout=90)
-    # torch may have had a say before; what counts is that our message is the last
-    return Ended(code=process.returncode, out=out, err=err[max(0, err.rfind("error: ")) :])
+            self._process.kill()
+        err = self._err.read_text()
+        # torch may have had a say before; what counts is that our message is the last
+        return Ended(code=self._process.exitcode, out=self._out.read_text(), err=err[max(0, err.rfind("error: ")) :])
 
 
 def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
     path = set_up(tmp_path)
-    with started_rank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=free_port()) as process:
-        ended = end_of(process)
-    assert (ended.code, ended.err) == (0, "")
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cohort.train", str(path)],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **place, "MASTER_PORT": str(free_port())},
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
@@ -56,37 +60,32 @@ def test_a_port_that_another_program_has(tmp_path):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with started_rank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=port) as process:
-            assert_refused(
-                end_of(process),
-                f"error: MASTER_PORT: 127.0.0.1:{port} is in use by another program; give another port",
-                "(torchrun --master-port)",
-            )
+        assert_refused(
+            LaunchedRank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=port).end(),
+            f"error: MASTER_PORT: 127.0.0.1:{port} is in use by another program; give another port",
+            "(torchrun --master-port)",
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_place_where_nobody_is(tmp_path):
     path, port = set_up(tmp_path, hardware={"timeout_s": 3}), free_port()
-    with started_rank(path, RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port) as process:
-        assert_refused(
-            end_of(process),
-            f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 3 s: is rank 0 running there",
-        )
+    assert_refused(
+        LaunchedRank(path, RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port).end(),
+        f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 3 s: is rank 0 running there",
+    )
 
 
 @pytest.mark.parametrize(("first", "second"), [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (2, 3))])
 def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
     path, port = set_up(tmp_path, hardware={"timeout_s": 10}), free_port()
     told = f"rank 0 on {socket.gethostname()} says {first[1]} processes, rank {second[0]} on"
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                started_rank(path, RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, MASTER_PORT=port)
-            )
-            for rank, world_size in (first, second)
-        ]
-        for process in processes:
-            assert_refused(end_of(process), f"error: the processes do not agree on their number: {told}", "--nnodes")
+    processes = [
+        LaunchedRank(path, RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, MASTER_PORT=port)
+        for rank, world_size in (first, second)
+    ]
+    for ended in [process.end() for process in processes]:
+        assert_refused(ended, f"error: the processes do not agree on their number: {told}", "--nnodes")
     assert not (tmp_path / "run").exists()
 
 

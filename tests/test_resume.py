@@ -1,10 +1,7 @@
 """A run that was interrupted, killed or finished goes on as if it had not been (law 4)."""
 
 import random
-import signal
-import subprocess
 import sys
-import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,8 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import cohort
-from runs import assert_same_weights, changed, make_inputs, metric, same_threads, stop_after, train
-from waiting import num_lines
+from runs import assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train, train_and_be_killed
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -30,38 +26,14 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, dr
         assert metric(actual.run_dir, name) == metric(expected.run_dir, name), name
 
 
-CHILD = """
-import sys
-import cohort
-from cohort.display import Display
-from cohort.policy import Policy
-cohort.train(sys.argv[1], display=Display())
-"""
-
-
 def test_killed_at_random_moments_and_resumed_by_the_same_command(tmp_path: Path):
-    """SIGKILL after random numbers of new metrics lines, until the run gets through; then compare every weight."""
-    import yaml
-
+    """SIGKILL at random moments of three stretches, then nothing; compare every weight."""
     config = changed(make_inputs(tmp_path), train={"steps": 30}, eval={"every": 7}, run={"checkpoint_every": 3})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    metrics, chance, kills = tmp_path / "run" / "metrics.jsonl", random.Random(0), 0
-    while True:
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "config.yaml")], env=same_threads())
-        start, lines = num_lines(metrics), chance.randint(1, 12)
-        deadline = time.monotonic() + 120
-        while child.poll() is None and time.monotonic() < deadline:
-            if kills < 3 and 0 < num_lines(metrics) != start and abs(num_lines(metrics) - start) >= lines:
-                time.sleep(chance.random() * 0.05)
-                child.send_signal(signal.SIGKILL)
-                kills += child.wait() == -signal.SIGKILL
-                break
-            time.sleep(0.002)
-        if child.wait(timeout=120) == 0:
-            break
-        assert child.returncode == -signal.SIGKILL
-    assert kills == 3
+    chance = random.Random(0)
+    for first, last in ((1, 8), (10, 17), (19, 26)):
+        train_and_be_killed(config, chance.randint(first, last), chance.random() * 0.05)
+    assert in_a_process(train, config) == 0
     assert_same_weights(tmp_path / "run" / "final", expected.final_dir)
     for name in ("loss", "reward", "eval/reward"):
         assert metric(tmp_path / "run", name) == metric(expected.run_dir, name), name

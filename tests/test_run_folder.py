@@ -1,8 +1,6 @@
 """The run folder: who may use it, what it refuses, and how a resumed run's files go on."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,9 @@ import pytest
 from cohort.config import load_config, to_yaml
 from cohort.errors import UserError
 from cohort.run_folder import check_folder_is_free, holds_run
-from run_folders import config_for, open_folder
+from forked import fork
+from run_folders import config_for, hold_folder, open_folder
+from waiting import until
 
 
 def started_run(path: Path, *overrides: str, steps: int = 1) -> None:
@@ -153,21 +153,13 @@ def test_a_run_without_checkpoints_can_be_started_again(tmp_path):
 
 def test_one_process_at_a_time(tmp_path):
     path = tmp_path / "a"
-    code = (
-        "import sys, time\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from pathlib import Path\n"
-        "from run_folders import open_folder\n"
-        "folder = open_folder(Path(sys.argv[1]))\n"
-        "print('locked', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        expected = f"run.dir: '{path}' is in use by process {other.pid}; wait for it, stop it, or give another folder"
-        assert refusal(path) == expected
-        other.kill()
+    said = tmp_path / "said"
+    other = fork(hold_folder, path, out=said)
+    until(lambda: said.exists() and said.read_text() == "locked\n")
+    expected = f"run.dir: '{path}' is in use by process {other.pid}; wait for it, stop it, or give another folder"
+    assert refusal(path) == expected
+    other.kill()
+    other.join()
     open_folder(path).close()  # the lock went with the process
     open_folder(path).close()
 

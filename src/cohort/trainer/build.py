@@ -20,6 +20,7 @@ from cohort.policy import (
     Critic,
     LoadRequest,
     Policy,
+    Saving,
     end_token_ids,
     load_critic,
     load_policy,
@@ -85,6 +86,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
+        saving=Saving(max_shard_bytes=config.run.max_shard_bytes),
     )
     if order.checkpoint is not None:
         engine_state = crew.engine_state()
@@ -104,7 +106,7 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder,
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
         # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        config = request.config.model_copy(update={"path": path, "adapter": None})
+        config = request.config.model_copy(update={"path": path, "adapter": None, "freeze": ()})
         critic = load_critic(replace(request, config=config))
     except UserError as error:
         if critic_config.path is None:
@@ -148,7 +150,11 @@ def _critic_engine(
     not, and for groups of weights, which are named after the policy's.
     """
     train = config.train.model_copy(
-        update={"learning_rate": critic_config.learning_rate, "gradients_in_forward": False}
+        update={
+            "learning_rate": critic_config.learning_rate,
+            "gradients_in_forward": False,
+            "router_aux_loss_coef": 0.0,
+        }
     )
     return CriticEngine(
         critic,
