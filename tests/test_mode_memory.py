@@ -83,6 +83,15 @@ def test_a_copy_that_nobody_foresaw_is_found(model: Path, monkeypatch: pytest.Mo
         compare(measure(configuration({}, SIZE, model), SIZE))
 
 
+def test_the_table_compares_with_the_first() -> None:
+    """Literal numbers, and no share where nothing is known of a peak."""
+    first = Measured(counted=dict.fromkeys(PARTS, 10**6), planned={}, update_bytes=0, seconds=2.0)
+    second = Measured(counted={"weights": 5 * 10**5}, planned={}, update_bytes=0, seconds=3.0)
+    *_, one, two = modes.table({"float32": first, "two processes": second}).splitlines()
+    assert one == "| the defaults | 1.0 | 1.0 | 1.0 | 1.0 | 1.00x | 2.00 | 1.00x |"
+    assert two == "| `hardware.processes: 2` | 0.5 |  |  |  |  | 3.00 | 1.50x |"
+
+
 def test_allocations_are_counted_to_the_byte() -> None:
     """Literal: 1,000 numbers of 4 bytes, twice as many, and for a moment three times."""
     with counting(torch.device("cpu")) as counted:
