@@ -347,7 +347,10 @@ def _backward(work: Work) -> dict[str, int]:
     """The largest of: the head, a layer in its midst and at its end, the embedding, the reduction of the rest."""
     shape, a = work.shape, work.compute_bytes
     gathered, head, activations = _gathered(work, backward=True), _head_gradient(work), activation_bytes(work)
-    of_forward = 4 * work.trained_head_parameters * work.gradients_in_forward  # gone when the head's gradient is there
+    of_head = head_bytes(work, backward=True)
+    if work.gradients_in_forward:  # summed in float32 from forward on, and that is the gradient or is rounded to it
+        summed = max(4 * work.trained_head_parameters, head)
+        of_head = summed - head + max(of_head, head if head < summed else 0)
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
@@ -361,7 +364,7 @@ def _backward(work: Work) -> dict[str, int]:
         {
             "gathered weights": gathered if work.processes == 1 else outer_only,
             "activations": at_head,
-            "logprob head": head + of_forward + head_bytes(work, backward=True),
+            "logprob head": head + of_head,
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]
