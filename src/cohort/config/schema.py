@@ -10,6 +10,7 @@ from cohort.config.catalogue import in_place_of, with_a_critic, with_one_complet
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.optim import AdamwConfig, OptimConfig
+from cohort.config.quantization import KINDS, ONE_PROCESS, Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
@@ -43,6 +44,9 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
+    quantization: Quantization | None = Field(
+        None, description=f"With an adapter (QLoRA), on one process: the frozen weights in fewer bits. {KINDS}."
+    )
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
@@ -50,6 +54,22 @@ class ModelConfig(Section):
         if isinstance(value, bool) or value == "selective":
             return value
         raise ValueError("must be true, false or selective")
+
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> Self:
+        if self.quantization is None:
+            return self
+        if self.adapter is None:
+            raise ValueError(
+                f"quantization: {self.quantization} without adapter: weights in so few bits cannot be trained; add an "
+                f"adapter, such as {{rank: 16}}, or remove quantization"
+            )
+        if self.dtype == "float64":
+            raise ValueError(
+                f"quantization: {self.quantization} with dtype: float64: quantized weights are computed with in "
+                f"float32 or bfloat16; use one of these"
+            )
+        return self
 
     @model_validator(mode="after")
     def _autocast_has_an_effect(self) -> Self:
@@ -273,6 +293,25 @@ class Config(Section):
                 f"over which the reference is spread already; use reference.device: auto, or hardware.processes: 1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _quantization_suits_the_run(self) -> Self:
+        for field, kind in self.quantized():
+            if self.hardware.processes not in (1, "auto"):
+                raise ValueError(f"{field}: {kind} {ONE_PROCESS}, and hardware.processes is {self.hardware.processes}")
+        if self.model.quantization is not None and self.rollout.engine == "vllm":
+            raise ValueError(
+                f"model.quantization: {self.model.quantization} with rollout.engine: vllm: servers load the base as its "
+                f"files have it, and would sample from another policy than the one that is trained; use rollout.engine: "
+                f"local, or no quantization"
+            )
+        return self
+
+    def quantized(self) -> list[tuple[str, Quantization]]:
+        """The keys that ask for weights in fewer bits, and what they ask for."""
+        reference = None if self.reference is None else self.reference.quantization
+        keys = (("model.quantization", self.model.quantization), ("reference.quantization", reference))
+        return [(field, kind) for field, kind in keys if kind is not None]
 
     @model_validator(mode="after")
     def _algorithm_suits_the_run(self) -> Self:

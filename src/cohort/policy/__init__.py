@@ -17,6 +17,7 @@ from cohort.policy.load import (
 from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
 from cohort.policy.merge import merge
 from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.quantization import check_quantization
 from cohort.policy.sharding import Collectives
 from cohort.policy.stream import Branch, OpenPrompt
 
@@ -34,6 +35,7 @@ __all__ = [
     "check_lengths",
     "check_model_folder",
     "check_offload",
+    "check_quantization",
     "check_vocabulary",
     "end_token_ids",
     "linear_logprobs",

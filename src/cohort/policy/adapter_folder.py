@@ -97,6 +97,11 @@ def adapter_spec(config: ModelConfig, model: Any) -> AdapterSpec:
     )
     if adapter.path is not None:
         _check_tensors(stored, spec, model, Path(adapter.path), _FIELD)
+    if spec.dora and config.quantization is not None:
+        raise UserError(
+            f"model.quantization: {config.quantization} with model.adapter.dora: true: DoRA wants the lengths of whole "
+            f"rows in every forward pass, so that each weight would be there unquantized; use dora: false"
+        )
     return spec
 
 

@@ -18,6 +18,7 @@ from cohort.policy.adapter import Adapter, AdapterStart, adapter_start
 from cohort.policy.adapter_folder import AdapterSpec, adapter_spec, is_adapter_folder
 from cohort.policy.critic import Critic
 from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.quantization import adopt, check_quantization, loading_options
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import (
     VALUE_HEAD,
@@ -188,7 +189,7 @@ def _load(
         assert collectives is not None, "several ranks need to count their collectives"
         look = partial(_look_at_model, kind, config, tokenizer, start, device, compute_dtype, longest_sequence_tokens)
         return _load_sharded(kind, config, start, look, trainable, ranks, collectives, device, compute_dtype)
-    model = _load_whole(kind, config, device)
+    model = _load_whole(kind, config, device, compute_dtype)
     adapter = _prepare(model, config, start, trainable=trainable)
     if adapter is not None:
         adapter.fill()
@@ -260,8 +261,13 @@ def _empty(kind: type[Policy], config: ModelConfig) -> Any:
     return model
 
 
-def _load_whole(kind: type[Policy], config: ModelConfig, device: torch.device) -> Any:
+def _load_whole(kind: type[Policy], config: ModelConfig, device: torch.device, compute_dtype: torch.dtype) -> Any:
     """The model with its weights on `device`, read one tensor after another where the files allow it."""
+    if config.quantization is not None:
+        check_quantization(config.quantization)
+        model = _read_model(kind, config, **loading_options(config.quantization, device, compute_dtype))
+        adopt(model, compute_dtype)
+        return model
     model = _empty(kind, config)
     places = match(model, local_weights(config.path, download=True))
     if places is None:
@@ -343,8 +349,8 @@ def _read_together(sharding: Sharding, places: dict[str, StoredTensor], ranks: R
     sharding.ready()
 
 
-def _read_model(kind: type[Policy], config: ModelConfig) -> Any:
-    """The model as the library loads it, in host memory, as its kind has it."""
+def _read_model(kind: type[Policy], config: ModelConfig, **how: Any) -> Any:
+    """The model as the library loads it, as its kind has it; in host memory unless `how`, which is told it, says more."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -354,6 +360,7 @@ def _read_model(kind: type[Policy], config: ModelConfig) -> Any:
                 dtype=getattr(torch, config.dtype),
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **how,
             )
     except Exception as error:  # the loader raises many types; all mean the same to the user
         raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error
@@ -383,7 +390,7 @@ def _read_adapted(kind: type[Policy], config: ModelConfig, start: AdapterStart |
 
 def _prepare(model: Any, config: ModelConfig, start: AdapterStart | None, *, trainable: bool) -> Adapter | None:
     """Have the model compute gradients of what is trained, if anything is; its adapter, still without values."""
-    model.requires_grad_(trainable)
+    model.requires_grad_(trainable and start is None)
     adapter = None if start is None else Adapter(model, start, trainable=trainable)
     model.train(trainable)
     if trainable:

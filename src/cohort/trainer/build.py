@@ -104,7 +104,7 @@ def _load_critic(
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
         # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        critic = load_critic(config.model.model_copy(update={"path": path, "adapter": None}), **how)
+        critic = load_critic(config.model.model_copy(update={"path": path, "adapter": None, "quantization": None}), **how)
     except UserError as error:
         if critic_config.path is None:
             raise
@@ -213,7 +213,8 @@ def build_reference(config: Config, algorithm: Algorithm, policy: Policy, load: 
         return None
     if config.model.adapter is not None:
         return policy.as_reference()
-    reference = load(config.model, trainable=False)
+    fewer_bits = {} if config.reference is None else {"quantization": config.reference.quantization}
+    reference = load(config.model.model_copy(update=fewer_bits), trainable=False)
     if config.reference is not None and config.reference.device == "cpu":
         reference.park()
     return reference
