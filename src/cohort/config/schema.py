@@ -301,9 +301,9 @@ class Config(Section):
                 raise ValueError(f"{field}: {kind} {ONE_PROCESS}, and hardware.processes is {self.hardware.processes}")
         if self.model.quantization is not None and self.rollout.engine == "vllm":
             raise ValueError(
-                f"model.quantization: {self.model.quantization} with rollout.engine: vllm: servers load the base as its "
-                f"files have it, and would sample from another policy than the one that is trained; use rollout.engine: "
-                f"local, or no quantization"
+                f"model.quantization: {self.model.quantization} with rollout.engine: vllm: servers load the base as "
+                f"its files have it, and would sample from another policy than the one that is trained; use "
+                f"rollout.engine: local, or no quantization"
             )
         return self
 

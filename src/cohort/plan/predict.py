@@ -232,6 +232,8 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
+        quantization=model.quantization,
+        reference_quantization=config.reference.quantization if config.reference else None,
     )
     second = critic_shape(config, shape)
     return work if second is None else replace(work, critic=critic_work(work, second))

@@ -40,7 +40,9 @@ def check_quantization(kind: Quantization, *, field: str = "model.quantization")
         try:
             validate_bnb_backend_availability(raise_exception=True)
         except RuntimeError as error:
-            raise UserError(f"{field}: nf4: bitsandbytes has no kernels for this machine ({error}); use int8") from error
+            raise UserError(
+                f"{field}: nf4: bitsandbytes has no kernels for this machine ({error}); use int8"
+            ) from error
 
 
 def loading_options(kind: Quantization, device: torch.device, compute_dtype: torch.dtype) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def told(model: Any) -> list[str]:
         return []
     own = [p for name, p in model.named_parameters() if not is_quantized(p) and "lora_" not in name]
     number = sum(layer.in_features * layer.out_features for layer in layers)
-    num_bytes = sum(part.nbytes for layer in layers for part in stored_parts(layer.weight))
+    num_bytes = sum({p.data_ptr(): p.nbytes for layer in layers for p in stored_parts(layer.weight)}.values())
     return [
         f"{number / 1e6:.4g} million weights of {len(layers)} linear layers are quantized and take "
         f"{num_bytes / 1e6:.4g} MB; {sum(p.numel() for p in own) / 1e6:.4g} million others are as they were"
