@@ -1,7 +1,7 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
-from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
+from cohort.policy.adapter_folder import AdapterSpec, saved_quantization, saved_rank, with_base
 from cohort.policy.critic import Critic
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.limits import check_lengths, check_vocabulary, end_token_ids, trained_weights
@@ -41,6 +41,7 @@ __all__ = [
     "merge",
     "quiet_transformers",
     "resolve_device",
+    "saved_quantization",
     "saved_rank",
     "stream_weights",
     "trained_weights",

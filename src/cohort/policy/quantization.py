@@ -1,8 +1,8 @@
 """Frozen linear layers in 4 or 8 bits, by bitsandbytes (nf4 with double quantization) and torchao (int8, fp8).
 
-The Hugging Face library quantizes while it loads, one tensor after another. Its layers are replaced by one of ours then:
-torchao's keep whole weights for backward, one for each layer, and bitsandbytes' change their own bits (a bias gets the
-input's dtype, codes are packed anew for some CPUs). What is stored, and by whom it is read, stays theirs.
+The Hugging Face library quantizes while it loads, one tensor after another. Its layers are replaced by ours then, which
+hold the same tensors: torchao's layers keep a whole weight each for backward, and bitsandbytes' change their own bits
+(a bias gets the input's dtype, codes are packed anew for some CPUs).
 """
 
 from importlib.util import find_spec
@@ -40,9 +40,7 @@ def check_quantization(kind: Quantization, *, field: str = "model.quantization")
         try:
             validate_bnb_backend_availability(raise_exception=True)
         except RuntimeError as error:
-            raise UserError(
-                f"{field}: nf4: bitsandbytes has no kernels for this machine ({error}); use int8"
-            ) from error
+            raise UserError(f"{field}: nf4: bitsandbytes cannot be used on this machine ({error}); use int8") from error
 
 
 def loading_options(kind: Quantization, device: torch.device, compute_dtype: torch.dtype) -> dict[str, Any]:
@@ -75,12 +73,12 @@ def adopt(model: Any, compute_dtype: torch.dtype) -> None:
             model.set_submodule(name, QuantizedLinear(module, compute_dtype))
 
 
-def is_quantized(weight: Tensor) -> bool:
+def is_quantized(weight: Any) -> bool:
     """Whether it is held in fewer bits than it is computed in."""
     return hasattr(weight, "quant_state") or hasattr(weight, "qdata")
 
 
-def stored_parts(weight: Tensor) -> list[Tensor]:
+def stored_parts(weight: Any) -> list[Tensor]:
     """What a weight takes memory for: the tensor itself, or codes, scales and tables of a quantized one."""
     if hasattr(weight, "qdata"):
         return [weight.qdata, weight.scale]
@@ -117,17 +115,17 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        state = getattr(self.weight, "quant_state", None)
-        if state is not None:
-            self.weight.module = None  # type: ignore[assignment]  # the layer that this one replaces
-            state.dtype = compute_dtype  # that codes are turned into, at once and not by way of another
+        weight: Any = layer.weight
+        if hasattr(weight, "quant_state"):
+            weight.module = None  # the layer that this one replaces
+            weight.quant_state.dtype = compute_dtype  # that codes are turned into, at once and not by way of another
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] to [..., out], in the dtype that other products have here: the input's, or autocast's."""
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        out: Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(input, self.weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -141,7 +139,8 @@ class _Product(torch.autograd.Function):
             return nn.functional.linear(input, whole(weight, input.dtype))
         from bitsandbytes import matmul_4bit
 
-        return matmul_4bit(input, weight, weight.quant_state)  # type: ignore[no-any-return]
+        out: Tensor = matmul_4bit(input, weight, weight.quant_state)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -152,7 +151,9 @@ class _Product(torch.autograd.Function):
 def whole(weight: Any, dtype: torch.dtype) -> Tensor:
     """The numbers [out, in] that a quantized weight stands for."""
     if hasattr(weight, "qdata"):
-        return weight.dequantize(dtype)  # type: ignore[no-any-return]
+        numbers: Tensor = weight.dequantize(dtype)
+        return numbers
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+    numbers = dequantize_4bit(weight.data, weight.quant_state)
+    return numbers.to(dtype)
