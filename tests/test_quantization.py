@@ -1,7 +1,6 @@
 """Adapters on quantized weights, on the CPU for real: laws 1 and 2, what is frozen, what is kept, files, and memory."""
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cohort.plan.shape import read_shape
 from cohort.policy import LoadRequest, Policy, load_policy
 from cohort.policy.quantization import QuantizedLinear, is_quantized, loading_options, stored_parts, whole
 from test_law_two import LAYOUTS, differences, fast, naive
-from tiny import make_tokenizer, random_sequences, save_model_folder
+from tiny import make_tokenizer, random_sequences, relative_error, save_model_folder
 
 CPU = torch.device("cpu")
 KINDS = ("nf4", "int8", "fp8")
@@ -101,7 +100,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(base: Path, kind
         return gradient
 
     whole_batch, one_by_one = summed([sequences]), summed([[sequence] for sequence in sequences])
-    torch.testing.assert_close(one_by_one, whole_batch, rtol=1e-5, atol=1e-4)
+    assert 0 < relative_error(one_by_one, whole_batch) < 1e-5
 
 
 # What is frozen, and what is kept
@@ -127,8 +126,8 @@ def test_it_learns_and_frozen_stays_frozen_bit_for_bit(base: Path, kind: str, dt
         policy.model.train()
     assert values[-1] > values[0] + 2
     assert frozen(policy) == before
-    next(p for p in policy.model.parameters() if is_quantized(p)).data.add_(0)  # the hash sees what is there
-    policy.model.model.layers[1].mlp.up_proj.base_layer.weight = trained[0]
+    weight = next(p for p in policy.model.parameters() if is_quantized(p))
+    stored_parts(weight)[0].view(torch.uint8)[0, 0] ^= 1  # the hash sees one bit
     assert frozen(policy) != before
 
 
@@ -180,7 +179,7 @@ def test_what_is_allocated_is_what_is_planned(base: Path, kind: str, dtype: str)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_loads_what_is_saved_on_the_librarys_quantized_model(base: Path, tmp_path: Path, kind: str):
-    policy, sequences = load(base, kind), random_sequences(GROUPS)
+    policy = load(base, kind)
     assert policy.adapter is not None
     policy.adapter.save(tmp_path, policy.adapter.whole_weights())
     library = AutoModelForCausalLM.from_pretrained(
@@ -193,5 +192,3 @@ def test_peft_loads_what_is_saved_on_the_librarys_quantized_model(base: Path, tm
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path))
     assert torch.isfinite(plain(input_ids=ids).logits).all()
-    assert replace(policy.adapter.spec, quantization=None) != policy.adapter.spec
-    assert len(sequences) == 6

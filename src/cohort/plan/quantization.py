@@ -1,7 +1,7 @@
 """What frozen weights in fewer bits take, in closed form, as bitsandbytes and torchao store them.
 
-nf4: 4 bits each, a byte for the scale of 64, a float32 for the scales of 256 such bytes, a float32 for their mean and a
-table of 16: 4.127 bits for each weight of a large matrix. int8 and fp8: 8 bits each, a float32 for each row.
+nf4: 4 bits each, a byte for the scale of 64, a float32 for the scales of 256 such bytes, a float32 for their mean and
+tables of 16 and 256: 4.127 bits for each weight of a large matrix. int8 and fp8: 8 bits each, a float32 for each row.
 """
 
 import math
@@ -10,7 +10,7 @@ from cohort.config import Quantization
 from cohort.plan.shape import ModelShape, WeightShape
 
 _BLOCK, _BLOCKS = 64, 256
-_TABLE_BYTES = 4 * (1 + 16)
+_TABLE_BYTES = 4 * (1 + 16 + 256)
 
 
 def matrix_bytes(kind: Quantization, weight: WeightShape) -> int:
