@@ -19,7 +19,7 @@ from cohort.plan.quantization import matrix_bytes
 from cohort.plan.shape import preset_shape
 from cohort.policy import check_quantization
 from cohort.trainer.inputs import read_inputs
-from test_training import changed, make_inputs, metric, stop_after, train
+from runs import changed, make_inputs, metric, stop_after, train
 from tiny import make_tokenizer, save_model_folder
 
 

@@ -10,7 +10,7 @@ from cohort.config.catalogue import in_place_of, with_a_critic, with_one_complet
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.optim import AdamwConfig, OptimConfig
-from cohort.config.quantization import KINDS, ONE_PROCESS, Quantization
+from cohort.config.quantization import KINDS, Quantization, check_base, check_run
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
@@ -42,6 +42,11 @@ class ModelConfig(Section):
         description="Keep what layers save for backward in pinned host memory (GPUs only). With gradient_checkpointing "
         "that is each layer's input.",
     )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Weights that are not trained, and have no gradient and no optimizer state: patterns for their "
+        "names, such as `model.embed_tokens.*`. `routers` stands for those of a mixture of experts.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
     quantization: Quantization | None = Field(
@@ -57,17 +62,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _quantized_weights_are_frozen(self) -> Self:
-        if self.quantization is None:
-            return self
-        if self.adapter is None:
+        if self.quantization is not None:
+            check_base(self.quantization, has_adapter=self.adapter is not None, dtype=self.dtype)
+        return self
+
+    @model_validator(mode="after")
+    def _freeze_has_an_effect(self) -> Self:
+        if self.freeze and self.adapter is not None:
             raise ValueError(
-                f"quantization: {self.quantization} without adapter: weights in so few bits cannot be trained; add an "
-                f"adapter, such as {{rank: 16}}, or remove quantization"
-            )
-        if self.dtype == "float64":
-            raise ValueError(
-                f"quantization: {self.quantization} with dtype: float64: quantized weights are computed with in "
-                f"float32 or bfloat16; use one of these"
+                "freeze has no effect with adapter, which leaves all of the model's own weights as they are; remove "
+                "one of the two"
             )
         return self
 
@@ -111,6 +115,12 @@ class TrainConfig(Section):
         "constant", description="After warm-up: constant, or decay towards 0 at the end of the run."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Of the loss that keeps the experts of a mixture evenly used (arXiv:2101.03961, equation 4), over "
+        "all tokens of an optimizer step: 0.001 is usual. 0: none, at no cost; else one more forward pass per update.",
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Clip the gradient's norm to this.")
     seed: int = Field(0, ge=0, description="One seed, one run: data order and every completion's random stream.")
 
@@ -297,14 +307,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _quantization_suits_the_run(self) -> Self:
         for field, kind in self.quantized():
-            if self.hardware.processes not in (1, "auto"):
-                raise ValueError(f"{field}: {kind} {ONE_PROCESS}, and hardware.processes is {self.hardware.processes}")
-        if self.model.quantization is not None and self.rollout.engine == "vllm":
-            raise ValueError(
-                f"model.quantization: {self.model.quantization} with rollout.engine: vllm: servers load the base as "
-                f"its files have it, and would sample from another policy than the one that is trained; use "
-                f"rollout.engine: local, or no quantization"
-            )
+            check_run(field, kind, processes=self.hardware.processes, engine=self.rollout.engine)
         return self
 
     def quantized(self) -> list[tuple[str, Quantization]]:
@@ -312,6 +315,17 @@ class Config(Section):
         reference = None if self.reference is None else self.reference.quantization
         keys = (("model.quantization", self.model.quantization), ("reference.quantization", reference))
         return [(field, kind) for field, kind in keys if kind is not None]
+
+    @model_validator(mode="after")
+    def _routers_are_trained(self) -> Self:
+        coefficient = self.train.router_aux_loss_coef
+        if coefficient and (self.model.adapter is not None or "routers" in self.model.freeze):
+            frozen = "model.adapter" if self.model.adapter is not None else "model.freeze: [routers]"
+            raise ValueError(
+                f"train.router_aux_loss_coef: {coefficient:g} has no effect with {frozen}, where routers stay as they "
+                f"are; remove one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _algorithm_suits_the_run(self) -> Self:
