@@ -15,6 +15,7 @@ has to give with the adapter off what the model alone gives, bit for bit. A save
 transformers with equal weights.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -23,11 +24,13 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from families import FAMILIES, VOCABULARY, save_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -41,7 +44,6 @@ from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.records import Prompt, TrainSequence
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
-from families import FAMILIES, VOCABULARY, save_folder
 
 CPU = torch.device("cpu")
 LONGEST = 100
@@ -166,7 +168,9 @@ def error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float
     largest = max(g.norm().item() for g in expected.values())
     zeros = {name: torch.zeros_like(g) for name, g in {**expected, **actual}.items()}
     actual, expected = zeros | dict(actual), zeros | dict(expected)
-    return max((actual[name] - g).norm().item() / max(g.norm().item(), 1e-3 * largest) for name, g in expected.items())
+    return max(
+        (actual[name] - g).norm().item() / max(g.norm().item(), 1e-3 * largest) for name, g in expected.items()
+    )
 
 
 def measure(name: str, folder: Path) -> Row:
@@ -225,9 +229,7 @@ def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
             AutoTokenizer.from_pretrained(folder),
         )
         key = StreamKey(purpose="train", seed=0, step=0)
-        groups = generate(
-            engine, prompts, SamplingParams(num_generations=3, max_completion_tokens=20, temperature=1.0), key
-        )
+        groups = generate(engine, prompts, SamplingParams(num_generations=3, max_completion_tokens=20, temperature=1.0), key)
     except UserError as problem:
         print(f"  sampler: {problem}", file=sys.stderr)
         return float("nan")
@@ -281,9 +283,7 @@ def run_ranks(root: Path) -> None:
             if ranks.is_first:
                 errors[folder.name] = error(gradient, torch.load(folder / "gradient.pt"))
         except Exception as problem:  # on all ranks alike
-            import traceback
-
-            traceback.print_exc()
+            import traceback; traceback.print_exc()
             errors[folder.name] = f"{type(problem).__name__}: {problem}"
     if ranks.is_first:
         (root / "ranks.json").write_text(json.dumps(errors))
@@ -307,28 +307,21 @@ def two_ranks(root: Path) -> dict[str, float | str]:
 
 if __name__ == "__main__":
     import pprint
-
     if sys.argv[1] == "--ranks":
         warnings.filterwarnings("ignore")
         with quiet_transformers():
             run_ranks(Path(sys.argv[2]))
         sys.exit()
     root = Path(tempfile.mkdtemp(dir="/tmp/moe-scratch"))
-    import time
-    import traceback
-
+    import traceback, time
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     with quiet_transformers():
         for i, name in enumerate(sys.argv[1:] if sys.argv[1] != "all" else FAMILIES):
-            t = time.time()
+            t=time.time()
             try:
                 r = measure(name, root / f"m{i}")
-                print(
-                    i,
-                    f"{r.name:24} {r.experts:6} {r.layout:7} {r.head:11} lp {r.logprobs:.0e} g {r.gradient:.0e} ck {r.checkpointing:.0e} s {r.sampler:.0e} ad {r.adapter[:160]} saved {r.saved} | {r.reason} {time.time() - t:.1f}s",
-                    flush=True,
-                )
+                print(i, f"{r.name:24} {r.experts:6} {r.layout:7} {r.head:11} lp {r.logprobs:.0e} g {r.gradient:.0e} ck {r.checkpointing:.0e} s {r.sampler:.0e} ad {r.adapter[:160]} saved {r.saved} | {r.reason} {time.time()-t:.1f}s", flush=True)
             except Exception as e:
                 print(i, name, "EXC", "".join(traceback.format_exception(e)[-3:]), flush=True)
     pprint.pprint(two_ranks(root))
