@@ -365,10 +365,11 @@ def _backward(work: Work) -> dict[str, int]:
     outer_only = a * shape.outer_parameters * (work.processes > 1)
     # most models have wider MLPs than attention; of the others attention's backward is the peak
     at_attention = activations - passing + (_attention_passing(work) - _mlp_bytes_per_token(work)) * work.row_tokens
-    activations = max(activations, at_attention)
+    # of quantized weights none is there whole in attention, nor in the head
+    activations = max(activations, at_attention - gathered * (work.quantization is not None))
     candidates = [
         {
-            "gathered weights": gathered if work.processes == 1 else outer_only,
+            "gathered weights": gathered * (work.quantization is None) if work.processes == 1 else outer_only,
             "activations": at_head,
             "logprob head": head + head_bytes(work, backward=True),
         },

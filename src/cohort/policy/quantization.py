@@ -68,6 +68,9 @@ def adopt(model: Any, compute_dtype: torch.dtype) -> None:
         model: loaded with `loading_options`.
         compute_dtype: of the products.
     """
+    for parameter in model.parameters():
+        if not is_quantized(parameter):  # on CPUs it may lie in the file, all of which would stay mapped
+            parameter.data = parameter.data.clone()
     for name, module in [*model.named_modules()]:
         if isinstance(module, nn.Linear) and is_quantized(module.weight):
             model.set_submodule(name, QuantizedLinear(module, compute_dtype))
