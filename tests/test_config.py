@@ -21,6 +21,7 @@ def test_defaults(tmp_path, monkeypatch):
             "trust_remote_code": False,
             "adapter": None,
             "freeze": [],
+            "quantization": None,
         },
         "data": {
             "path": "d.jsonl",
