@@ -315,6 +315,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_are_written(self) -> Self:
+        size = self.run.max_shard_size
+        saves_a_model = self.model.adapter is None or self.algorithm.needs_critic
+        if not saves_a_model and size != RunConfig.model_fields["max_shard_size"].default:
+            raise ValueError(
+                f"run.max_shard_size: {size} has no effect with model.adapter, which is saved in one file; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _quantization_suits_the_run(self) -> Self:
         for field, kind in self.quantized():
             check_run(field, kind, processes=self.hardware.processes, engine=self.rollout.engine)
@@ -325,16 +335,6 @@ class Config(Section):
         reference = None if self.reference is None else self.reference.quantization
         keys = (("model.quantization", self.model.quantization), ("reference.quantization", reference))
         return [(field, kind) for field, kind in keys if kind is not None]
-
-    @model_validator(mode="after")
-    def _shards_are_written(self) -> Self:
-        size = self.run.max_shard_size
-        saves_a_model = self.model.adapter is None or self.algorithm.needs_critic
-        if not saves_a_model and size != RunConfig.model_fields["max_shard_size"].default:
-            raise ValueError(
-                f"run.max_shard_size: {size} has no effect with model.adapter, which is saved in one file; remove it"
-            )
-        return self
 
     @model_validator(mode="after")
     def _routers_are_trained(self) -> Self:

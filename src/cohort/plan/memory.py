@@ -348,15 +348,17 @@ def head_bytes(work: Work, *, backward: bool) -> int:
 
 def _head_gradient(work: Work) -> int:
     """From the head's backward to the end: in the dtype in which the head's weight is there."""
-    parameters = work.trained_head_parameters
-    gradient = parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
-    return gradient + 4 * parameters * work.gradients_in_forward
+    return work.trained_head_parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
 
 
 def _backward(work: Work) -> dict[str, int]:
     """The largest of: the head, a layer in its midst and at its end, the embedding, the reduction of the rest."""
     shape, a = work.shape, work.compute_bytes
     gathered, head, activations = _gathered(work, backward=True), _head_gradient(work), activation_bytes(work)
+    of_head = head_bytes(work, backward=True)
+    if work.gradients_in_forward:  # summed in float32 from forward on, and that is the gradient or is rounded to it
+        summed = max(4 * work.trained_head_parameters, head)
+        of_head = summed - head + max(of_head, head if head < summed else 0)
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
@@ -371,7 +373,7 @@ def _backward(work: Work) -> dict[str, int]:
         {
             "gathered weights": gathered * (work.quantization is None) if work.processes == 1 else outer_only,
             "activations": at_head,
-            "logprob head": head + head_bytes(work, backward=True),
+            "logprob head": head + of_head,
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]
