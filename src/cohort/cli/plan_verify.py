@@ -26,8 +26,9 @@ from cohort.batch import MicroBatch
 from cohort.config import AdamwConfig, AdapterConfig, Config, ModelConfig
 from cohort.errors import UserError
 from cohort.packing import collate
+from cohort.plan.backward import CPU_BLOCK
 from cohort.plan.defaults import compute_dtype
-from cohort.plan.memory import CPU_BLOCK, plan_memory
+from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
 from cohort.plan.shape import PRESETS, shape_of
 from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs

@@ -20,12 +20,15 @@ from cohort.check.rules.trl import Version
 from cohort.config import config_from_dict
 from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
+from cohort.plan.activations import activation_bytes
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.advice import advise
+from cohort.plan.backward import head_bytes
 from cohort.plan.hardware import Hardware
-from cohort.plan.memory import CUDA_BYTES, NCCL_BYTES, Work, activation_bytes, head_bytes
+from cohort.plan.memory import CUDA_BYTES, NCCL_BYTES
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import ModelShape, known_shape
+from cohort.plan.work import Work
 
 _MARGIN = 1.1  # estimates are good to a tenth
 _LOGITS = 3  # copies: logits, their gradient, a temporary
