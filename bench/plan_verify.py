@@ -83,6 +83,7 @@ def measure(
         sampled_tokens=0,
         vllm_bytes=0,
         on_gpu=False,
+        shares_prompts=False,
         adapter=adapter_shape(adapter, shape) if adapter else None,
     )
     predicted = plan_memory(work).total("backward")

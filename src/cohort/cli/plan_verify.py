@@ -236,6 +236,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
         row_tokens=rollout.max_prompt_tokens + completions * (rollout.max_completion_tokens - 1),
         scored_tokens=completions * rollout.max_completion_tokens,
         kept_prompt_tokens=0,
+        shares_prompts=completions > 1,
         on_gpu=False,
         optim=AdamwConfig(),
         critic=None,

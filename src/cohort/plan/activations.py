@@ -36,7 +36,30 @@ def _inputs_of_trained(work: Work) -> int:
 def _inputs_of_adapter(work: Work, adapter: AdapterShape) -> int:
     """What the gradients of an adapter's factors want: the inputs of its layers, and what lies between the factors."""
     a = work.compute_bytes
-    return a * (adapter.kept_features + adapter.rank_features) + (a + 1) * adapter.dropout_features
+    lora = a * (adapter.kept_features + adapter.rank_features) + (a + 1) * adapter.dropout_features
+    if not adapter.turned_layers:
+        return lora
+    # DoRA scales what comes out of the frozen product and of the factors, and keeps both for the scale's gradient
+    d, turned = _adapter_compute_bytes(work), adapter.turned_layers
+    widened = d * sum(into for into, _ in turned) if d > a else 0
+    return lora + widened + (a + d) * sum(out for _, out in turned)
+
+
+def _adapter_compute_bytes(work: Work) -> int:
+    """Of DoRA's numbers: one process computes its norms in the adapter's dtype, several gather that in their own."""
+    return work.compute_bytes if work.processes > 1 else work.trained_bytes
+
+
+def norm_bytes(work: Work) -> int:
+    """What peft has in memory at once to take the norms of one layer's weight and adapter together, at each forward.
+
+    A unit matrix of the layer's inputs, which goes through both factors; their product, the same scaled, and the sum
+    with the weight.
+    """
+    if work.adapter is None:
+        return 0
+    d, rank = _adapter_compute_bytes(work), work.adapter.rank
+    return max((d * into * (into + rank + 3 * out) for into, out in work.adapter.turned_layers), default=0)
 
 
 def mlp_bytes_per_token(work: Work) -> int:
@@ -60,8 +83,8 @@ def kept_bytes_per_token(work: Work) -> int:
     shape, a = work.shape, work.compute_bytes
     stream = (work.weight_bytes if work.autocasts else a) * shape.hidden
     if work.checkpointing == "selective":
-        # on CPUs attention to a prompt and to the tokens after it puts out float32 each
-        attended = (a if work.on_gpu else 8) * shape.query_width + 4 * shape.num_heads
+        # on CPUs attention to a shared prompt and to the tokens after it puts out float32 each
+        attended = (a if work.on_gpu or not work.shares_prompts else 8) * shape.query_width + 4 * shape.num_heads
         early = work.adapter.early_features if work.adapter else 0  # products too
         return stream + attended + a * (shape.query_width + 2 * shape.key_width + shape.hidden + early)
     return stream if work.checkpointing else layer_bytes_per_token(work)
@@ -73,12 +96,18 @@ def activation_bytes(work: Work) -> int:
     kept_layers = min(shape.layers, _KEPT_LAYERS_OF_OFFLOAD) if work.offload else shape.layers
     kept = kept_bytes_per_token(work) * kept_layers * tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
-    passing = 2 * work.compute_bytes * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
-    return kept + again + passing
+    return kept + again + passing_bytes(work)
+
+
+def passing_bytes(work: Work) -> int:
+    """Beside what is kept: gradients on their way through a layer's MLP, or what norms of DoRA are taken with."""
+    shape = work.shape
+    gradients = 2 * work.compute_bytes * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
+    return max(gradients, norm_bytes(work))
 
 
 def forward_only_bytes(work: Work) -> int:
     """Of a layer without backward: the MLP's three wide tensors, and a norm's float32 ones."""
     shape, a = work.shape, work.compute_bytes
     widest = max(3 * a * shape.experts_per_token * shape.mlp, 12 * shape.hidden)
-    return (widest + 2 * a * shape.hidden) * work.row_tokens
+    return (widest + 2 * a * shape.hidden) * work.row_tokens + norm_bytes(work)

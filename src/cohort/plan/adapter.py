@@ -37,6 +37,7 @@ class AdapterShape:
     rank_features: int  # of one token and layer: what lies between the two factors
     early_features: int  # of one token and layer: outputs of both factors of queries, keys and values
     dropout_features: int  # of one token and layer: inputs after dropout, and one byte each for what was dropped
+    turned_layers: tuple[tuple[int, int], ...] = ()  # inputs and outputs of each that DoRA gives a direction
     note: str | None = None  # what could not be told from the shape
 
     def num_parameters(self, layers: int) -> int:
@@ -99,6 +100,7 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
         rank_features=rank * len(chosen),
         early_features=sum(rank + out for out in early),
         dropout_features=sum(into for into, _ in chosen.values()) * bool(config.dropout),
+        turned_layers=tuple(chosen.values()) if dora else (),
         note=f"model.adapter.targets: {unknown}: which layers these are cannot be told from the shape of {shape.name}; "
         f"the adapter is counted as if on all of its linear layers"
         if unknown

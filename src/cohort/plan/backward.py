@@ -11,6 +11,7 @@ from cohort.plan.activations import (
     kept_bytes_per_token,
     layer_bytes_per_token,
     mlp_bytes_per_token,
+    passing_bytes,
 )
 from cohort.plan.work import Work
 
@@ -68,7 +69,7 @@ def backward_parts(work: Work) -> dict[str, int]:
     gathered, head, activations = gathered_bytes(work, backward=True), _head_gradient(work), activation_bytes(work)
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
-    passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
+    passing = passing_bytes(work)
     kept = activations - passing - again
     at_head = kept + last_norm
     outer_only = a * shape.outer_parameters * (work.processes > 1)

@@ -35,6 +35,7 @@ class Work:
     vllm_bytes: int  # of a server on the same GPU while it samples; 0 without
     framework_bytes: int | None = None  # measured; None: not
     on_gpu: bool = True
+    shares_prompts: bool = True  # of a row's completions, each of which attends to a prompt that is computed once
     adapter: AdapterShape | None = None  # None: every weight is trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
     reference_visits: bool = False  # from host memory, while it is computed with
@@ -132,6 +133,7 @@ def work_of(
         sampled_tokens=sampled_tokens,
         vllm_bytes=vllm_bytes,
         on_gpu=hardware.on_gpu,
+        shares_prompts=rows.row_completions > 1 or rows.kept_prompt_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
         optim=config.optim,
