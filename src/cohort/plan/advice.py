@@ -99,15 +99,23 @@ def _parked_reference(config: Config, plan: Plan) -> Iterator[Changes]:
 
 def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
-        if plan.hardware.on_gpu and number > plan.hardware.gpus_per_node:
-            processes = {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
-            yield {"--gpus": number, **processes}
+        if _wants_more_gpus(config, plan) and number > plan.hardware.gpus_per_node:
+            yield {"--gpus": number, **_on_all(config)}
 
 
 def _nodes(config: Config, plan: Plan) -> Iterator[Changes]:
     more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
-    for factor in (2, 4, 8) if plan.hardware.on_gpu else ():
-        yield {"--nodes": plan.hardware.nodes * factor, **more}
+    for factor in (2, 4, 8) if _wants_more_gpus(config, plan) else ():
+        yield {"--nodes": plan.hardware.nodes * factor, **more, **_on_all(config)}
+
+
+def _wants_more_gpus(config: Config, plan: Plan) -> bool:
+    """Not where those that are there stand idle."""
+    return plan.hardware.on_gpu and not [*_idle_gpus(config, plan)]
+
+
+def _on_all(config: Config) -> Changes:
+    return {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
 
 
 def _moments_in_8_bits(config: Config, plan: Plan) -> Iterator[Changes]:

@@ -57,7 +57,10 @@ def plan_timing(
     used = f"at {computing.share:.0%} of that (assumed)" + ", and the reference's weights from host memory" * (
         coming > 0
     )
-    sampler = f"weights are read at {reading.share:.0%} of the bandwidth, or computed with at {computing.share:.0%}"
+    sampler = (
+        f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
+        f"{computing.share:.0%}"
+    )
     if config.rollout.engine == "local":
         sampler += "; PyTorch's own sampling is slower than that"
     numbers = {
