@@ -13,6 +13,7 @@ from cohort.config.optim import AdamwConfig, OptimConfig
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
+from cohort.config.sizes import Size, parse_size
 
 
 class ModelConfig(Section):
@@ -41,6 +42,11 @@ class ModelConfig(Section):
         description="Keep what layers save for backward in pinned host memory (GPUs only). With gradient_checkpointing "
         "that is each layer's input.",
     )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Weights that are not trained, and have no gradient and no optimizer state: patterns for their "
+        "names, such as `model.embed_tokens.*`. `routers` stands for those of a mixture of experts.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
 
@@ -50,6 +56,15 @@ class ModelConfig(Section):
         if isinstance(value, bool) or value == "selective":
             return value
         raise ValueError("must be true, false or selective")
+
+    @model_validator(mode="after")
+    def _freeze_has_an_effect(self) -> Self:
+        if self.freeze and self.adapter is not None:
+            raise ValueError(
+                "freeze has no effect with adapter, which leaves all of the model's own weights as they are; remove "
+                "one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _autocast_has_an_effect(self) -> Self:
@@ -91,6 +106,12 @@ class TrainConfig(Section):
         "constant", description="After warm-up: constant, or decay towards 0 at the end of the run."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Of the loss that keeps the experts of a mixture evenly used (arXiv:2101.03961, equation 4), over "
+        "all tokens of an optimizer step: 0.001 is usual. 0: none, at no cost; else one more forward pass per update.",
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Clip the gradient's norm to this.")
     seed: int = Field(0, ge=0, description="One seed, one run: data order and every completion's random stream.")
 
@@ -169,12 +190,21 @@ class RunConfig(Section):
     dir: str = Field("runs/run", min_length=1, description="Folder of the run, made if it does not exist.")
     checkpoint_every: int = Field(50, ge=0, description="Checkpoint every so many steps; 0: never.")
     keep_checkpoints: int = Field(3, ge=1, description="Older checkpoints than the last so many are deleted.")
+    max_shard_size: Size = Field(
+        "5GB",
+        description="Largest file of a saved model's weights, such as 500MB; a larger tensor has a file of its own.",
+    )
     completions_every: int = Field(1, ge=0, description="Write every so many steps' completions; 0: never.")
     show_completions_every: int = Field(0, ge=0, description="Print two completions every so many steps; 0: never.")
     ignore_plan: bool = Field(False, description="Start on GPUs whose memory is too small by the run's plan.")
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="Send the metrics there too, where the package is installed."
     )
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Bytes of `max_shard_size`."""
+        return parse_size(self.max_shard_size)
 
     @model_validator(mode="after")
     def _keep_what_is_made(self) -> Self:
@@ -271,6 +301,27 @@ class Config(Section):
             raise ValueError(
                 f"reference.device: cpu works in one process, and hardware.processes is {self.hardware.processes}, "
                 f"over which the reference is spread already; use reference.device: auto, or hardware.processes: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_are_written(self) -> Self:
+        size = self.run.max_shard_size
+        saves_a_model = self.model.adapter is None or self.algorithm.needs_critic
+        if not saves_a_model and size != RunConfig.model_fields["max_shard_size"].default:
+            raise ValueError(
+                f"run.max_shard_size: {size} has no effect with model.adapter, which is saved in one file; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routers_are_trained(self) -> Self:
+        coefficient = self.train.router_aux_loss_coef
+        if coefficient and (self.model.adapter is not None or "routers" in self.model.freeze):
+            frozen = "model.adapter" if self.model.adapter is not None else "model.freeze: [routers]"
+            raise ValueError(
+                f"train.router_aux_loss_coef: {coefficient:g} has no effect with {frozen}, where routers stay as they "
+                f"are; remove one"
             )
         return self
 

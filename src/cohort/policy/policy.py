@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from cohort.batch import MicroBatch
 from cohort.policy.adapter import Adapter
 from cohort.policy.attention import KeyValues
-from cohort.policy.forward import forward, padded_shape
+from cohort.policy.forward import computed_counts, forward, padded_shape
 from cohort.policy.head import find_head, head_of
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
 from cohort.policy.parking import Parking
+from cohort.policy.routers import remove_noise
 from cohort.policy.sharding import Sharding
 from cohort.policy.stream import Branch, OpenPrompt
 
@@ -70,6 +71,7 @@ class Policy:
         self.pad_token_id = pad_token_id
         self.sharding = sharding
         self.adapter = adapter
+        remove_noise(model)
         if traits is None:
             self._head = find_head(model)
             with self.autocast():  # what training computes in decides which kernels it uses
@@ -146,19 +148,6 @@ class Policy:
     def as_reference(self) -> "Policy":
         """The policy that the run started from: the same model with its adapter switched off or back."""
         return _AsReference(self)
-
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """The weights to save: by name on rank 0 where they are sharded, None where the model has them all.
-
-        Of an adapter its own, on every rank.
-        """
-        if self.adapter is not None:
-            return self.adapter.whole_weights()
-        if self.sharding is None:
-            return None
-        weights = self.sharding.whole_weights()
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        return {name: weight for name, weight in weights.items() if name not in tied}
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -263,6 +252,10 @@ class Policy:
     def num_positions(self, micro_batch: MicroBatch) -> int:
         """Positions that `logprobs` computes for a micro-batch, padding included."""
         return math.prod(padded_shape(micro_batch)) if self.layout == "padded" else len(micro_batch.input_ids)
+
+    def computed_counts(self, micro_batch: MicroBatch) -> Tensor:
+        """Of how many completions each position that is computed for a micro-batch is an input; 0 of padding."""
+        return computed_counts(micro_batch, padded=self.layout == "padded")
 
     def _module(self) -> tuple[Any, Callable[[Any], Tensor]]:
         """What is called in training, and which of its outputs is used: hidden states, or logits without a head."""
