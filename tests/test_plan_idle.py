@@ -104,3 +104,13 @@ def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
     plan = predict_run(wanted, preset_shape("7b"), hardware(gpu="h100", gpus=8, nodes=1, gpu_memory=None))
     (shared,) = [a for a in advise(wanted, plan) if a.changes == {"hardware.rollout_gpus": "shared"}]
     assert shared.fits and shared.saved_seconds > 0
+
+
+def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
+    refused = CliRunner().invoke(app, ["plan", str(run_file), "--layers", "2"])
+    assert refused.exit_code == 2
+    assert "--layers: 2 has no effect without --verify" in refused.output
+    priced = planned(str(run_file), "--price", "2")
+    assert priced["cost"] == pytest.approx(2 * priced["timing"]["gpu_hours"]["value"])
+    unknown = planned(str(run_file), "--price", "2", "data.path=somewhere.csv")
+    assert "cost" not in unknown and unknown["notes"][0].startswith("--price: neither the configuration nor the data")

@@ -42,7 +42,9 @@ def plan(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run the step symbolically, with torch, and compare its memory.")
     ] = False,
-    layers: Annotated[int, typer.Option(min=0, help="That --verify runs, as all are alike; 0: all of them.")] = 4,
+    layers: Annotated[
+        int | None, typer.Option(min=0, help="That --verify runs, 4 by default, as all are alike; 0: all of them.")
+    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine once, with torch, for later plans of its hardware."),
@@ -64,6 +66,8 @@ def plan(
         if calibrate:
             return
         raise UserError("CONFIG is missing: give a YAML file, or --calibrate to measure this machine")
+    if layers is not None and not verify:
+        raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
     notes: list[str] = []
     if (gpus or 1) > 1 or nodes > 1:
@@ -73,7 +77,9 @@ def plan(
     machines = hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
-    verified_layers = layers if verify else None
+    verified_layers = (4 if layers is None else layers) if verify else None
+    if price is not None and predicted.num_steps is None:
+        notes.append("--price: neither the configuration nor the data says how many steps the run has; set train.steps")
     _show(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
