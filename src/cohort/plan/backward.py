@@ -13,6 +13,7 @@ from cohort.plan.activations import (
     mlp_bytes_per_token,
     passing_bytes,
 )
+from cohort.plan.quantization import dequantized_bytes
 from cohort.plan.work import Work
 
 _TILE = 1 << 24  # logits computed at a time
@@ -21,8 +22,10 @@ CPU_BLOCK = 1 << 21  # logits whose softmax is taken at a time where there is no
 
 
 def gathered_bytes(work: Work, *, backward: bool) -> int:
-    """Copies of weights: gathered ones of FSDP2, or what autocast casts them to."""
+    """Copies of weights: gathered ones of FSDP2, what autocast casts them to, or one that is not quantized."""
     shape, a = work.shape, work.compute_bytes
+    if work.quantization is not None:
+        return dequantized_bytes(shape, work.quantization, a)
     if work.processes > 1:
         return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters)
     if not work.autocasts:
@@ -58,15 +61,17 @@ def head_bytes(work: Work, *, backward: bool) -> int:
 
 def _head_gradient(work: Work) -> int:
     """From the head's backward to the end: in the dtype in which the head's weight is there."""
-    parameters = work.trained_head_parameters
-    gradient = parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
-    return gradient + 4 * parameters * work.gradients_in_forward
+    return work.trained_head_parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
 
 
 def backward_parts(work: Work) -> dict[str, int]:
     """The largest of: the head, a layer in its midst and at its end, the embedding, the reduction of the rest."""
     shape, a = work.shape, work.compute_bytes
     gathered, head, activations = gathered_bytes(work, backward=True), _head_gradient(work), activation_bytes(work)
+    of_head = head_bytes(work, backward=True)
+    if work.gradients_in_forward:  # summed in float32 from forward on, and that is the gradient or is rounded to it
+        summed = max(4 * work.trained_head_parameters, head)
+        of_head = summed - head + max(of_head, head if head < summed else 0)
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     passing = passing_bytes(work)
@@ -75,12 +80,13 @@ def backward_parts(work: Work) -> dict[str, int]:
     outer_only = a * shape.outer_parameters * (work.processes > 1)
     # most models have wider MLPs than attention; of the others attention's backward is the peak
     at_attention = activations - passing + (attention_passing(work) - mlp_bytes_per_token(work)) * work.row_tokens
-    activations = max(activations, at_attention)
+    # of quantized weights none is there whole in attention, nor in the head
+    activations = max(activations, at_attention - gathered * (work.quantization is not None))
     candidates = [
         {
-            "gathered weights": gathered if work.processes == 1 else outer_only,
+            "gathered weights": gathered * (work.quantization is None) if work.processes == 1 else outer_only,
             "activations": at_head,
-            "logprob head": head + head_bytes(work, backward=True),
+            "logprob head": head + of_head,
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
 from cohort.plan.room import why_it_does_not_fit
@@ -110,3 +111,13 @@ def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
             f"reference.device: cpu works in one process, and this run has {processes}, over which the "
             f"reference is spread already; use reference.device: auto"
         )
+
+
+def check_undivided(config: Config, *, processes: int) -> None:
+    """Compare quantized weights with the number of training processes.
+
+    Raises:
+        UserError: they would have to be spread.
+    """
+    for field, kind in config.quantized() if processes > 1 else ():
+        raise UserError(f"{field}: {kind} {ONE_PROCESS}. This run would have {processes}")

@@ -20,6 +20,7 @@ from typing import Literal
 from cohort.plan.activations import forward_only_bytes
 from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, largest_parts
 from cohort.plan.optimizer import state_bytes
+from cohort.plan.quantization import model_bytes
 from cohort.plan.shape import WeightShape
 from cohort.plan.work import Work
 
@@ -95,7 +96,7 @@ def _optimizer_bytes(work: Work) -> int:
 
 
 def _always(work: Work) -> dict[str, int]:
-    parts = {"weights": _shard(work, work.shape.num_parameters, work.weight_bytes)}
+    parts = {"weights": -(-model_bytes(work.shape, work.quantization, work.weight_bytes) // work.processes)}
     if work.adapter is not None:
         parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
     parts["optimizer state"] = _optimizer_bytes(work)
@@ -105,6 +106,8 @@ def _always(work: Work) -> dict[str, int]:
     if work.has_reference:
         kept = work.trained_parameters  # of an adapter, what it was at the start
         parts["reference weights"] = _shard(work, kept, work.trained_bytes)
+        if work.reference_quantization is not None:
+            parts["reference weights"] = model_bytes(work.shape, work.reference_quantization, work.weight_bytes)
     if work.on_gpu:
         context = CUDA_BYTES if work.framework_bytes is None else work.framework_bytes
         parts["framework"] = context + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
@@ -133,9 +136,9 @@ def _sampling(work: Work) -> dict[str, int]:
     if not work.sampled_sequences:
         return {}
     shape, a = work.shape, work.compute_bytes
-    copied = work.processes > 1 or a != work.weight_bytes
+    copied = a * shape.num_parameters * (work.processes > 1 or a != work.weight_bytes)
     return {
-        "gathered weights": a * shape.num_parameters * copied,
+        "gathered weights": gathered_bytes(work, backward=False) if work.quantization else copied,
         "keys and values": shape.kv_bytes(a) * work.sampled_tokens,
         "logits": 8 * shape.vocabulary * work.sampled_sequences,  # and a copy, sorted or scaled
     }

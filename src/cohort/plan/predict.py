@@ -7,7 +7,7 @@ from typing import Any
 from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, check_parking, plan_layout
+from cohort.plan.layout import Layout, check_parking, check_undivided, plan_layout
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, plan_memory
 from cohort.plan.optimizer import check_spread
 from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
@@ -161,6 +161,7 @@ def predict_run(
     layout = layout or plan_layout(config, shape, hardware)
     check_spread(config.optim, layout.num_training)
     check_parking(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
+    check_undivided(config, processes=layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)

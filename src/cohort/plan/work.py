@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cohort.config import AdamwConfig, Config, OptimConfig, VllmRolloutConfig
+from cohort.config import AdamwConfig, Config, OptimConfig, Quantization, VllmRolloutConfig
 from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.critic import critic_shape
 from cohort.plan.defaults import BYTES, compute_dtype, memory_share
@@ -39,6 +39,8 @@ class Work:
     adapter: AdapterShape | None = None  # None: every weight is trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
     reference_visits: bool = False  # from host memory, while it is computed with
+    quantization: Quantization | None = None  # of frozen weights, on one process
+    reference_quantization: Quantization | None = None
     critic: "Work | None" = None  # of a second model, of `critic_work`
 
     @property
@@ -91,6 +93,7 @@ def critic_work(policy: Work, shape: ModelShape) -> Work:
         gradients_in_forward=False,
         has_reference=False,
         reference_visits=False,
+        quantization=None,
         critic=None,
     )
 
@@ -138,6 +141,8 @@ def work_of(
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
+        quantization=model.quantization,
+        reference_quantization=config.reference.quantization if config.reference else None,
     )
     second = critic_shape(config, shape)
     return work if second is None else replace(work, critic=critic_work(work, second))
