@@ -120,6 +120,8 @@ def training_operations(config: Config, sizes: Sizes) -> dict[str, float]:
         parts["the reference"] = 2.0 * policy
     if algorithm.kl_in == "reward" or algorithm.top_entropy_quantile < 1:
         parts["the policy before training"] = 2.0 * policy
+    if config.train.router_aux_loss_coef > 0:
+        parts["what routers choose"] = 2.0 * policy * updates
     if algorithm.needs_critic:
         _, active = sizes.critic or (sizes.num_parameters, policy)
         per_update = config.critic.updates if config.critic else 1

@@ -1,0 +1,39 @@
+"""The plan's shapes of `bench/families.py`'s models: parameters, and those that one token is multiplied with."""
+
+import pytest
+
+from cohort.config import Config
+from cohort.plan.estimate import Sizes, training_operations
+from cohort.plan.shape import _FAMILIES, shape_of
+from families import FAMILIES, make_model
+
+KNOWN = [name for name, family in FAMILIES.items() if family.model_type in _FAMILIES]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameters(name: str):
+    model = make_model(FAMILIES[name])
+    shape = shape_of(model.config.to_dict(), name=name)
+    assert shape.num_parameters == model.num_parameters()
+    of_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    idle = of_experts * (1 - shape.experts_per_token / shape.experts)
+    assert shape.layers * (shape.layer_parameters - shape.active_layer_parameters) == idle
+    assert (of_experts > 0) == (shape.experts > 1)
+
+
+def test_every_family_is_compared():
+    assert {FAMILIES[name].model_type for name in KNOWN} == set(_FAMILIES)
+
+
+def test_a_loss_of_routers_takes_a_forward_pass():
+    run = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "exact"}]}
+    sizes = Sizes(gpu_name="H100", gpu_memory_bytes=1, num_parameters=100, active_parameters=10)
+    plain, balanced = (
+        sum(
+            training_operations(
+                Config(**run, train={"router_aux_loss_coef": c, "updates_per_rollout": 2}), sizes
+            ).values()
+        )
+        for c in (0.0, 0.01)
+    )
+    assert (plain, balanced) == (120, 160)
