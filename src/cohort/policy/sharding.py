@@ -7,12 +7,12 @@ empty micro-batch whose first collectives, those that it has issued already, are
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
@@ -171,11 +171,6 @@ class Sharding:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Every weight by name, in host memory, on rank 0; nothing elsewhere. Every rank takes part."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
     def allocate(self, device: torch.device) -> None:
         """Give the shards their memory, in place of the meta device. The buffers stay as they are."""
