@@ -28,12 +28,9 @@ def test_every_family_is_compared():
 def test_a_loss_of_routers_takes_a_forward_pass():
     run = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "exact"}]}
     sizes = Sizes(gpu_name="H100", gpu_memory_bytes=1, num_parameters=100, active_parameters=10)
+    train = {"updates_per_rollout": 2}
     plain, balanced = (
-        sum(
-            training_operations(
-                Config(**run, train={"router_aux_loss_coef": c, "updates_per_rollout": 2}), sizes
-            ).values()
-        )
+        sum(training_operations(Config(**run, train={**train, "router_aux_loss_coef": c}), sizes).values())
         for c in (0.0, 0.01)
     )
     assert (plain, balanced) == (120, 160)
