@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.critic import critic_shape
@@ -126,6 +127,16 @@ def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
             f"reference.device: cpu works in one process, and this run has {processes}, over which the "
             f"reference is spread already; use reference.device: auto"
         )
+
+
+def check_undivided(config: Config, *, processes: int) -> None:
+    """Compare quantized weights with the number of training processes.
+
+    Raises:
+        UserError: they would have to be spread.
+    """
+    for field, kind in config.quantized() if processes > 1 else ():
+        raise UserError(f"{field}: {kind} {ONE_PROCESS}. This run would have {processes}")
 
 
 def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:

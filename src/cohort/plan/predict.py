@@ -11,7 +11,15 @@ from cohort.plan.critic import critic_shape
 from cohort.plan.defaults import compute_dtype, memory_share
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, Rows, check_parking, group_share_tokens, plan_layout, plan_rows
+from cohort.plan.layout import (
+    Layout,
+    Rows,
+    check_parking,
+    check_undivided,
+    group_share_tokens,
+    plan_layout,
+    plan_rows,
+)
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, critic_work, plan_memory
 from cohort.plan.optimizer import check_spread
 from cohort.plan.shape import ModelShape
@@ -150,6 +158,7 @@ def predict_run(
     layout = layout or plan_layout(config, shape, hardware)
     check_spread(config.optim, layout.num_training)
     check_parking(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
+    check_undivided(config, processes=layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)
@@ -223,6 +232,8 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
+        quantization=model.quantization,
+        reference_quantization=config.reference.quantization if config.reference else None,
     )
     second = critic_shape(config, shape)
     return work if second is None else replace(work, critic=critic_work(work, second))

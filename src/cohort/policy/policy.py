@@ -20,6 +20,7 @@ from cohort.policy.head import find_head, head_of
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
 from cohort.policy.parking import Parking
+from cohort.policy.quantization import told
 from cohort.policy.routers import remove_noise
 from cohort.policy.sharding import Sharding
 from cohort.policy.stream import Branch, OpenPrompt
@@ -110,7 +111,7 @@ class Policy:
             notes.append(
                 "the model computes its full logits, because its head is not a linear layer that is known here"
             )
-        return notes
+        return notes + told(self.model)
 
     @property
     def shares_prompts(self) -> bool:

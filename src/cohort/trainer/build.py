@@ -106,7 +106,8 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder,
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
         # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        config = request.config.model_copy(update={"path": path, "adapter": None, "freeze": ()})
+        own_way = {"adapter": None, "quantization": None, "freeze": ()}
+        config = request.config.model_copy(update={"path": path, **own_way})
         critic = load_critic(replace(request, config=config))
     except UserError as error:
         if critic_config.path is None:
@@ -219,7 +220,8 @@ def build_reference(config: Config, algorithm: Algorithm, policy: Policy, reques
         return None
     if config.model.adapter is not None:
         return policy.as_reference()
-    reference = load_policy(replace(request, trainable=False))
+    fewer_bits = {} if config.reference is None else {"quantization": config.reference.quantization}
+    reference = load_policy(replace(request, config=request.config.model_copy(update=fewer_bits), trainable=False))
     if config.reference is not None and config.reference.device == "cpu":
         reference.park()
     return reference
