@@ -21,6 +21,7 @@ def test_defaults(tmp_path, monkeypatch):
             "freeze": [],
             "trust_remote_code": False,
             "adapter": None,
+            "quantization": None,
         },
         "data": {
             "path": "d.jsonl",
