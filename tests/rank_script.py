@@ -12,6 +12,7 @@ import rank_crew
 import rank_critic
 import rank_engine
 import rank_loading
+import rank_offload
 from cohort.distributed import join_ranks, leave_ranks
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -20,6 +21,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_crew.JOBS,
     **rank_adapter.JOBS,
     **rank_critic.JOBS,
+    **rank_offload.JOBS,
 }
 
 if __name__ == "__main__":

@@ -62,6 +62,9 @@ def save_model(policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = AL
         with quiet_transformers():
             if policy.adapter is None:
                 policy.model.save_pretrained(folder, state_dict=weights)
+                if policy.masters is not None:  # the library has noted the dtype of their copies
+                    policy.model.config.dtype = policy.masters.dtype
+                    policy.model.config.save_pretrained(folder)
             else:
                 policy.adapter.save(folder, weights or {})
             tokenizer.save_pretrained(folder)

@@ -275,6 +275,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _offload_has_an_effect(self) -> Self:
+        if self.optim.offload and self.model.adapter is not None:
+            raise ValueError(
+                "optim.offload: true with model.adapter: only the adapter is trained, and its state is small beside the "
+                "model, which stays on the GPU; remove optim.offload, or the adapter"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _algorithm_suits_the_run(self) -> Self:
         algorithm, generations = self.algorithm, self.rollout.num_generations
         if generations < algorithm.min_generations:

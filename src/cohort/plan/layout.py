@@ -108,12 +108,16 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     )
 
 
-def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
-    """Compare `reference.device: cpu` with where the run trains.
+def check_host_memory(config: Config, *, on_gpu: bool, processes: int) -> None:
+    """Compare what is to lie in host memory with where the run trains.
 
     Raises:
-        UserError: it has no effect, or does not work.
+        UserError: a key has no effect, or does not work.
     """
+    if not on_gpu and config.optim.offload:
+        raise UserError(
+            "optim.offload: true has no effect on a run on the CPU, whose optimizer is in host memory already; remove it"
+        )
     if config.reference is None or config.reference.device != "cpu":
         return
     if not on_gpu:

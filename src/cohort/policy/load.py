@@ -17,6 +17,7 @@ from cohort.policy.activations import prepare_activations
 from cohort.policy.adapter import Adapter, AdapterStart, adapter_start
 from cohort.policy.adapter_folder import AdapterSpec, adapter_spec, is_adapter_folder
 from cohort.policy.critic import Critic
+from cohort.policy.masters import Masters, round_weights
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import (
@@ -118,6 +119,7 @@ def load_policy(
     adapter_checkpoint: Path | None = None,
     keep_reference: bool = False,
     seed: int = 0,
+    masters_on_host: bool = False,
 ) -> Policy:
     """Load the weights, straight to their device and dtype. With several ranks every rank reads its shards.
 
@@ -134,6 +136,7 @@ def load_policy(
         adapter_checkpoint: folder of the adapter that the run goes on with, where it trains one.
         keep_reference: `as_reference` will be asked for.
         seed: of a new adapter.
+        masters_on_host: the device gets the weights in the compute dtype; those that are trained are in host memory.
 
     Raises:
         UserError: the model cannot be loaded, or some of its weights are missing from the files; or the adapter does
@@ -152,6 +155,7 @@ def load_policy(
         adapter_checkpoint=adapter_checkpoint,
         keep_reference=keep_reference,
         seed=seed,
+        masters_on_host=masters_on_host,
     )
 
 
@@ -178,6 +182,7 @@ def _load(
     adapter_checkpoint: Path | None = None,
     keep_reference: bool = False,
     seed: int = 0,
+    masters_on_host: bool = False,
 ) -> _Kind:
     compute_dtype = getattr(torch, defaults.compute_dtype(config, on_gpu=device.type == "cuda"))
     start = None
@@ -187,17 +192,21 @@ def _load(
     if ranks.world_size > 1:
         assert collectives is not None, "several ranks need to count their collectives"
         look = partial(_look_at_model, kind, config, tokenizer, start, device, compute_dtype, longest_sequence_tokens)
-        return _load_sharded(kind, config, start, look, trainable, ranks, collectives, device, compute_dtype)
+        return _load_sharded(
+            kind, config, start, look, trainable, ranks, collectives, device, compute_dtype, masters_on_host
+        )
     model = _load_whole(kind, config, device)
     adapter = _prepare(model, config, start, trainable=trainable)
     if adapter is not None:
         adapter.fill()
+    masters = _narrow(model, compute_dtype, trainable=trainable) if masters_on_host else None
     return kind(
         model,
         device=device,
         compute_dtype=compute_dtype,
         pad_token_id=_padding(model, tokenizer),
         adapter=adapter,
+        masters=masters,
         longest_sequence_tokens=longest_sequence_tokens,
     )
 
@@ -212,6 +221,7 @@ def _load_sharded(
     collectives: Collectives,
     device: torch.device,
     compute_dtype: torch.dtype,
+    masters_on_host: bool,
 ) -> _Kind:
     """The policy with this rank's shards; `look`: of `_look_at_model`."""
     whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
@@ -230,6 +240,8 @@ def _load_sharded(
         _read_together(sharding, places, ranks)
     if adapter is not None:
         adapter.fill()
+    masters = _narrow(model, compute_dtype, trainable=trainable) if masters_on_host else None
+    sharding.ready()
     return kind(
         model,
         device=device,
@@ -238,6 +250,7 @@ def _load_sharded(
         traits=traits,
         sharding=sharding,
         adapter=adapter,
+        masters=masters,
     )
 
 
@@ -340,7 +353,6 @@ def _read_together(sharding: Sharding, places: dict[str, StoredTensor], ranks: R
                 raise UserError(f"{said} (on rank {rank})")
 
     ranks.first(tell)
-    sharding.ready()
 
 
 def _read_model(kind: type[Policy], config: ModelConfig) -> Any:
@@ -389,6 +401,14 @@ def _prepare(model: Any, config: ModelConfig, start: AdapterStart | None, *, tra
     if trainable:
         prepare_activations(model, config)
     return adapter
+
+
+def _narrow(model: Any, compute_dtype: torch.dtype, *, trainable: bool) -> Masters | None:
+    """Leave the model with weights in the dtype that it computes in; what is trained moves to the host first."""
+    if trainable:
+        return Masters(model, compute_dtype)
+    round_weights(model, compute_dtype)
+    return None
 
 
 def _padding(model: Any, tokenizer: Any) -> int:

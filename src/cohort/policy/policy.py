@@ -19,6 +19,7 @@ from cohort.policy.forward import forward, padded_shape
 from cohort.policy.head import find_head, head_of
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
+from cohort.policy.masters import Masters
 from cohort.policy.parking import Parking
 from cohort.policy.sharding import Sharding
 from cohort.policy.stream import Branch, OpenPrompt
@@ -47,6 +48,7 @@ class Policy:
         traits: ModelTraits | None = None,
         sharding: Sharding | None = None,
         adapter: Adapter | None = None,
+        masters: Masters | None = None,
         longest_sequence_tokens: int | None = None,
     ):
         """Wrap a loaded model.
@@ -60,6 +62,7 @@ class Policy:
             sharding: of the model over ranks; gathered weights are in `compute_dtype`. None: they are whole, and
                 autocast computes in it.
             adapter: of the model, which is all that is trained and saved then.
+            masters: of the model's weights, which are a copy of them then; they are what is trained and saved.
             longest_sequence_tokens: of all that will be computed, which tells whether it fits a model's window. None
                 is for not known.
         """
@@ -70,6 +73,7 @@ class Policy:
         self.pad_token_id = pad_token_id
         self.sharding = sharding
         self.adapter = adapter
+        self.masters = masters
         if traits is None:
             self._head = find_head(model)
             with self.autocast():  # what training computes in decides which kernels it uses
@@ -154,9 +158,9 @@ class Policy:
         """
         if self.adapter is not None:
             return self.adapter.whole_weights()
-        if self.sharding is None:
+        if self.sharding is None and self.masters is None:
             return None
-        weights = self.sharding.whole_weights()
+        weights = (self.masters or self.sharding).whole_weights()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 

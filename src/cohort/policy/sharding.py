@@ -156,6 +156,10 @@ class Sharding:
     def ready(self) -> None:
         """Settle that `model` is the root, once its weights are there: sampling begins with one of its parts."""
         self.model._get_fsdp_state()._lazy_init()
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.grad_dtype != parameter.orig_dtype:  # reduced wide, and kept so
+                    group._orig_dtype = parameter.sharded_param.grad_dtype
 
     def reset(self) -> None:
         """After a failed forward or backward: free what was gathered, drop gradients that are not reduced yet.
@@ -200,7 +204,6 @@ class Sharding:
             if dist.get_rank() == 0:
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, src=0)
-        self.ready()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

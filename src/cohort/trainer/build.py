@@ -61,6 +61,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         ranks=ranks,
         collectives=Collectives(),
         longest_sequence_tokens=order.longest_sequence_tokens,
+        masters_on_host=config.optim.offload,
     )
     algorithm = build_algorithm(
         config.algorithm,

@@ -1,0 +1,75 @@
+"""Trained weights in host memory, of which the device has a copy in the dtype that is computed in.
+
+The copy is what forward and backward see, the sampler and the servers too; updates are made of the masters, and the
+masters are what is saved. So nothing is rounded twice, and an update that is small beside a weight is not lost.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from cohort.policy.skeleton import saved_tensors
+
+
+class Masters:
+    """The weights of a model that is trained whole, on the host, sharded as the model is.
+
+    Attributes:
+        tree: modules without a forward that hold the masters under the names that they have in the model.
+        dtype: of the masters.
+    """
+
+    def __init__(self, model: Any, compute_dtype: torch.dtype):
+        """Copy the weights of `model` to the host, and leave it with a rounded copy.
+
+        Args:
+            model: its weights are there, and nothing was computed with it yet. If it is sharded, FSDP2 has not looked
+                at its dtypes yet.
+            compute_dtype: of the copy.
+        """
+        self.tree = nn.Module()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad, f"{name} is frozen: it needs no master"
+            _put(self.tree, name, nn.Parameter(parameter.detach().to("cpu", copy=True)))
+        self.dtype = next(self.tree.parameters()).dtype
+        round_weights(model, compute_dtype)
+        for parameter in model.parameters():
+            parameter.grad_dtype = self.dtype  # micro-batches are added up as wide as without masters
+        self._model = model
+
+    def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Each weight: its name, its copy on the device, its master."""
+        masters = dict(self.tree.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter, masters[name]
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Every weight by name, in host memory: on rank 0 where they are sharded. Every rank takes part."""
+        masters = {name: p.detach() for name, p in self.tree.named_parameters()}
+        if any(isinstance(master, DTensor) for master in masters.values()):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            masters = cast("dict[str, Tensor]", get_model_state_dict(self.tree, options=options))
+        others = {name: tensor for name, tensor in saved_tensors(self._model) if not isinstance(tensor, nn.Parameter)}
+        return {**masters, **others}
+
+
+def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model compute in `dtype`. Its buffers stay as they are."""
+
+    def cast_weight(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor
+
+    model._apply(cast_weight)
+
+
+def _put(tree: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(tree.named_children()):
+            tree.add_module(part, nn.Module())
+        tree = cast(nn.Module, getattr(tree, part))
+    tree.register_parameter(last, parameter)
