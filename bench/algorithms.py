@@ -112,19 +112,20 @@ def curve_of(run: Run) -> str:
 
 def table(runs: list[Run]) -> str:
     """One line for each algorithm and group size: mean and range over seeds at the end, and halfway."""
+    steps = list(runs[0].accuracies)
+    halfway = len(steps) // 2
     lines = [
-        f"| algorithm | generations | before | after {runs[0].steps // 2 * SAMPLES:,} samples | after "
-        f"{runs[0].steps * SAMPLES:,} | lowest and highest seed | seeds | s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| algorithm | generations | before | after {steps[halfway] * SAMPLES:,} samples | after "
+        f"{runs[0].steps * SAMPLES:,} | lowest and highest seed | seeds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for key in dict.fromkeys((run.algorithm, run.num_generations) for run in runs):
         of_key = [run for run in runs if (run.algorithm, run.num_generations) == key]
         curves = [list(run.accuracies.values()) for run in of_key]
-        first, middle, last = ([c[i] for c in curves] for i in (0, len(curves[0]) // 2, -1))
+        first, middle, last = ([c[i] for c in curves] for i in (0, halfway, -1))
         lines.append(
             f"| {key[0]} | {key[1]} | {statistics.mean(first):.1%} | {statistics.mean(middle):.1%} | "
-            f"{statistics.mean(last):.1%} | {min(last):.1%} to {max(last):.1%} | {len(of_key)} | "
-            f"{statistics.mean(run.seconds for run in of_key):.0f} |"
+            f"{statistics.mean(last):.1%} | {min(last):.1%} to {max(last):.1%} | {len(of_key)} |"
         )
     return "\n".join(lines)
 
@@ -134,6 +135,7 @@ def plot(runs: list[Run], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg" if file.suffix == ".svg" else "agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, not outlines
     from matplotlib import pyplot
 
     keys = list(dict.fromkeys((run.algorithm, run.num_generations) for run in runs))

@@ -34,7 +34,7 @@ from cohort.engine.loss import PolicyLoss
 from cohort.errors import OutOfStepError
 from cohort.metrics.memory import reset_resident_peak, resident
 from cohort.packing import pack
-from cohort.policy import Policy, load_policy, quiet_transformers
+from cohort.policy import LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.records import TrainSequence
 
 RESULT = "result: "  # before the JSON that a process prints for the one that started it
@@ -132,7 +132,7 @@ def write_model(shape: ModelShape, folder: Path) -> Path:
 def load(folder: Path, **model: Any) -> Policy:
     """The policy of a folder, with keys of the `model` section."""
     config = ModelConfig(path=str(folder), **model)
-    return load_policy(config, device=torch.device("cpu"), tokenizer=SimpleNamespace(pad_token_id=0))
+    return load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=SimpleNamespace(pad_token_id=0)))
 
 
 def spread(shortest: int, longest: int, count: int) -> list[int]:

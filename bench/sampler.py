@@ -24,7 +24,7 @@ from cohort.config import ModelConfig
 from cohort.data import PromptRenderer, build_prompts
 from cohort.demo import task
 from cohort.demo.base_model import BASE_PATH
-from cohort.policy import Policy, end_token_ids, load_policy
+from cohort.policy import LoadRequest, Policy, end_token_ids, load_policy
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
 
@@ -71,7 +71,8 @@ def main() -> None:
 
 
 def demo(model: str, tokenizer) -> tuple[Policy, tuple[Prompt, ...], int]:
-    policy = load_policy(ModelConfig(path=model), device=torch.device("cpu"), tokenizer=tokenizer, trainable=False)
+    config = ModelConfig(path=model)
+    policy = load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=tokenizer, trainable=False))
     rows = [{"question": problem.question} for problem in task.generate(0, 16)]
     renderer = PromptRenderer(tokenizer, prompt_column="question")
     return policy, build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts, 16

@@ -1,5 +1,6 @@
 """What ranks do together in the tests of the critic."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TrainEngine
 from cohort.metrics import PeakMemory
-from cohort.policy import Collectives, load_critic, load_policy, load_tokenizer
+from cohort.policy import Collectives, LoadRequest, load_critic, load_policy, load_tokenizer
 from cohort.records import Estimates, TrainSequence
 from cohort.rollout import Sampler
 from cohort.trainer.crew import Crew
@@ -57,9 +58,9 @@ def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: P
     collectives = Collectives()
     config = ModelConfig(path=model, dtype=dtype)
     tokenizer = load_tokenizer(config) if ranks.is_first else None
-    how: dict[str, Any] = {"device": CPU, "tokenizer": tokenizer, "ranks": ranks, "collectives": collectives}
+    request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=collectives)
     of_critic = config.model_copy(update={"path": str(checkpoint / CRITIC)}) if checkpoint else config
-    policy, critic = load_policy(config, **how), load_critic(of_critic, **how)
+    policy, critic = load_policy(request), load_critic(replace(request, config=of_critic))
     if checkpoint is None:
         head = critic.model.value_head.weight
         own = head.to_local() if hasattr(head, "to_local") else head  # one row, and most ranks have none

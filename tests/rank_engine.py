@@ -27,7 +27,7 @@ from cohort.config import (
 from cohort.distributed import Ranks
 from cohort.engine import TrainEngine, find_budget
 from cohort.packing import pack
-from cohort.policy import Collectives, Policy, activations, linear_logprobs, load_policy, load_tokenizer
+from cohort.policy import Collectives, LoadRequest, Policy, activations, linear_logprobs, load_policy, load_tokenizer
 from cohort.policy.activations import enable_offload
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
 
@@ -67,9 +67,10 @@ def make_engine(
     def load(path: str, *, trainable: bool) -> Policy:
         config = ModelConfig(path=path, **(precision or {"dtype": "float64"}))
         tokenizer = load_tokenizer(config) if ranks.is_first else None
-        return load_policy(
+        request = LoadRequest(
             config, device=CPU, tokenizer=tokenizer, trainable=trainable, ranks=ranks, collectives=collectives
         )
+        return load_policy(request)
 
     config = TrainConfig(**train)
     return TrainEngine(

@@ -1,7 +1,6 @@
 """What ranks do together in the tests of reading and of handing out weights."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,31 @@ import torch
 from cohort.config import ModelConfig
 from cohort.distributed import Ranks, Stopped
 from cohort.errors import UserError
-from cohort.policy import Collectives, Policy, load_policy, load_tokenizer, weights
+from cohort.policy import Collectives, LoadRequest, Policy, arrival, load_policy, load_tokenizer
 from cohort.policy.export import stream_weights, weight_specs
 
 CPU = torch.device("cpu")
+ARRIVE = arrival._arrive  # tests put another one in its place
 
 
-def counted_load(
-    ranks: Ranks, path: str, dtype: str, *, whole: bool = False, read_rows: Callable[..., None] = weights.read_rows
-) -> tuple[Policy, int]:
+def counted_load(ranks: Ranks, path: str, dtype: str, *, whole: bool = False) -> tuple[Policy, int]:
     """A policy, and the bytes that this rank has read for its shards; `whole`: as if the files had to be converted."""
     num_bytes = 0
 
-    def count(wanted: Any) -> None:
+    def count(places: Any, rows: Any) -> None:
         nonlocal num_bytes
         before = bytes_read()
-        read_rows(wanted)
+        ARRIVE(places, rows)
         num_bytes = bytes_read() - before
 
     config = ModelConfig(path=path, dtype=dtype)
     tokenizer = load_tokenizer(config) if ranks.is_first else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.policy.load.read_rows", count)
+        patch.setattr("cohort.policy.arrival._arrive", count)
         if whole:
             patch.setattr("cohort.policy.load.match", lambda *_: None)
-        policy = load_policy(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=Collectives())
+        request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=Collectives())
+        policy = load_policy(request)
     return policy, num_bytes
 
 
@@ -68,23 +67,27 @@ def run_loading_fails(ranks: Ranks, path: str, other: str, bad_rank: int) -> dic
     """One rank has its own copy of the model, in which a file is cut short between the check and the reading."""
     file = Path(other) / "model.safetensors"
 
-    def cut(wanted: Any) -> None:
+    def cut_and_fill(*how: Any) -> None:
         if ranks.rank == bad_rank:
             os.truncate(file, file.stat().st_size // 2)
-        weights.read_rows(wanted)
+        arrival.fill_shards(*how)
 
     said = ""
-    try:
-        counted_load(ranks, other if ranks.rank == bad_rank else path, "float32", read_rows=cut)
-    except (UserError, Stopped) as error:
-        said = f"{type(error).__name__}: {error}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cohort.policy.load.fill_shards", cut_and_fill)
+        try:
+            counted_load(ranks, other if ranks.rank == bad_rank else path, "float32")
+        except (UserError, Stopped) as error:
+            said = f"{type(error).__name__}: {error}"
     return {"said": ranks.gather(said)}
 
 
 def run_loading_elsewhere(ranks: Ranks, path: str, without: str) -> dict[str, Any]:
     """Only rank 0 sees the files."""
-    policy, num_bytes = counted_load(ranks, path if ranks.is_first else without, "float32")
-    return {"weights": policy.whole_weights(), "num_bytes": ranks.gather(num_bytes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cohort.policy.load.fill_shards", None)  # nobody reads its own rows
+        policy, _ = counted_load(ranks, path if ranks.is_first else without, "float32")
+    return {"weights": policy.whole_weights()}
 
 
 def run_export(ranks: Ranks, *paths: str) -> dict[str, Any]:

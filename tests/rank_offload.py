@@ -2,15 +2,16 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
-from cohort.config import AdamwConfig, Adamw8bitConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
+from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import TrainEngine
-from cohort.policy import Collectives, load_policy, load_tokenizer
-from rank_engine import CPU, STEPS, batches_of, step_sequences
+from cohort.policy import Collectives, LoadRequest, load_policy, load_tokenizer, sharding
+from rank_engine import CPU, MANY, STEPS, batches_of, gradient, nothing, out_of_memory_over, step_sequences
 
 BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
 # name -> the `optim` section, and the `model` section's dtypes
@@ -19,6 +20,8 @@ MODES: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
     "offloaded": (AdamwConfig(weight_decay=0.1, offload=True), {}),
     "mixed": (AdamwConfig(weight_decay=0.1), MIXED),
     "mixed, offloaded": (AdamwConfig(weight_decay=0.1, offload=True), MIXED),
+    "parameters": (AdamwConfig(weight_decay=0.1), {"parameter_offload": True}),
+    "mixed, parameters": (AdamwConfig(weight_decay=0.1), {**MIXED, "parameter_offload": True}),
     "sgd": (SgdConfig(momentum=0.9, weight_decay=0.1), {}),
     "sgd, offloaded": (SgdConfig(momentum=0.9, weight_decay=0.1, offload=True), {}),
     "8 bits": (Adamw8bitConfig(), {}),
@@ -29,19 +32,20 @@ MODES: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
 }
 
 
-def make_engine(model: str, ranks: Ranks, mode: str, **train: Any) -> TrainEngine:
+def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = True, **train: Any) -> TrainEngine:
     optim, dtypes = MODES[mode]
     config = ModelConfig(path=model, **dtypes)
-    policy = load_policy(
+    request = LoadRequest(
         config,
         device=CPU,
         tokenizer=load_tokenizer(config) if ranks.is_first else None,
         ranks=ranks,
         collectives=Collectives(),
         masters_on_host=optim.offload,
+        reshard_after_forward=reshard,
     )
     return TrainEngine(
-        policy,
+        load_policy(request),
         TrainConfig(**train),
         optim,
         micro_batch_tokens=10_000,
@@ -102,6 +106,44 @@ def run_resumed(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any
     return {"weights": whole_weights(engine)}
 
 
+def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
+    """The gradient of a step and the collectives that it took, by what happens to gathered weights; memory runs out."""
+    results: dict[str, Any] = {}
+    policies: tuple[bool | int, ...] = (True, False) if ranks.world_size < 4 else (True, False, 2)
+    for reshard in policies:
+        engine = make_engine(model, ranks, "adamw", reshard=reshard)
+        algorithm, sequences = step_sequences("dapo", MANY)
+        gathers: list[int] = []
+        with patch.object(sharding, "_all_gather", counted(sharding._all_gather, gathers)):
+            whole = gradient(engine, algorithm, sequences, ranks, 10_000)
+        streamed = gradient(engine, *step_sequences("dapo", *STEPS["long prompts"]), ranks, 20)
+        engine.micro_batch_tokens = 10_000
+        unlucky = ranks.rank == ranks.world_size - 1
+        with out_of_memory_over(30, "backward mlp 0", engine) if unlucky else nothing():
+            recovered = gradient(engine, algorithm, sequences, ranks, 10_000)
+        with torch.no_grad(), engine.policy.whole():  # as the sampler does, in between
+            pass
+        again = gradient(engine, algorithm, sequences, ranks, 10_000)
+        results[str(reshard)] = {
+            "gradients": [whole[1], recovered[1], again[1], streamed[1]],
+            "out of memory": recovered[0].num_out_of_memory,
+            "gathers": len(gathers),
+            "layers": len(engine.policy.model.model.layers),
+            "elements": sum(gathers),
+        }
+    return results
+
+
+def counted(call: Any, sizes: list[int]) -> Any:
+    """The same call, whose output's size is noted."""
+
+    def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(output.numel())
+        return call(output, *args, **kwargs)
+
+    return counting
+
+
 def _state(ranks: Ranks) -> TrainerState:
     return TrainerState(
         steps_done=2,
@@ -120,4 +162,5 @@ JOBS = {
     "trajectory": run_trajectory,
     "saved": run_saved,
     "resumed": run_resumed,
+    "resharding": run_resharding,
 }

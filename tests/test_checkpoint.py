@@ -31,7 +31,7 @@ from cohort.checkpoint import (
 )
 from cohort.config import ModelConfig
 from cohort.errors import TrainingError
-from cohort.policy import Policy, load_policy, load_tokenizer
+from cohort.policy import LoadRequest, Policy, load_policy, load_tokenizer
 from tiny import CHAT_TEMPLATE, make_policy, make_tokenizer, save_model_folder
 
 TOKENIZER = make_tokenizer()
@@ -77,7 +77,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_checkpoint_is_a_model_folder(tmp_path, kind, tie):
     source = ModelConfig(path=str(save_model_folder(tmp_path / "model", kind, tie=tie, seed=3)))
     own_tokenizer = load_tokenizer(source)
-    policy = load_policy(source, device=torch.device("cpu"), tokenizer=own_tokenizer)
+    policy = load_policy(LoadRequest(source, device=torch.device("cpu"), tokenizer=own_tokenizer))
     folder = save(tmp_path, 7, policy=policy, tokenizer=own_tokenizer)
     assert folder == tmp_path / "step-7"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -92,7 +92,7 @@ def test_a_checkpoint_is_a_model_folder(tmp_path, kind, tie):
     assert tokenizer("<user>say 1<end>")["input_ids"] == own_tokenizer("<user>say 1<end>")["input_ids"]
     assert tokenizer.chat_template == CHAT_TEMPLATE
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
-    again = load_policy(ModelConfig(path=str(folder)), device=torch.device("cpu"), tokenizer=tokenizer)
+    again = load_policy(LoadRequest(ModelConfig(path=str(folder)), device=torch.device("cpu"), tokenizer=tokenizer))
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), policy.model.parameters(), strict=True))
 
 

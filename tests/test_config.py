@@ -379,10 +379,9 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "rewards.0.use: overlong makes rewards negative, and algorithm.advantage: max_likelihood takes",
         ),
         (
-            {"algorithm": {"name": "gdpo"}, "rollout": {"resample": 2}},
-            "rollout.resample: 2 would replace groups that teach: advantage: per_reward_mean_std learns where the",
+            {"algorithm": {"name": "ppo"}, "rollout": {"resample": 1}},
+            "rollout.resample: 1 would replace groups that teach: advantage: gae learns where the",
         ),
-        ({"algorithm": {"name": "ppo"}, "rollout": {"resample": 1}}, "rollout.resample: 1 would replace groups that"),
         (
             {"hardware": {"device": "cuda:1", "processes": 2}},
             "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "

@@ -16,7 +16,7 @@ from cohort.cli.merge import merge as merge_command
 from cohort.config import AdapterConfig, ModelConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.packing import collate
-from cohort.policy import Policy, check_adapter, load_policy, load_tokenizer, merge
+from cohort.policy import LoadRequest, Policy, check_adapter, load_policy, load_tokenizer, merge
 from cohort.policy.activations import enable_gradient_checkpointing
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
@@ -55,12 +55,13 @@ def adapted(model: PreTrainedModel, *, seed: int = 3, **kind: Any) -> Adapter:
 
 def load(base: Path | str, *, reference: bool = False, seed: int = 0, dtype: str = "float32", **kind: Any) -> Policy:
     config = ModelConfig(path=str(base), dtype=dtype, adapter=AdapterConfig(**kind))
-    return load_policy(config, device=CPU, tokenizer=load_tokenizer(config), keep_reference=reference, seed=seed)
+    tokenizer = load_tokenizer(config)
+    return load_policy(LoadRequest(config, device=CPU, tokenizer=tokenizer, keep_reference=reference, seed=seed))
 
 
 def load_base(base: Path | str, dtype: str = "float32") -> Policy:
     config = ModelConfig(path=str(base), dtype=dtype)
-    return load_policy(config, device=CPU, tokenizer=load_tokenizer(config), trainable=False)
+    return load_policy(LoadRequest(config, device=CPU, tokenizer=load_tokenizer(config), trainable=False))
 
 
 def some_logprobs(policy: Policy) -> torch.Tensor:
@@ -358,7 +359,7 @@ def test_full_rank_reaches_what_training_all_weights_reaches(tmp_path: Path):
 
     folder = save_model_folder(tmp_path / "base", tie=False)
     config = ModelConfig(path=str(folder))
-    full = fit(load_policy(config, device=CPU, tokenizer=load_tokenizer(config)), 3e-3)
+    full = fit(load_policy(LoadRequest(config, device=CPU, tokenizer=load_tokenizer(config))), 3e-3)
     targets = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
     lora = fit(load(folder, rank=32, alpha=32, targets=targets), 3e-3)
     assert full < 0.1 and lora < 1.1 * full

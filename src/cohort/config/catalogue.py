@@ -22,6 +22,7 @@ class Component:
     needs_critic: bool = False  # it looks at values
     token_returns: bool = False  # it looks at token rewards, which differ along a completion with kl_in: reward
     learns_from_equal: bool = False  # a group of equal rewards may have advantages other than 0
+    judges_parts: bool = False  # that is so where one of several rewards is not equal, whatever their sum is
     takes_negative: bool = True  # rewards
     no_kl_in_reward: str | None = None  # why not
     one_advantage: bool = False  # a loss of whole completions, for which advantages of single tokens come to their mean
@@ -78,7 +79,7 @@ ADVANTAGES: dict[str, Component] = {
         source="arXiv:2601.05242",
         keys=STD,
         min_generations=2,
-        learns_from_equal=True,
+        judges_parts=True,
         no_kl_in_reward="it looks at each reward by itself, and the penalty is none of them",
     ),
     "max_likelihood": Component(

@@ -6,6 +6,11 @@ from pydantic import Field, model_validator
 
 from cohort.config.section import Section
 
+MUON_ON_HOST = (
+    "updates would be made on the host, and Muon's takes 15 products of each whole matrix, which a processor needs "
+    "minutes for; use adamw, adamw_8bit or sgd, or leave the state on the GPU"
+)
+
 
 class ParameterGroup(Section):
     """Weights that learn otherwise than the rest."""
@@ -30,8 +35,8 @@ class BaseOptimConfig(Section):
     groups: tuple[ParameterGroup, ...] = Field((), description="Weights that learn otherwise than the rest.")
     offload: bool = Field(
         False,
-        description="Keep the weights in `model.dtype` and the optimizer's state in host memory, and update them there; "
-        "the GPU keeps a copy of the weights in `model.compute_dtype`. On GPUs; not with muon, nor with an adapter.",
+        description="Keep the weights in `model.dtype` and the optimizer's state in host memory, and update them "
+        "there; the GPU keeps a copy of the weights in `model.compute_dtype`. On GPUs; not with muon, nor with an adapter.",
     )
 
 
@@ -48,8 +53,8 @@ class RoundedConfig(BaseOptimConfig):
     def _rounds_once(self) -> Self:
         if self.stochastic_rounding and self.offload:
             raise ValueError(
-                "stochastic_rounding is for bfloat16 weights without a wider copy, and offload: true has room for one in "
-                "host memory; remove stochastic_rounding, and use model.dtype: float32"
+                "stochastic_rounding is for bfloat16 weights without a wider copy, and offload: true has room for one "
+                "in host memory; remove stochastic_rounding, and use model.dtype: float32"
             )
         return self
 
@@ -99,10 +104,7 @@ class MuonConfig(AdamConfig):
     @model_validator(mode="after")
     def _updates_on_the_gpu(self) -> Self:
         if self.offload:
-            raise ValueError(
-                "offload: true updates weights on the host, and muon's update is some 15 products of each whole matrix, "
-                "which take a processor minutes; use name: adamw or adamw_8bit with it, or offload: false"
-            )
+            raise ValueError(f"offload: true with name: muon: {MUON_ON_HOST}")
         return self
 
 

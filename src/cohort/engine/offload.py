@@ -6,8 +6,8 @@ own memory, which is several times the bus's.
 
 torchao has a `CPUOffloadOptimizer`. It does not serve here: it copies a gradient when backward has made it, before the
 norm of all gradients is known, so that nothing would be clipped; its masters have the dtype of the copy; its state is
-not by name, so that another number of ranks could not go on with it; and it exists on GPUs only, so that a CPU could not
-test it.
+not by name, so that another number of ranks could not go on with it; and it exists on GPUs only, so that nothing else
+could test it.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
 """Metrics of scored groups. P prompts, G generations each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cohort.records import ScoredGroup
+from cohort.records import FloatArray, ScoredGroup
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -17,7 +17,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     judged_PG = ~np.isnan(rewards_PG)
     metrics = {
         "reward": _mean(rewards_PG[judged_PG]),
-        "reward_std": float(np.mean([_reward_std(group) for group in groups])),
+        "reward_std": float(np.mean([_std(group.rewards) for group in groups])),
         "frac_reward_zero_std": float(np.mean([has_equal_rewards(group) for group in groups])),
         "frac_unjudged": float(1 - judged_PG.mean()),
     }
@@ -29,18 +29,18 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return metrics | _length_metrics(groups)
 
 
-def has_equal_rewards(group: ScoredGroup) -> bool:
-    """Whether all judged rewards of a group are the same, to rounding.
+def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
+    """Whether all judged rewards of a group are the same, to rounding: their sums, and each of `parts` by itself.
 
     Advantages that compare a completion's reward with its group's are 0 then; the others may still teach (`gae`,
-    `batch_mean_std`, and `per_reward_mean_std` where only the sum of the rewards is the same).
+    `batch_mean_std`, and `per_reward_mean_std` where a part differs).
     """
-    return _reward_std(group) < 1e-8
+    return all(_std(values_G) < 1e-8 for values_G in (group.rewards, *(group.reward_parts[name] for name in parts)))
 
 
-def _reward_std(group: ScoredGroup) -> float:
-    """The unbiased standard deviation of the judged rewards; 0 where fewer than two were judged."""
-    judged = group.rewards[~np.isnan(group.rewards)]
+def _std(values_G: FloatArray) -> float:
+    """The unbiased standard deviation of what was judged; 0 where fewer than two were."""
+    judged = values_G[~np.isnan(values_G)]
     return float(np.std(judged, ddof=1)) if len(judged) > 1 else 0.0
 
 

@@ -11,7 +11,15 @@ from cohort.plan.critic import critic_shape
 from cohort.plan.defaults import compute_dtype, memory_share
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, Rows, check_host_memory, group_share_tokens, plan_layout, plan_rows
+from cohort.plan.layout import (
+    Layout,
+    Rows,
+    check_host_memory,
+    check_resharding,
+    group_share_tokens,
+    plan_layout,
+    plan_rows,
+)
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, critic_work, plan_memory
 from cohort.plan.optimizer import check_spread
 from cohort.plan.shape import ModelShape
@@ -150,6 +158,7 @@ def predict_run(
     layout = layout or plan_layout(config, shape, hardware)
     check_spread(config.optim, layout.num_training)
     check_host_memory(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
+    check_resharding(config, layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)

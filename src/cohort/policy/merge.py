@@ -108,7 +108,7 @@ def _merged(tensor: _Written, model: Any, spec: AdapterSpec, weights: Mapping[st
     if dtype is None or tensor.module is None:
         return read_bytes(tensor.source)
     base = torch.empty(tensor.source.shape, dtype=torch.promote_types(dtype, torch.float32))
-    read_rows([(tensor.source, base, 0)])
+    read_rows(tensor.source, base, 0)
     key = f"{PREFIX}{tensor.module}.lora_"
     is_embedding = isinstance(model.get_submodule(tensor.module), nn.Embedding)
     if is_embedding:

@@ -158,9 +158,10 @@ class Policy:
         """
         if self.adapter is not None:
             return self.adapter.whole_weights()
-        if self.sharding is None and self.masters is None:
+        held = self.masters or self.sharding
+        if held is None:
             return None
-        weights = (self.masters or self.sharding).whole_weights()
+        weights = held.whole_weights()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 

@@ -1,6 +1,6 @@
 """A model before its weights: built without memory for them, and matched with the tensors of its files."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.policy.weights import INDEX, SINGLE, StoredTensor, read_rows, stored_weights
+from cohort.policy.weights import INDEX, SINGLE, StoredTensor, stored_weights
 
 VALUE_HEAD = "value_head"  # of a critic; a model that is none has no weights for it
 # peft's names of what it adds to a layer, which it puts around the model's own as `base_layer`
@@ -126,35 +126,6 @@ def _check_shapes(wanted: Mapping[str, Tensor], places: Mapping[str, StoredTenso
                 f"model.path: {places[name].file}: {name} is {stored} in its file and {own} by config.json; weights "
                 f"and config.json are of different models"
             )
-
-
-def fill_model(model: Any, places: Mapping[str, StoredTensor], device: torch.device) -> None:
-    """Give an empty model its weights, one after another, with the model's dtype.
-
-    Args:
-        model: from `empty_model`; it may have lost layers since.
-        places: of at least its tensors; one without a place becomes 0.
-        device: where the weights and the buffers go.
-
-    Raises:
-        UserError: a file ends too early.
-    """
-    for parameter in model.parameters():  # tied ones once, and they stay tied
-        memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, memory)
-    model.to(device)
-    read_rows(rows_to_read(places, ((name, tensor, 0) for name, tensor in saved_tensors(model))))
-
-
-def rows_to_read(
-    places: Mapping[str, StoredTensor], rows: Iterable[tuple[str, Tensor, int]]
-) -> Iterator[tuple[StoredTensor, Tensor, int]]:
-    """What to read of tensors' rows (name, place, number of the first row); rows that are stored nowhere become 0."""
-    for name, into, first_row in rows:
-        if name in places:
-            yield places[name], into, first_row
-        else:
-            into.detach().zero_()
 
 
 def saved_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -95,21 +95,34 @@ def digest(weights: Mapping[str, StoredTensor]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def read_rows(wanted: Iterable[tuple[StoredTensor, Tensor, int]]) -> None:
-    """Read rows into their places, one tensor after another, with the dtype and device of the place.
+def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
+    """Read rows of a tensor, with the dtype and device of where they go.
 
-    No more than one place's bytes are held besides the places, and nothing where a place is in host memory and has the
-    file's dtype.
+    Their bytes are held once more, and not even that where they go to host memory with the file's dtype.
 
     Args:
-        wanted: of each tensor the place [rows, ...] and the number of its first row.
+        stored: where the tensor lies; its dtype is known to torch.
+        into: [rows, ...], or the whole tensor.
+        first_row: number of the first.
 
     Raises:
-        UserError: a file ends too early or cannot be read.
+        UserError: the file ends too early or cannot be read.
     """
-    for stored, into, first_row in wanted:
-        if into.numel():  # some ranks have no rows of a small one
-            _read_rows_of(stored, into.detach(), first_row)
+    assert stored.dtype is not None and into.shape[1:] == stored.shape[1:]
+    if not into.numel():  # some ranks have no rows of a small one
+        return
+    into = into.detach()
+    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
+    rows = into if direct else torch.empty(into.shape, dtype=stored.dtype)
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start + first_row * row_bytes)
+            _fill(file, rows.reshape(-1).view(torch.uint8))
+    except OSError as error:
+        raise UserError(f"model.path: {stored.file}: cannot be read: {error}") from error
+    if not direct:
+        into.copy_(rows)
 
 
 def read_bytes(stored: StoredTensor) -> Tensor:
@@ -149,21 +162,6 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _read_rows_of(stored: StoredTensor, into: Tensor, first_row: int) -> None:
-    assert stored.dtype is not None and into.shape[1:] == stored.shape[1:]
-    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
-    rows = into if direct else torch.empty(into.shape, dtype=stored.dtype)
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start + first_row * row_bytes)
-            _fill(file, rows.reshape(-1).view(torch.uint8))
-    except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot be read: {error}") from error
-    if not direct:
-        into.copy_(rows)
 
 
 def _fill(file: Any, place: Tensor) -> None:

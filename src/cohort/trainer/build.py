@@ -1,7 +1,7 @@
 """Building what every rank has: the models, and everything that uses them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from cohort.metrics import PeakMemory
 from cohort.policy import (
     Collectives,
     Critic,
+    LoadRequest,
     Policy,
     end_token_ids,
     load_critic,
@@ -53,15 +54,18 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         Stopped: on the other ranks then.
     """
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
+    resharding = config.hardware.reshard_after_forward
     ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
     _check_folder_is_shared(order.folder, ranks)
-    how = dict[str, Any](
+    request = LoadRequest(
+        config.model,
         device=device,
         tokenizer=tokenizer,
         ranks=ranks,
         collectives=Collectives(),
         longest_sequence_tokens=order.longest_sequence_tokens,
         masters_on_host=config.optim.offload,
+        reshard_after_forward=True if resharding == "auto" else resharding,
     )
     algorithm = build_algorithm(
         config.algorithm,
@@ -69,10 +73,10 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
         value_clip=critic_config.value_clip,
     )
-    policy = _load_policy(config, algorithm, order, how)
+    policy = load_policy(_of_policy(request, config, algorithm, order))
     ranks.first(lambda: _check_head(config, policy))
-    reference = build_reference(config, algorithm, policy, partial(load_policy, **how))
-    critic = _load_critic(config, critic_config, policy, order, how) if algorithm.critic else None
+    reference = build_reference(config, algorithm, policy, request)
+    critic = _load_critic(critic_config, policy, order, request) if algorithm.critic else None
     ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
     crew = Crew(
         ranks=ranks,
@@ -92,20 +96,19 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     return crew
 
 
-def _load_critic(
-    config: Config, critic_config: CriticConfig, policy: Policy, order: BuildOrder, how: dict[str, Any]
-) -> Critic:
+def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder, request: LoadRequest) -> Critic:
     """The critic, of the checkpoint or of where it begins.
 
     Raises:
         UserError: on rank 0, where it cannot be used.
         Stopped: on the other ranks then.
     """
-    own = critic_config.path or config.model.path
+    own = critic_config.path or request.config.path
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
         # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        critic = load_critic(config.model.model_copy(update={"path": path, "adapter": None}), **how)
+        config = request.config.model_copy(update={"path": path, "adapter": None})
+        critic = load_critic(replace(request, config=config))
     except UserError as error:
         if critic_config.path is None:
             raise
@@ -119,7 +122,7 @@ def _load_critic(
                 f"have the same tokenizer"
             )
 
-    how["ranks"].first(check)
+    request.ranks.first(check)
     return critic
 
 
@@ -182,17 +185,16 @@ def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, update
     return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
 
 
-def _load_policy(config: Config, algorithm: Algorithm, order: BuildOrder, how: dict[str, Any]) -> Policy:
-    """The policy, of the checkpoint or of where it begins."""
+def _of_policy(request: LoadRequest, config: Config, algorithm: Algorithm, order: BuildOrder) -> LoadRequest:
+    """The request for the policy, of the checkpoint or of where it begins."""
     if config.model.adapter is None:
         path = config.model.path if order.checkpoint is None else str(order.checkpoint)
-        return load_policy(config.model.model_copy(update={"path": path}), **how)
-    return load_policy(
-        config.model,
+        return replace(request, config=config.model.model_copy(update={"path": path}))
+    return replace(
+        request,
         adapter_checkpoint=order.checkpoint,
         keep_reference=_looks_at_reference(algorithm),
         seed=config.train.seed,
-        **how,
     )
 
 
@@ -201,20 +203,20 @@ def _looks_at_reference(algorithm: Algorithm) -> bool:
     return algorithm.needs_reference or "reference_logprobs" in algorithm.estimates
 
 
-def build_reference(config: Config, algorithm: Algorithm, policy: Policy, load: Callable[..., Policy]) -> Policy | None:
+def build_reference(config: Config, algorithm: Algorithm, policy: Policy, request: LoadRequest) -> Policy | None:
     """The model that a KL divergence is measured from: the one that the run began with; None where nothing asks for it.
 
     Args:
         config: of the run.
         algorithm: may look at a reference.
         policy: of the run; under an adapter it is the reference too.
-        load: makes a policy of a `model` section.
+        request: for the model that the run began with.
     """
     if not _looks_at_reference(algorithm):
         return None
     if config.model.adapter is not None:
         return policy.as_reference()
-    reference = load(config.model, trainable=False)
+    reference = load_policy(replace(request, trainable=False))
     if config.reference is not None and config.reference.device == "cpu":
         reference.park()
     return reference

@@ -5,7 +5,15 @@ from pathlib import Path
 
 from cohort.config import Config
 from cohort.evaluation import EvalResult, evaluate
-from cohort.policy import check_vocabulary, end_token_ids, load_policy, load_tokenizer, resolve_device, with_base
+from cohort.policy import (
+    LoadRequest,
+    check_vocabulary,
+    end_token_ids,
+    load_policy,
+    load_tokenizer,
+    resolve_device,
+    with_base,
+)
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, Sampler
 from cohort.trainer.inputs import (
@@ -39,7 +47,7 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     tokenizer = load_tokenizer(config.model)
     evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
     check_eval_lengths(config, evaluation)
-    policy = load_policy(config.model, device=device, tokenizer=tokenizer, trainable=False)
+    policy = load_policy(LoadRequest(config.model, device=device, tokenizer=tokenizer, trainable=False))
     check_vocabulary(policy, evaluation.prompts)
     ends = end_token_ids(policy, tokenizer)
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=config.rollout.max_num_seqs)

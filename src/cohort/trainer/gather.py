@@ -20,7 +20,7 @@ class Gathered:
     """What was sampled for a step."""
 
     groups: Sequence[ScoredGroup]  # [P] that are trained on
-    replaced: Sequence[ScoredGroup]  # that are not, because their rewards are all equal and others took their places
+    replaced: Sequence[ScoredGroup]  # that are not, because they teach nothing and others took their places
     metrics: Mapping[str, float]
 
     @property
@@ -32,7 +32,15 @@ class Gathered:
 class Gatherer:
     """Prompts to scored groups."""
 
-    def __init__(self, prefetcher: Prefetcher, rewards: RewardRunner, *, prompts_per_step: int, max_rounds: int):
+    def __init__(
+        self,
+        prefetcher: Prefetcher,
+        rewards: RewardRunner,
+        *,
+        prompts_per_step: int,
+        max_rounds: int,
+        reward_parts: Sequence[str] = (),
+    ):
         """With `max_rounds` 0 every group is trained on.
 
         Args:
@@ -41,11 +49,13 @@ class Gatherer:
             prompts_per_step: P.
             max_rounds: how often a step asks for more groups, in the place of those whose rewards are all equal
                 (dynamic sampling: DAPO, arXiv:2503.14476).
+            reward_parts: rewards that each have to be equal as well, for an advantage that looks at them one by one.
         """
         self.prefetcher = prefetcher
         self._rewards = rewards
         self._prompts_per_step = prompts_per_step
         self._max_rounds = max_rounds
+        self._reward_parts = reward_parts
 
     def gather(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> Gathered:
         """The groups of a step, P of them whatever their rewards are, in the order in which they were there.
@@ -61,7 +71,7 @@ class Gatherer:
         sampled: list[ScoredGroup] = []
         counts: Counter[str] = Counter()
         for round_number in range(self._max_rounds + 1):
-            missing = self._prompts_per_step - sum(not has_equal_rewards(group) for group in sampled)
+            missing = self._prompts_per_step - sum(map(self._teaches, sampled))
             if missing == 0:
                 break
             with phase("rollout"):
@@ -69,7 +79,7 @@ class Gatherer:
             with phase("reward"):  # that nothing can be judged shows in a whole step, and may be chance in a few groups
                 sampled += self._rewards.score(groups, must_judge=round_number == 0)
             counts.update(self._rewards.counts())
-        trained, replaced = _choose(sampled, self._prompts_per_step)
+        trained, replaced = self._choose(sampled)
         return Gathered(
             groups=trained,
             replaced=replaced,
@@ -79,6 +89,24 @@ class Gatherer:
                 **self._metrics(trained, num_replaced=len(replaced)),
             },
         )
+
+    def _teaches(self, group: ScoredGroup) -> bool:
+        return not has_equal_rewards(group, parts=self._reward_parts)
+
+    def _choose(self, sampled: Sequence[ScoredGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+        """The groups that teach something, filled up to P with the first of the others; and the rest of those."""
+        room = self._prompts_per_step - sum(map(self._teaches, sampled))
+        chosen: list[ScoredGroup] = []
+        rest: list[ScoredGroup] = []
+        for group in sampled:
+            if self._teaches(group):
+                chosen.append(group)
+            elif room > 0:
+                room -= 1
+                chosen.append(group)
+            else:
+                rest.append(group)
+        return chosen, rest
 
     def _metrics(self, trained: Sequence[ScoredGroup], *, num_replaced: int) -> dict[str, float]:
         staleness = [self.prefetcher.staleness(group.completions) for group in trained]
@@ -116,20 +144,11 @@ def build_gatherer(
         max_staleness=rollout.max_staleness if isinstance(rollout, VllmRolloutConfig) else 0,
         drop_stale=isinstance(rollout, VllmRolloutConfig) and rollout.stale_completions == "drop",
     )
-    return Gatherer(prefetcher, rewards, prompts_per_step=plan.prompts_per_step, max_rounds=rollout.resample)
-
-
-def _choose(sampled: Sequence[ScoredGroup], count: int) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-    """The groups that teach something, filled up to `count` with the first of the others; and the rest of those."""
-    room = count - sum(not has_equal_rewards(group) for group in sampled)
-    chosen: list[ScoredGroup] = []
-    rest: list[ScoredGroup] = []
-    for group in sampled:
-        if not has_equal_rewards(group):
-            chosen.append(group)
-        elif room > 0:
-            room -= 1
-            chosen.append(group)
-        else:
-            rest.append(group)
-    return chosen, rest
+    by_part = any(part.judges_parts for part in config.algorithm.components())
+    return Gatherer(
+        prefetcher,
+        rewards,
+        prompts_per_step=plan.prompts_per_step,
+        max_rounds=rollout.resample,
+        reward_parts=[name for name, weight in rewards.weights.items() if weight] if by_part else (),
+    )

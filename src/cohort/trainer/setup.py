@@ -15,7 +15,7 @@ from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.plan import RunPlan
-from cohort.plan.layout import check_host_memory
+from cohort.plan.layout import check_host_memory, check_resharding
 from cohort.policy import (
     Policy,
     check_offload,
@@ -105,6 +105,7 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
     check_host_memory(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
+    check_resharding(config, ranks.world_size)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
