@@ -36,7 +36,8 @@ class BaseOptimConfig(Section):
     offload: bool = Field(
         False,
         description="Keep the weights in `model.dtype` and the optimizer's state in host memory, and update them "
-        "there; the GPU keeps a copy of the weights in `model.compute_dtype`. On GPUs; not with muon, nor with an adapter.",
+        "there; the GPU keeps a copy of the weights in `model.compute_dtype`. On GPUs; not with muon, nor with an "
+        "adapter.",
     )
 
 

@@ -44,8 +44,8 @@ class ModelConfig(Section):
     parameter_offload: bool = Field(
         False,
         description="Keep weights, gradients and the optimizer's state in host memory (GPUs only); each layer's "
-        "weights visit the GPU when it computes, in forward and in backward, and updates are made on the host. In place of "
-        "`optim.offload`; not with muon.",
+        "weights visit the GPU when it computes, in forward and in backward, and updates are made on the host. In "
+        "place of `optim.offload`; not with muon.",
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
@@ -136,8 +136,8 @@ class HardwareConfig(Section):
         "auto",
         description="With several processes: whether a layer's gathered weights are freed after its forward pass and "
         "gathered again in backward (true), or stay from forward to backward (false: no second gathering, and the "
-        "whole model in `model.compute_dtype` on every GPU). A number N that divides the processes: they stay, spread over N "
-        "neighbours. auto: true.",
+        "whole model in `model.compute_dtype` on every GPU). A number N that divides the processes: they stay, spread "
+        "over N neighbours. auto: true.",
     )
     timeout_s: float = Field(
         600.0,

@@ -57,6 +57,9 @@ class Work:
     adapter: AdapterShape | None = None  # None: every weight is trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
     reference_visits: bool = False  # from host memory, while it is computed with
+    masters_on_host: bool = False  # and the optimizer's state; weights are kept as they are computed with
+    parameters_on_host: bool = False  # and gradients, and the optimizer's state
+    reshard_after_forward: bool | int = True  # False: gathered layers stay; a number: spread over so many
     critic: "Work | None" = None  # of a second model, of `critic_work`
 
     @property
@@ -68,6 +71,16 @@ class Work:
     def trained_bytes(self) -> int:
         """Of one trained number, of its gradient and of each of its moments."""
         return self.weight_bytes if self.adapter is None else max(ADAPTER_BYTES, self.weight_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of one weight that is always on the GPU."""
+        return 0 if self.parameters_on_host else self.compute_bytes if self.masters_on_host else self.weight_bytes
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers are put together when they compute, and freed."""
+        return self.processes > 1 or self.parameters_on_host
 
     @property
     def trained_parameters(self) -> int:
@@ -132,7 +145,7 @@ class MemoryPlan:
 def plan_memory(work: Work) -> MemoryPlan:
     """What each phase of a step needs, by part."""
     always, models = _always(work), work.models
-    gradients = [{"gradients": _shard(model, model.trained_parameters, model.trained_bytes)} for model in models]
+    gradients = [{"gradients": _gradient_bytes(model)} for model in models]
     backward = [{**own, **_backward(model)} for own, model in zip(gradients, models, strict=True)]
     largest = work.shape.embedding_parameters
     return MemoryPlan(
@@ -156,7 +169,27 @@ def _shard(work: Work, parameters: int, bytes_each: int) -> int:
     return -(-bytes_each * parameters // work.processes)
 
 
+def _gradient_bytes(work: Work) -> int:
+    return 0 if work.parameters_on_host else _shard(work, work.trained_parameters, work.trained_bytes)
+
+
+def host_bytes(work: Work) -> int:
+    """What waits in host memory of all models of one process, but for copies on their way."""
+    masters_and_moments = sum(
+        _shard(model, model.trained_parameters, model.trained_bytes) + _moment_bytes(model) for model in work.models
+    )
+    if work.parameters_on_host:
+        frozen = work.shape.num_parameters * (work.adapter is not None) + work.has_reference * work.trained_parameters
+        gradients = sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in work.models)
+        return masters_and_moments + gradients + _shard(work, frozen, work.weight_bytes)
+    return masters_and_moments if work.masters_on_host else 0
+
+
 def _optimizer_bytes(work: Work) -> int:
+    return 0 if work.masters_on_host or work.parameters_on_host else _moment_bytes(work)
+
+
+def _moment_bytes(work: Work) -> int:
     """Of the process with the most: rows of each weight are spread over them."""
     of = work.adapter or work.shape
 
@@ -171,16 +204,16 @@ def _optimizer_bytes(work: Work) -> int:
 
 
 def _always(work: Work) -> dict[str, int]:
-    parts = {"weights": _shard(work, work.shape.num_parameters, work.weight_bytes)}
+    parts = {"weights": _shard(work, work.shape.num_parameters, work.held_bytes)}
     if work.adapter is not None:
-        parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
+        parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes * (not work.parameters_on_host))
     parts["optimizer state"] = _optimizer_bytes(work)
     if work.critic is not None:
-        parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.weight_bytes)
+        parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.held_bytes)
         parts["critic optimizer"] = _optimizer_bytes(work.critic)
     if work.has_reference:
         kept = work.trained_parameters  # of an adapter, what it was at the start
-        parts["reference weights"] = _shard(work, kept, work.trained_bytes)
+        parts["reference weights"] = _shard(work, kept, work.held_bytes if work.adapter is None else work.trained_bytes)
     if work.on_gpu:
         context = CUDA_BYTES if work.framework_bytes is None else work.framework_bytes
         parts["framework"] = context + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
@@ -209,7 +242,7 @@ def _sampling(work: Work) -> dict[str, int]:
     if not work.sampled_sequences:
         return {}
     shape, a = work.shape, work.compute_bytes
-    copied = work.processes > 1 or a != work.weight_bytes
+    copied = work.gathers or a != work.held_bytes
     return {
         "gathered weights": a * shape.num_parameters * copied,
         "keys and values": shape.kv_bytes(a) * work.sampled_tokens,
@@ -296,7 +329,7 @@ def _forward_only_bytes(work: Work) -> int:
 
 
 def _autocasts(work: Work) -> bool:
-    return work.processes == 1 and work.compute_bytes != work.weight_bytes
+    return not work.gathers and work.compute_bytes != work.held_bytes
 
 
 # Weights that are gathered, and the gradients of them
@@ -305,13 +338,24 @@ def _autocasts(work: Work) -> bool:
 def _gathered(work: Work, *, backward: bool) -> int:
     """Copies of weights: gathered ones of FSDP2, or what autocast casts them to."""
     shape, a = work.shape, work.compute_bytes
-    if work.processes > 1:
-        return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters)
+    if work.gathers:
+        visiting = _shard(
+            work, shape.layer_parameters, work.weight_bytes * work.parameters_on_host
+        )  # before it is cast
+        return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters) + visiting + _stays(work)
     if not _autocasts(work):
         return 0
     if backward and not work.checkpointing:
         return a * shape.layers * shape.layer_parameters
     return a * shape.layer_parameters
+
+
+def _stays(work: Work) -> int:
+    """Of layers that are not computed with at the moment, what is gathered all the same."""
+    others = work.compute_bytes * max(0, work.shape.layers - 2) * work.shape.layer_parameters
+    if isinstance(work.reshard_after_forward, bool):
+        return 0 if work.reshard_after_forward else others
+    return others // work.reshard_after_forward
 
 
 def head_bytes(work: Work, *, backward: bool) -> int:
@@ -341,7 +385,9 @@ def head_bytes(work: Work, *, backward: bool) -> int:
 def _head_gradient(work: Work) -> int:
     """From the head's backward to the end: in the dtype in which the head's weight is there."""
     parameters = work.trained_head_parameters
-    gradient = parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
+    gradient = parameters * (work.compute_bytes if work.gathers or work.masters_on_host else work.trained_bytes)
+    if work.masters_on_host and not work.gathers:  # cast before it is added
+        gradient += parameters * work.trained_bytes
     return gradient + 4 * parameters * work.gradients_in_forward
 
 
@@ -354,19 +400,19 @@ def _backward(work: Work) -> dict[str, int]:
     passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
     kept = activations - passing - again
     at_head = kept + last_norm
-    outer_only = a * shape.outer_parameters * (work.processes > 1)
+    outer_only = (a * shape.outer_parameters + _stays(work)) * work.gathers
     # most models have wider MLPs than attention; of the others attention's backward is the peak
     at_attention = activations - passing + (_attention_passing(work) - _mlp_bytes_per_token(work)) * work.row_tokens
     activations = max(activations, at_attention)
     candidates = [
         {
-            "gathered weights": gathered if work.processes == 1 else outer_only,
+            "gathered weights": outer_only if work.gathers else gathered,
             "activations": at_head,
             "logprob head": head + head_bytes(work, backward=True),
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]
-    if work.processes > 1:
+    if work.gathers:
         # what the outer weights were received in is freed after the first layer has come
         layer = work.trained_layer_parameters
         first = 2 * a * (shape.outer_parameters + shape.layer_parameters + layer)

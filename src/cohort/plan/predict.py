@@ -20,7 +20,16 @@ from cohort.plan.layout import (
     plan_layout,
     plan_rows,
 )
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, critic_work, plan_memory
+from cohort.plan.memory import (
+    ASLEEP_BYTES,
+    CUDA_BYTES,
+    NCCL_BYTES,
+    MemoryPlan,
+    Work,
+    critic_work,
+    host_bytes,
+    plan_memory,
+)
 from cohort.plan.optimizer import check_spread
 from cohort.plan.shape import ModelShape
 from cohort.plan.timing import Number, plan_timing
@@ -67,6 +76,11 @@ class Plan:
             )
         if self.work.adapter is not None and self.work.adapter.note is not None:
             notes.append(self.work.adapter.note)
+        if waiting := host_bytes(self.work):
+            notes.append(
+                f"{waiting / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "
+                f"weights, the optimizer's state" + " and gradients" * self.work.parameters_on_host
+            )
         return tuple(notes)
 
     @property
@@ -204,6 +218,7 @@ def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layou
 
 def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, rows: Rows) -> Work:
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
+    resharding = config.hardware.reshard_after_forward
     vllm_bytes = sampled = sampled_tokens = 0
     if isinstance(rollout, VllmRolloutConfig):
         if layout.shared:
@@ -232,6 +247,9 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
+        masters_on_host=config.optim.offload,
+        parameters_on_host=model.parameter_offload,
+        reshard_after_forward=True if resharding == "auto" or layout.num_training == 1 else resharding,
     )
     second = critic_shape(config, shape)
     return work if second is None else replace(work, critic=critic_work(work, second))
