@@ -152,6 +152,10 @@ def parsed(**sections: Any) -> Config:
     ("sections", "expected"),
     [
         ({"optim": {"offload": True}, "model": {"adapter": {"rank": 4}}}, "its state is small beside the model"),
+        (
+            {"model": {"adapter": {"rank": 4}, "parameter_offload": True}},
+            "bring the frozen weights from host memory twice",
+        ),
         ({"optim": {"offload": True, "stochastic_rounding": True}}, "remove stochastic_rounding, and use model.dtype"),
         ({"optim": {"offload": True, "name": "muon"}}, "15 products of each whole matrix"),
         ({"optim": {"name": "muon"}, "model": {"parameter_offload": True}}, "15 products of each whole matrix"),

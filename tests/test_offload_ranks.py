@@ -73,7 +73,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_exactly_with_two(two: Results, mode: 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, two: Results, mode: str, bound: float):
     with torch.compiler.set_stance("force_eager"):
         resumed = run_resumed(ALONE, str(folder / "model"), mode, str(folder / "checkpoints"))
-    print(mode, furthest(resumed["weights"] , two[f"saved {mode}"]["weights"]))
+    print(mode, furthest(resumed["weights"], two[f"saved {mode}"]["weights"]))
     assert furthest(resumed["weights"], two[f"saved {mode}"]["weights"]) < bound
 
 

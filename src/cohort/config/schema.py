@@ -303,6 +303,11 @@ class Config(Section):
             )
         if not self.model.parameter_offload:
             return self
+        if self.model.adapter is not None:
+            raise ValueError(
+                "model.parameter_offload: true with model.adapter: every micro-batch would bring the frozen weights "
+                "from host memory twice; use model.dtype: bfloat16, which halves them, and remove model.parameter_offload"
+            )
         if self.optim.offload:
             raise ValueError(
                 "optim.offload has no effect with model.parameter_offload: true, which has the optimizer's state in "

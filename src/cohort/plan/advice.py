@@ -101,7 +101,9 @@ def _state_on_host(config: Config, plan: Plan) -> Iterator[Changes]:
 
 
 def _weights_on_host(config: Config, plan: Plan) -> Iterator[Changes]:
-    if plan.hardware.on_gpu and config.optim.name != "muon" and not config.optim.offload and config.reference is None:
+    is_on_host = config.optim.offload or config.model.parameter_offload
+    cannot = config.optim.name == "muon" or config.model.adapter is not None or config.reference is not None
+    if plan.hardware.on_gpu and not is_on_host and not cannot:
         yield {"model.parameter_offload": True}
 
 

@@ -179,9 +179,9 @@ def host_bytes(work: Work) -> int:
         _shard(model, model.trained_parameters, model.trained_bytes) + _moment_bytes(model) for model in work.models
     )
     if work.parameters_on_host:
-        frozen = work.shape.num_parameters * (work.adapter is not None) + work.has_reference * work.trained_parameters
         gradients = sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in work.models)
-        return masters_and_moments + gradients + _shard(work, frozen, work.weight_bytes)
+        reference = _shard(work, work.has_reference * work.trained_parameters, work.weight_bytes)
+        return masters_and_moments + gradients + reference
     return masters_and_moments if work.masters_on_host else 0
 
 
@@ -206,7 +206,7 @@ def _moment_bytes(work: Work) -> int:
 def _always(work: Work) -> dict[str, int]:
     parts = {"weights": _shard(work, work.shape.num_parameters, work.held_bytes)}
     if work.adapter is not None:
-        parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes * (not work.parameters_on_host))
+        parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
     parts["optimizer state"] = _optimizer_bytes(work)
     if work.critic is not None:
         parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.held_bytes)
