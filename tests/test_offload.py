@@ -61,7 +61,7 @@ def test_bfloat16_copies_of_float32_masters_follow_float32():
 
 
 class Late:
-    """A lane of a GPU at its slowest: nothing is copied until somebody waits, and then all that was asked for before."""
+    """A lane of a GPU at its slowest: nothing is copied until somebody waits, and then all that was asked for."""
 
     def __init__(self, device: torch.device, *, waits: bool = True):
         self._asked: list[tuple[Tensor, Tensor]] = []
@@ -82,7 +82,7 @@ class Late:
 
 @pytest.mark.parametrize(("waits", "is_right"), [(True, True), (False, False)])
 def test_copies_may_be_as_late_as_they_like(monkeypatch: pytest.MonkeyPatch, waits: bool, is_right: bool):
-    """A stand-in for streams, which are on GPUs only. Negative control: updates that do not wait for their gradients."""
+    """A stand-in for streams, which only GPUs have. Negative control: updates that do not wait for gradients."""
     plain, moved = Model(width=16), Model(width=16)
     masters = Masters(moved, torch.float32)
     optimizers = Optimizers(moved, AdamwConfig(), masters=masters)
@@ -102,7 +102,7 @@ def test_a_run_of_updates_is_that_without_offload(folder: str, mode: str):
     """Clipped gradients of micro-batches, several in an update. FSDP2 adds up in another order, to rounding."""
     expected = run_trajectory(ALONE, folder, "sgd" if mode.startswith("sgd") else "adamw", 4)
     actual = run_trajectory(ALONE, folder, mode, 4)
-    near = dict(rtol=0, atol=0 if mode != "parameters" else 1e-6)
+    near = {"rtol": 0, "atol": 0 if mode != "parameters" else 1e-6}
     torch.testing.assert_close(actual["norms"], expected["norms"], rtol=1e-6 * (mode == "parameters"), atol=0)
     for name, weight in actual["weights"].items():
         torch.testing.assert_close(weight, expected["weights"][name], **near, msg=name)
@@ -182,5 +182,5 @@ def test_resharding_is_compared_with_the_processes():
         check_resharding(parsed(hardware={"reshard_after_forward": wanted}), processes)
     with pytest.raises(UserError, match="false has no effect on one process"):
         check_resharding(parsed(hardware={"reshard_after_forward": False}), 1)
-    with pytest.raises(UserError, match="4 has to divide the 6 training processes, .* use 2, 3, true or false"):
+    with pytest.raises(UserError, match=r"4 has to divide the 6 training processes, .* use 2, 3, true or false"):
         check_resharding(parsed(hardware={"reshard_after_forward": 4}), 6)

@@ -63,17 +63,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_exactly_with_two(two: Results, mode: 
     ("mode", "bound"),
     [
         ("mixed", 6e-3),
-        ("mixed, offloaded", 6e-3),
-        ("mixed, parameters", 6e-3),
-        ("8 bits", 1e-4),
-        ("8 bits, offloaded", 1e-4),
+        ("mixed, offloaded", 2e-3),
+        ("mixed, parameters", 2e-3),
+        ("8 bits", 1e-5),
+        ("8 bits, offloaded", 1e-5),
         ("at random", 8e-3),
     ],
 )
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, two: Results, mode: str, bound: float):
     with torch.compiler.set_stance("force_eager"):
         resumed = run_resumed(ALONE, str(folder / "model"), mode, str(folder / "checkpoints"))
-    print(mode, furthest(resumed["weights"], two[f"saved {mode}"]["weights"]))
     assert furthest(resumed["weights"], two[f"saved {mode}"]["weights"]) < bound
 
 

@@ -49,10 +49,9 @@ def test_each_number_becomes_a_neighbour_and_the_mean_is_right(x: float, key: in
     out = rounded(torch.full((20_000,), x), key=key).double()
     assert set(out.tolist()) <= {near, far}
     share = 0.0 if far == near else (x - near) / (far - near)
+    # six standard deviations, and ten counts of what is rare
     deviation = (share * (1 - share) / 20_000) ** 0.5
-    assert ((out == far).double().mean().item() - share) == pytest.approx(
-        0, abs=6 * deviation + 5e-4
-    )  # and ten counts, of rare events
+    assert ((out == far).double().mean().item() - share) == pytest.approx(0, abs=6 * deviation + 5e-4)
 
 
 def test_what_is_a_bfloat16_stays_whatever_the_key():

@@ -306,7 +306,8 @@ class Config(Section):
         if self.model.adapter is not None:
             raise ValueError(
                 "model.parameter_offload: true with model.adapter: every micro-batch would bring the frozen weights "
-                "from host memory twice; use model.dtype: bfloat16, which halves them, and remove model.parameter_offload"
+                "from host memory twice; use model.dtype: bfloat16, which halves them, and remove "
+                "model.parameter_offload"
             )
         if self.optim.offload:
             raise ValueError(
