@@ -38,11 +38,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/cohort demo
 
+# WORKERS=0 runs the tests one after the other in one process, as pytest does by itself
+WORKERS ?= logical
+SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist worksteal
+
 test: $(READY)
-	@$(BIN)/python -m pytest -m 'not slow and not vllm'
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not vllm'
 
 test-all: $(READY)
-	@$(BIN)/python -m pytest -m 'not vllm'
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm'
 
 vllm-env: $(VLLM_READY)
 
@@ -79,7 +83,7 @@ bench: $(READY)
 	@$(BIN)/python bench/invariance.py
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py
-	@$(BIN)/python bench/memory.py
+	@$(BIN)/python bench/modes.py
 	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm.py
 
 clean:

@@ -251,14 +251,17 @@ def disagreement(a: Mapping[str, list[float]], b: Mapping[str, list[float]]) -> 
     return max(distances)
 
 
-def run_apart(script: str, job: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
-    """Do a job in a process of its own: what it returned, or `skipped` and why.
+def run_apart(
+    script: str, job: Mapping[str, Any], *, processes: int = 1, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """Do a job in a process of its own, or in several: what it returned, on rank 0, or `skipped` and why.
 
     Raises:
         FailedError: it ended in another way.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, script, "--job", json.dumps(job)]
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [sys.executable, *ranks, script, "--job", json.dumps(job)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -274,7 +277,9 @@ def run_apart(script: str, job: Mapping[str, Any], *, timeout_s: float | None = 
 def do_job(work: Callable[[dict[str, Any]], dict[str, Any]], job: str) -> None:
     """The other end of `run_apart`: print what the work returns, or why it could not be done."""
     torch.set_num_threads(1)
-    print(RESULT + json.dumps(try_to(lambda: work(json.loads(job)))))
+    result = try_to(lambda: work(json.loads(job)))
+    if os.environ.get("RANK", "0") == "0":
+        print(RESULT + json.dumps(result))
 
 
 def limit_memory() -> None:

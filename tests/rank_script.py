@@ -1,8 +1,8 @@
 """What the tests of several ranks run in each of them: jobs by name, and rank 0 writes what came of them."""
 
 import json
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import rank_crew
 import rank_critic
 import rank_engine
 import rank_loading
+import rank_moe
 import rank_offload
 from cohort.distributed import join_ranks, leave_ranks
 
@@ -22,11 +23,12 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_adapter.JOBS,
     **rank_critic.JOBS,
     **rank_offload.JOBS,
+    **rank_moe.JOBS,
 }
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    out, *jobs = sys.argv[1:]
+
+def do_jobs(jobs: list[str], out: Path) -> None:
+    """Be the rank that the environment names."""
     this = join_ranks(backend="gloo", timeout_s=60, command_timeout_s=60)
     done = {}
     for job in jobs:

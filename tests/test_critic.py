@@ -11,34 +11,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import cohort
 from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorithm, value_metrics, with_returns
 from cohort.algorithms.advantages import gae
 from cohort.algorithms.critic import clipped_value, gae_returns
 from cohort.batch import ValueInputs
-from cohort.config import AdamwConfig, AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
-from cohort.demo.run import demo_config, write_data
-from cohort.display import Display
+from cohort.config import AdamwConfig, AlgorithmConfig, ModelConfig, config_from_dict
 from cohort.distributed import ALONE
-from cohort.engine import CriticEngine, find_budget
+from cohort.engine import find_budget
 from cohort.errors import UserError
 from cohort.policy import Critic, load_critic
 from cohort.policy.layout import Layout
-from cohort.records import Estimates, TrainSequence
-from cohort.trainer.crew import Crew
-from rank_critic import PLACES, STEPS, critic_gradient, critic_sequences, make_crew, run_critic_steps
+from cohort.records import Estimates
+from critics import CPU, PPO, engine_of, make_critic, naive_values
+from rank_critic import critic_sequences, make_crew
 from rank_engine import out_of_memory_over
-from ranks import run_ranks
+from runs import changed, make_inputs
 from test_flops import make_moe
 from test_laws import random_groups
-from test_training import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
 from tiny import gradients, make_model, make_tokenizer, pack_for, relative_error, save_model_folder
-
-PPO = build_algorithm(AlgorithmConfig(name="ppo"), max_completion_tokens=32)
-assert PPO.critic is not None
-CPU = torch.device("cpu")
 
 
 def inputs(rewards: Sequence[float], values: Sequence[Sequence[float]]) -> AdvantageInputs:
@@ -175,36 +166,6 @@ def test_one_completion_needs_a_critic_and_only_then_is_there_one(tmp_path: Path
         config_from_dict({**config, "algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 6}})
 
 
-def make_critic(kind: str = "llama", *, dtype: torch.dtype = torch.float64, **overrides: Any) -> Critic:
-    """A critic whose values are not all 0."""
-    model = make_model(kind, dtype=dtype, **overrides)
-    Critic.adapt(model)
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.value_head.weight)
-    torch.nn.init.normal_(model.value_head.bias)
-    return Critic(model, device=CPU, compute_dtype=dtype, pad_token_id=0)
-
-
-def naive_values(critic: Critic, sequence: TrainSequence) -> Tensor:
-    """One unpadded row through the body: what it makes of the future before each token of the completion."""
-    ids = torch.from_numpy(sequence.token_ids).unsqueeze(0)
-    hidden = critic.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return critic.model.value_head(hidden)[sequence.num_prompt_tokens - 1 : -1, 0]
-
-
-def engine_of(critic: Critic, *, optim: AdamwConfig | None = None, **train_keys: Any) -> CriticEngine:
-    config = TrainConfig(**train_keys)
-    return CriticEngine(
-        critic,
-        config,
-        optim,
-        micro_batch_tokens=10_000,
-        learning_rate=lambda _: config.learning_rate,
-        temperature=1.0,
-        reference=None,
-    )
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2"])
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
@@ -321,159 +282,6 @@ def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, m
     assert rooms <= set(asked) <= rooms | {("Policy", 0), ("Critic", 0)}  # 0 where what is kept is measured
     assert all(p.grad is None for e in (crew.engine, crew.critic) for p in e.policy.model.parameters())
     assert find_budget(crew.critic, crew.algorithm.critic.loss, longest_sequence_tokens=40, most_tokens=2000) == 2000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model_folder(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the checkpoint of three ranks."""
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory, model: str, root: Path) -> list[dict[str, Any]]:
-    """What three ranks made of each job."""
-    jobs = (("critic_gradients", model), ("critic_steps", model, str(root)))
-    return run_ranks(3, tmp_path_factory.mktemp("ranks"), *jobs)
-
-
-def test_the_gradient_over_three_ranks_is_that_of_one(three: list[dict[str, Any]], model: str):
-    """Any budget, streams, ranks with nothing to do, and one that runs out of memory at every place."""
-    crew = make_crew(model, ALONE)
-    for step, lengths in STEPS.items():
-        sequences = critic_sequences(*lengths, seed=3)
-        result, expected = critic_gradient(crew, sequences, 10_000)
-        for budget in (20, 10_000):
-            loss, actual = three[0][f"{step}/{budget}"]
-            assert loss == pytest.approx(result.metrics["loss"], rel=1e-6)
-            assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, (step, budget)
-    _, expected = critic_gradient(crew, critic_sequences(*STEPS["uneven"], seed=3), 10_000)
-    for place in PLACES:
-        num_out_of_memory, actual = three[0][f"memory/{place}"]
-        assert num_out_of_memory >= 1, place
-        assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, place
-
-
-def test_updates_over_three_ranks_are_those_of_one(three: list[dict[str, Any]], model: str, tmp_path: Path):
-    one = run_critic_steps(ALONE, model, str(tmp_path))
-    for (critic, loss), (expected_critic, expected_loss) in zip(three[1]["metrics"], one["metrics"], strict=True):
-        assert critic == pytest.approx(expected_critic, rel=1e-6)
-        assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
-    for part in ("policy", "critic"):
-        assert three[1][part].keys() == one[part].keys()
-        assert max(relative_error(three[1][part][k], one[part][k]) for k in one[part]) < 1e-6
-    assert one["metrics"][0][0].keys() == {"value_loss", "value/clip_ratio", "value/grad_norm", "value/learning_rate"}
-
-
-def test_a_checkpoint_of_three_ranks_goes_on_with_one(three: list[dict[str, Any]], model: str, root: Path):
-    """Policy, critic and both optimizers."""
-    resumed = run_critic_steps(ALONE, model, str(root), "resume")
-    (metrics, loss), (expected, expected_loss) = resumed["metrics"][0], three[1]["metrics"][2]
-    assert metrics == pytest.approx(expected, rel=1e-6) and loss == pytest.approx(expected_loss, rel=1e-6)
-    for part in ("policy", "critic"):
-        assert max(relative_error(resumed[part][k], weight) for k, weight in three[1][part].items()) < 1e-6
-
-
-def ppo_inputs(folder: Path, **critic: Any) -> dict[str, Any]:
-    """Six quick steps with one completion per prompt."""
-    config = changed(make_inputs(folder), rollout={"num_generations": 1}, train={"prompts_per_step": 8})
-    return {**config, "algorithm": {"name": "ppo"}, "critic": {"learning_rate": 1e-2, **critic}}
-
-
-def test_a_run_with_a_critic_and_what_it_leaves_behind(tmp_path: Path):
-    result = train(ppo_inputs(tmp_path, warmup_steps=2))
-    run = result.run_dir
-    names = ("value_loss", "value/mean", "value/explained_variance", "value/clip_ratio", "value/grad_norm")
-    assert all(len(metric(run, name)) == 6 and np.isfinite(metric(run, name)).all() for name in names)
-    assert metric(run, "value/mean")[0] == 0 and 0 not in metric(run, "value/mean")[1:]
-    assert metric(run, "value/learning_rate") == [1e-2] * 6
-    assert metric(run, "learning_rate") == [0.0, 0.0, 1e-2, 1e-2, 1e-2, 1e-2]
-    steps = {n: run / "checkpoints" / f"step-{n}" for n in (2, 4, 6)}
-    assert_same_weights(steps[2], tmp_path / "base")  # the policy waited for the critic
-    assert any(not torch.equal(t, weights(steps[4])[name]) for name, t in weights(steps[2]).items())
-    trained, base = weights(steps[2] / "critic"), weights(tmp_path / "base")
-    assert trained["value_head.weight"].shape == (1, 32)
-    assert any(not torch.equal(tensor, trained[name]) for name, tensor in base.items() if name in trained)
-    assert not (result.final_dir / "critic").exists()
-    assert metric(run, "completions/trained_ratio") == [1.0] * 6
-    # another run goes on with that critic: its first values are not 0
-    again = changed(ppo_inputs(tmp_path, path=str(steps[6] / "critic")), run={"dir": str(tmp_path / "b")})
-    assert metric(train(again).run_dir, "value/mean")[0] != 0
-
-
-def test_resumed_with_a_critic_is_uninterrupted_bit_for_bit(tmp_path: Path):
-    config = changed(ppo_inputs(tmp_path, warmup_steps=1), train={"lr_schedule": "cosine", "updates_per_rollout": 2})
-    config = changed(config, model={"gradient_checkpointing": True}, critic={"updates": 2})
-    expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
-    with pytest.raises(KeyboardInterrupt):
-        cohort.train(config, display=stop_after(5))
-    actual = train(config, resume=True)
-    assert_same_weights(actual.final_dir, expected.final_dir)
-    last = Path("checkpoints") / "step-6" / "critic"
-    assert_same_weights(actual.run_dir / last, expected.run_dir / last)
-    for name in ("loss", "reward", "value_loss", "value/mean", "value/grad_norm", "value/learning_rate"):
-        assert metric(actual.run_dir, name) == metric(expected.run_dir, name), name
-
-
-@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}])
-def test_values_in_bfloat16(tmp_path: Path, model: dict[str, str]):
-    """Values are float32; weights and moments keep their dtype."""
-    run = train(changed(ppo_inputs(tmp_path), model=model, train={"steps": 2})).run_dir
-    assert np.isfinite(metric(run, "value_loss")).all() and metric(run, "value/mean")[1] != 0
-    dtypes = {t.dtype for t in weights(run / "checkpoints" / "step-2" / "critic").values()}
-    assert dtypes == {getattr(torch, model.get("dtype", "float32"))}
-
-
-@pytest.mark.slow
-def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
-    raw = demo_config(tmp_path / "run", seed=0).model_dump(mode="json")
-    raw = changed(raw, rollout={"num_generations": 1}, train={"prompts_per_step": 256, "steps": 5})
-    config = config_from_dict({**raw, "algorithm": {"name": "ppo"}, "critic": {"learning_rate": 1e-3}})
-    write_data(tmp_path / "run", config, seed=0)
-    summary = cohort.train(config, display=Display()).summary
-    assert summary["accuracy_before"] < 0.25 and summary["accuracy_after"] > 0.5
-
-
-def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
-    """As many passes over the same returns, of which the first has the old values."""
-    folder = save_model_folder(tmp_path / "m")
-    once, thrice = (replace_updates(make_crew(str(folder), ALONE, dtype="float32"), updates) for updates in (1, 3))
-    batches = once.pack_for_critic(critic_sequences([[3, 14, 9]], seed=0))
-    single = [once.train_critic(None if update else batches) for update in range(3)]
-    done = thrice.train_critic(batches)
-    for name, value in done.metrics.items():
-        assert value == pytest.approx(np.mean([result.metrics[name] for result in single]), rel=1e-12), name
-    assert done.num_inputs == sum(result.num_inputs for result in single)
-    actual, expected = (crew.critic.policy.model.state_dict() for crew in (thrice, once) if crew.critic)
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-
-
-def replace_updates(crew: Crew, updates: int) -> Crew:
-    crew.critic_updates = updates
-    return crew
-
-
-def test_a_critic_that_does_not_fit_the_policy(tmp_path: Path):
-    with pytest.raises(UserError, match=r"critic.path: .*nowhere.*no such folder"):
-        train(ppo_inputs(tmp_path, path="./nowhere"))
-    save_model_folder(tmp_path / "other", vocab_size=50)
-    with pytest.raises(UserError, match=r"critic.path: .*50 tokens, and the policy for 101"):
-        train(ppo_inputs(tmp_path, path=str(tmp_path / "other")))
-
-
-def test_a_disk_too_small_for_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With room for the policy's checkpoints alone there is none for the critic's."""
-    config = ppo_inputs(tmp_path)
-    size = sum(t.numel() * 4 for t in weights(tmp_path / "base").values())
-    free = type("Usage", (), {"free": 3 * 4 * size + size + 1000})
-    monkeypatch.setattr("cohort.trainer.setup.shutil.disk_usage", lambda _: free)
-    with pytest.raises(UserError, match="GB free"):
-        train(config)
-    train({**changed(config, rollout={"num_generations": 4}), "algorithm": {"name": "grpo"}, "critic": None})
 
 
 def test_a_critic_learns_what_its_returns_are():

@@ -3,13 +3,11 @@
 import json
 import random
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -23,15 +21,15 @@ from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.checkpoint import checkpoints, load_trainer_state
 from cohort.config import AlgorithmConfig
 from cohort.data import PromptSet, PromptStream
+from cohort.display import Display
 from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
 from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, StreamKey, generate
 from cohort.trainer.gather import Gathered, Gatherer
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
-from test_training import assert_same_weights, changed, make_inputs, metric, same_threads, stop_after, train
+from runs import Killed, assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train
 from tiny import make_policy, make_tokenizer
-from waiting import num_lines, until
 
 SAMPLING = SamplingParams(num_generations=4, max_completion_tokens=6, temperature=1.0)
 
@@ -261,39 +259,25 @@ def test_stale_groups_of_a_run_are_dropped(tmp_path: Path, monkeypatch: pytest.M
     assert sum(trained.values()) == 40 and len(trained) >= 40 - dropped  # new ones came from the next epoch
 
 
-CHILD = """
-import sys
-from pkgutil import resolve_name
-sys.path.insert(0, sys.argv[2])
-import cohort
-from cohort.display import Display
-from engines import sample_in_a_thread
+def train_slowly(config: dict[str, Any], *killed: Any) -> None:
+    """In a process of its own: with a sampler that takes its time."""
+    sample_in_a_thread(patch, max_staleness=2)
+    cohort.train(config, display=Killed(*killed) if killed else Display())
 
-def patch(name, value):
+
+def patch(name: str, value: object) -> None:
     module, _, attribute = name.rpartition(".")
     setattr(resolve_name(module), attribute, value)
-
-sample_in_a_thread(patch, max_staleness=2)
-cohort.train(sys.argv[1], display=Display())
-"""
 
 
 def test_killed_while_it_samples_ahead_and_resumed(tmp_path: Path):
     """SIGKILL after some steps, twice: every prompt of the epoch is trained on exactly once all the same."""
-    import yaml
-
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(one_epoch(tmp_path)))
-    run, chance, pending = tmp_path / "run", random.Random(0), []
-    arguments = [sys.executable, "-c", CHILD, str(tmp_path / "config.yaml"), str(Path(__file__).parent)]
-    for steps in (3, 7):
-        child = subprocess.Popen(arguments, env=same_threads())
-        until(lambda: child.poll() is not None or num_lines(run / "metrics.jsonl") >= steps, every_s=0.002)  # noqa: B023
-        time.sleep(chance.random() * 0.05)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+    config, run, chance, pending = one_epoch(tmp_path), tmp_path / "run", random.Random(0), []
+    for step in (3, 7):
+        assert in_a_process(train_slowly, config, step, chance.random() * 0.05) == -signal.SIGKILL
         pending.append(load_trainer_state(checkpoints(run / "checkpoints")[-1]).pending)
     assert all(pending), "nothing was out when the run was killed: this test would show nothing"
-    subprocess.run(arguments, env=same_threads(), check=True, timeout=120)
+    assert in_a_process(train_slowly, config) == 0
     assert sorted(trained_prompts(run)) == list(range(40))
     steps_of = {row["prompt_id"]: row["step"] for row in rows_of(run)}
     assert len({steps_of[entry["prompt_id"]] for entry in pending[1]}) <= 4  # they come first, but for the slow ones

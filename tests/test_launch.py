@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch.local import count_processes
-from test_training import assert_same_weights, changed, make_inputs, metric, train, weights
+from runs import assert_same_weights, changed, make_inputs, metric, train, weights
 from waiting import until
 
 
@@ -42,12 +43,29 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def start(folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
-    """`cohort train` as a command."""
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "cohort", "train", str(file)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+Start = Callable[[Path, dict[str, Any]], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `cohort train` as a command, which does not outlive the test, nor does what it has started."""
+    started = []
+
+    def begin(folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
+        file = folder / "config.yaml"
+        file.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "cohort", "train", str(file)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            of_command = psutil.Process(process.pid)
+            for member in [*of_command.children(recursive=True), of_command]:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
 
 
 def inputs(folder: Path, processes: int, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +177,7 @@ def test_how_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pro
 
 
 @pytest.mark.parametrize(("num_kills", "steps"), [(2, 20), pytest.param(20, 60, marks=pytest.mark.slow)])
-def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path, num_kills: int, steps: int):
+def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path, start: Start, num_kills: int, steps: int):
     """SIGKILL of a random rank, in the midst of a checkpoint and at random moments in turn, and the run ends by itself.
 
     It ends as the run of the same processes that were not killed, bit for bit. Every checkpoint that is there at any
@@ -188,7 +206,7 @@ def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path, num_kills: int, steps
             last_step = newest
             until(lambda gone=set(ranks.values()): not any(p.is_running() for p in gone))
         time.sleep(0.02)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert kills == num_kills
     assert errors.count("was killed by SIGKILL") == errors.count("restarting") == num_kills
@@ -224,7 +242,7 @@ def test_a_rank_that_fails_again_and_again_is_left_out(
     assert metric(run, "processes") == [2]
 
 
-def test_a_rank_that_hangs_is_named_within_the_deadline(tmp_path: Path):
+def test_a_rank_that_hangs_is_named_within_the_deadline(tmp_path: Path, start: Start):
     config = inputs(tmp_path, 3, train={"steps": 1000}, eval={"every": 0}, hardware={"timeout_s": 10})
     process = start(tmp_path, config)
     until(lambda: _steps(tmp_path / "run") > 0 or process.poll() is not None)
@@ -300,13 +318,13 @@ def test_a_reward_that_is_no_number_ends_all_ranks_in_good_order(tmp_path: Path)
     assert num_starts(tmp_path) == 1
 
 
-def test_interrupted_as_a_person_does(tmp_path: Path):
+def test_interrupted_as_a_person_does(tmp_path: Path, start: Start):
     config = inputs(tmp_path, 2, train={"steps": 1000}, eval={"every": 0})
     process = start(tmp_path, config)
     until(lambda: _steps(tmp_path / "run") > 0 or process.poll() is not None)
     ranks = list(ranks_of(process).values())
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted; the same command goes on from the last checkpoint" in errors
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)

@@ -14,7 +14,7 @@ from cohort.rollout.vllm import AdapterChannel, ServerError, publish_adapter
 from cohort.trainer import vllm
 from cohort.trainer.inputs import read_inputs
 from fake_vllm import ThreadServer
-from test_training import changed, make_inputs
+from runs import changed, make_inputs
 
 Find = Callable[..., vllm.Servers | None]
 

@@ -11,8 +11,8 @@ import torch
 from cohort.algorithms import build_algorithm, check_own_functions
 from cohort.config import AlgorithmConfig, load_config
 from cohort.errors import UserError
+from runs import assert_same_weights, changed, make_inputs, train
 from samples import judged, loss_inputs
-from test_training import assert_same_weights, changed, make_inputs, train
 
 OWN = """
     import numpy as np

@@ -20,8 +20,8 @@ from cohort.trainer.crew import Crew
 from cohort.trainer.inputs import Inputs, read_inputs
 from cohort.trainer.parity import check_parity, make_probe
 from rank_crew import crew_of
+from runs import changed, make_inputs
 from test_laws import make_engine
-from test_training import changed, make_inputs
 from tiny import make_policy, make_tokenizer
 
 SAMPLING = SamplingParams(num_generations=8, max_completion_tokens=6, temperature=0.9)  # the engine's temperature

@@ -14,7 +14,7 @@ from cohort.launch import local, start
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
 from cohort.plan.split import GpuSplit
-from test_training import changed, make_inputs
+from runs import changed, make_inputs
 
 
 def config_with(*overrides: str, folder: str = "runs/a", engine: str = "vllm") -> Config:

@@ -2,52 +2,24 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-import cohort
-from cohort.cli.app import app
-from cohort.config import Adamw8bitConfig, Config, config_from_dict
 from cohort.config.adapter import AdapterConfig
-from cohort.display import Display
 from cohort.errors import UserError
 from cohort.plan import plan_run
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.advice import advise, replan
+from cohort.plan.advice import replan
 from cohort.plan.calibration import Calibration
 from cohort.plan.critic import critic_shape
-from cohort.plan.data import count_prompts
 from cohort.plan.estimate import training_operations
 from cohort.plan.hardware import hardware, parse_bytes
 from cohort.plan.layout import plan_layout, plan_rows, sizes_of
-from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
-from cohort.trainer.foresee import compared, plan_on
-from test_training import changed, make_inputs
-
-
-def config(*overrides: str) -> Config:
-    return config_from_dict(
-        {
-            "model": {"path": "somewhere"},
-            "data": {"path": "data.jsonl"},
-            "rewards": [{"use": "math"}],
-            "rollout": {"max_prompt_tokens": 512, "max_completion_tokens": 4097},
-            "hardware": {"processes": "auto"},
-        },
-        overrides,
-    )
-
-
-EIGHT = hardware(gpu="h100", gpus=8, nodes=1, gpu_memory="80GB")
+from plans import EIGHT, config
 
 
 def test_rows_of_groups_that_fit_and_of_groups_in_parts() -> None:
@@ -84,71 +56,6 @@ def test_nodes_and_servers() -> None:
         predict_run(config("hardware.processes=9"), preset_shape("7b"), EIGHT)
 
 
-_settings = st.builds(
-    lambda name, gpu, gpus, *overrides: (name, hardware(gpu=gpu, gpus=gpus, nodes=1, gpu_memory=None), overrides),
-    st.sampled_from(["0.5b", "4b", "7b", "32b"]),
-    st.sampled_from(["4090", "l20", "h100"]),
-    st.sampled_from([1, 3, 8]),
-    st.sampled_from(["train.micro_batch_tokens=auto", "train.micro_batch_tokens=60000"]),
-    st.sampled_from(["model.gradient_checkpointing=true", "model.gradient_checkpointing=false"]),
-    st.sampled_from(["rollout.max_completion_tokens=512", "rollout.max_completion_tokens=16384"]),
-    st.sampled_from(["rollout.num_generations=2", "rollout.num_generations=64"]),
-)
-
-
-@given(_settings)
-@settings(max_examples=60, deadline=None)
-def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
-    name, machines, overrides = case
-    wanted, shape = config(*overrides), preset_shape(name)
-    plan = predict_run(wanted, shape, machines)
-    for advice in advise(wanted, plan):
-        other = replan(wanted, shape, machines, advice.changes)
-        assert other.fits and advice.fits
-        assert advice.saved_bytes == plan.memory.peak_bytes - other.memory.peak_bytes
-        if plan.fits:
-            assert other.timing["step_s"].value < plan.timing["step_s"].value
-
-
-def test_what_changes_nothing_comes_first_and_fewer_generations_last() -> None:
-    wanted = config("train.micro_batch_tokens=66560")
-    plan = predict_run(wanted, preset_shape("7b"), EIGHT)
-    assert not plan.fits
-    costs = [advice.costs for advice in advise(wanted, plan)]
-    assert advise(wanted, plan)[0].changes == {"train.micro_batch_tokens": "auto"}
-    assert costs.index("time; the gradient is the same") < costs.index(
-        "the experiment: completions are cut off earlier"
-    )
-    assert costs[-1].startswith("the experiment")
-
-
-@pytest.mark.parametrize(("limit", "key"), [("length", "max_completion_tokens"), ("generations", "num_generations")])
-def test_the_largest_number_fits_and_the_next_does_not(limit: Any, key: str) -> None:
-    wanted, shape = config("train.micro_batch_tokens=auto"), preset_shape("7b")
-    most = largest(wanted, shape, EIGHT, limit)
-    assert isinstance(most, int)
-    assert replan(wanted, shape, EIGHT, {f"rollout.{key}": most}).fits
-    assert not replan(wanted, shape, EIGHT, {f"rollout.{key}": most + 1}).fits
-
-
-def test_the_largest_model() -> None:
-    name = largest(config(), preset_shape("7b"), EIGHT, "model")
-    assert isinstance(name, str)
-    assert predict_run(config("train.micro_batch_tokens=auto"), preset_shape(name), EIGHT).fits
-    assert (
-        largest(config(), preset_shape("7b"), hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB"), "model") is None
-    )
-
-
-def test_the_largest_length_is_at_most_what_the_model_has_positions_for() -> None:
-    plenty = hardware(gpu="b200", gpus=8, nodes=1, gpu_memory=None)
-    checkpointed = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
-    assert largest(checkpointed, preset_shape("7b"), plenty, "length") == 32_768 - 512
-    beyond = predict_run(config("rollout.max_completion_tokens=32257"), preset_shape("7b"), plenty)
-    assert "32769 tokens, and the model knows 32768 positions" in beyond.notes[0]
-    assert not predict_run(config(), preset_shape("7b"), plenty).notes
-
-
 @pytest.mark.parametrize(
     ("more", "positions"),
     [
@@ -177,23 +84,6 @@ def test_a_model_of_the_hub_is_known_by_its_id(tmp_path: Path) -> None:
     for model_id in ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-VL-7B-Instruct", "org/model"):
         with pytest.raises(UserError, match="--model-shape"):
             read_shape(model_id)
-
-
-def test_an_adapter_is_proposed_with_what_it_costs() -> None:
-    """One GPU of 24 GB and a model of 3 billion weights: their state alone is 49 GB."""
-    one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
-    wanted, shape = config("hardware.processes=1"), preset_shape("3b")
-    plan = predict_run(wanted, shape, one)
-    (lora,) = [a for a in advise(wanted, plan) if "model.adapter" in a.changes]
-    assert lora.changes["model.adapter"] == {"rank": 64}
-    assert "'model.adapter={rank: 64}'" in lora.told()
-    assert lora.costs.startswith("the experiment: only a sum of low rank is learned")
-    assert lora.saved_bytes > 40e9
-    adapted = replan(wanted, shape, one, lora.changes)
-    assert adapted.work.adapter is not None and adapted.work.adapter.rank == 64
-    whole_command = [*lora.told().replace("'", "").split(" ", maxsplit=lora.told().count("=") - 1)]
-    again = predict_run(config("hardware.processes=1", *whole_command), shape, one)  # as a person would write it
-    assert again.memory.peak_bytes == adapted.memory.peak_bytes
 
 
 def test_rank_is_in_the_predicted_gain() -> None:
@@ -310,89 +200,9 @@ def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
     assert refreshed.timing["step_s"] == parked.timing["step_s"]
 
 
-def test_moments_in_8_bits_are_proposed_before_lora() -> None:
-    """One GPU of 24 GB and 1.54 billion weights: 16 bytes each are 24.7 GB, and 10 are 15.5 GB."""
-    one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
-    wanted = config(
-        "hardware.processes=1", "rollout.max_completion_tokens=512", "rollout.max_num_seqs=8", "optim.beta2=0.99"
-    )
-    plan = predict_run(wanted, preset_shape("1.5b"), one)
-    assert not plan.fits
-    found = advise(wanted, plan)
-    (small,) = [a for a in found if "optim.name" in a.changes]
-    assert small.changes["optim.name"] == "adamw_8bit"  # Adafactor has no beta2
-    assert "optim.name=adamw_8bit" in small.told() and small.costs.startswith("the optimizer's rounding")
-    assert found.index(small) < next(i for i, a in enumerate(found) if "model.adapter" in a.changes)
-    assert small.saved_bytes > (8 - 2.04) * 1_543_714_304
-    changed_run = replan(wanted, preset_shape("1.5b"), one, small.changes)
-    assert changed_run.work.optim == Adamw8bitConfig(beta2=0.99)
-    assert changed_run.fits
-
-
-def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
-    one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory="34GB")
-    wanted = config("algorithm.beta=0.1", "model.gradient_checkpointing=true", "rollout.max_num_seqs=8")
-    plan = predict_run(wanted, preset_shape("1.5b"), one)
-    found = advise(wanted, plan)
-    assert not plan.fits
-    assert next(a for a in found if a.changes == {"reference.device": "cpu"}).saved_bytes == 4 * 1_543_714_304
-    assert not [a for a in found if "reference.device" in a.changes and "--gpus" in a.changes]
-    for more, match in (("optim.name=adafactor", "adafactor cannot move"), ("reference.device=cpu", "one process")):
-        with pytest.raises(UserError, match=match):
-            predict_run(config("algorithm.beta=0.1", more), preset_shape("1.5b"), EIGHT)
-
-
-@pytest.mark.parametrize(("gpus", "proposed"), [(1, True), (2, False)])
-def test_adafactor_is_proposed_to_one_process_only(gpus: int, proposed: bool) -> None:
-    machines = hardware(gpu="h100", gpus=gpus, nodes=1, gpu_memory="80GB" if gpus == 1 else "48GB")
-    wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
-    plan = predict_run(wanted, preset_shape("7b"), machines)
-    assert not plan.fits
-    names = [a.changes.get("optim.name") for a in advise(wanted, plan)]
-    assert ("adafactor" in names) is proposed
-    assert "sgd" not in names
-    small = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "optim.name=sgd")
-    assert not [a for a in advise(small, predict_run(small, preset_shape("7b"), machines)) if "optim.name" in a.changes]
-
-
-def test_groups_of_one(run_file: Path) -> None:
-    """A prompt of 512 tokens and 4,095 of its completion are one sequence: no prompt is kept for others."""
-    one = plan_rows(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 4608)
-    assert (one.row_tokens, one.row_completions, one.kept_prompt_tokens, one.num_micro_batches) == (4608, 1, 0, 2)
-    long = plan_rows(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 1000)  # over the cap by itself
-    assert (long.row_tokens, long.row_completions, long.kept_prompt_tokens, long.num_micro_batches) == (4608, 1, 0, 2)
-    command = ["plan", str(run_file), "algorithm.name=ppo", "rollout.num_generations=1"]
-    told = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output.split())
-    assert "prompts per step, of one process 2, with one completion each" in told
-    assert "completions per step" not in told
-    assert "critic, trained beside the policy 7.07 billion parameters" in told
-
-
 def test_dropout_computes_a_prompt_for_every_completion() -> None:
     rows = plan_rows(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
     assert (rows.row_completions, rows.row_tokens, rows.kept_prompt_tokens) == (2, 2 * (512 + 4097), 0)
-
-
-def test_more_gpus_of_the_node_are_proposed_before_more_nodes() -> None:
-    two = hardware(gpu="h100", gpus=2, nodes=1, gpu_memory="80GB")
-    wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "hardware.processes=2")
-    plan = predict_run(wanted, preset_shape("14b"), two)
-    assert not plan.fits
-    advice = [a for a in advise(wanted, plan) if "--gpus" in a.changes]
-    assert advice[0].changes == {"--gpus": 8, "hardware.processes": "auto"}
-    eight, four = (replan(wanted, preset_shape("14b"), two, {**advice[0].changes, "--gpus": n}) for n in (8, 4))
-    assert (eight.layout.num_training, eight.fits) == (8, True)
-    assert not four.fits
-    assert "--nodes" not in advise(wanted, plan)[0].changes
-
-
-def test_where_no_split_fits_the_plan_says_why_and_what_would() -> None:
-    wanted = config("rollout={engine: vllm, max_prompt_tokens: 512, max_completion_tokens: 4097}")
-    plan = predict_run(wanted, preset_shape("14b"), hardware(gpu="l40s", gpus=4, nodes=1, gpu_memory=None))
-    assert not plan.fits
-    assert "hardware.rollout_gpus: auto: nothing fits 4 GPUs" in plan.notes[0]
-    found = advise(wanted, plan)
-    assert found and all(a.fits for a in found)
 
 
 def test_sizes() -> None:
@@ -407,54 +217,6 @@ def test_sizes() -> None:
         hardware(gpu="abacus", gpus=1, nodes=1, gpu_memory=None)
     with pytest.raises(UserError, match="--nodes: 0"):
         hardware(gpu="h100", gpus=1, nodes=0, gpu_memory=None)
-
-
-def test_prompts_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert count_prompts(str(tmp_path / "a.jsonl")) == 2
-    (tmp_path / "a.csv").write_text("a\n1\n")
-    assert count_prompts(str(tmp_path / "a.csv")) is None
-    (tmp_path / "broken.parquet").write_text("no")
-    assert count_prompts(str(tmp_path / "broken.parquet")) is None
-    assert count_prompts(str(tmp_path / "missing.jsonl")) is None
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1"}\n' * 100)
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\nrewards: [{{use: math}}]\n"
-        "rollout: {max_prompt_tokens: 512, max_completion_tokens: 4096}\nhardware: {processes: auto}\n"
-    )
-    return file
-
-
-def test_the_command(run_file: Path) -> None:
-    fits = CliRunner().invoke(app, ["plan", str(run_file), "--gpu-memory", "80GB", "--json", "--max", "length"])
-    assert fits.exit_code == 0, fits.output
-    plan = json.loads(fits.output)
-    assert plan["model"]["parameters"] == 7_615_616_512
-    assert plan["layout"]["num_steps"] == 7
-    assert plan["memory"]["fits"]
-    assert plan["max"]["length"] > 4096
-    backward = plan["memory"]["phases"]["backward"]
-    assert backward["total"] == sum(backward["parts"].values())
-    assert {number["origin"] for number in plan["timing"].values()} <= {"measured", "assumed", "derived"}
-    does_not = CliRunner().invoke(app, ["plan", str(run_file), "--gpu", "4090"])
-    assert does_not.exit_code == 1
-    assert "does not fit" in does_not.output
-
-
-def test_vllm_is_not_proposed_to_a_run_that_has_it(run_file: Path) -> None:
-    """On a GPU of 4 GB nothing that is known fits."""
-    small = ["plan", str(run_file), "--gpu-memory", "4GB", "--gpus", "1"]
-    local, served = (CliRunner().invoke(app, [*small, *more]).output for more in ([], ["rollout={engine: vllm}"]))
-    assert "or rollout.engine: vllm" in local and "no change that is known here" in served
-    assert "or rollout.engine: vllm" not in served
 
 
 @pytest.mark.parametrize(
@@ -472,17 +234,6 @@ def test_targets_are_those_of_any_dotted_ending(targets: list[str], parameters: 
     counted = adapter_shape(AdapterConfig(targets=tuple(targets)), shape)
     assert counted.note is None
     assert 0 <= counted.num_parameters(shape.layers) - parameters < shape.layers  # the mean is rounded up
-
-
-def test_targets_that_the_shape_cannot_tell_are_noted_and_not_refused(run_file: Path) -> None:
-    shape = preset_shape("7b")
-    unknown = adapter_shape(AdapterConfig(targets=("qkv_proj",)), shape)
-    everywhere = adapter_shape(AdapterConfig(), shape)
-    assert unknown.layer_parameters == everywhere.layer_parameters
-    assert "qkv_proj" in str(unknown.note) and everywhere.note is None
-    arguments = ["plan", str(run_file), "model.adapter={targets: [qkv_proj]}"]
-    assert "qkv_proj: which layers these are" in CliRunner().invoke(app, arguments).output
-    assert "qkv_proj" in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["notes"][0]
 
 
 @pytest.mark.parametrize("pattern", [".*(q_proj|v_proj)", r"model\.layers\.\d+\.self_attn\.[qv]_proj"])
@@ -503,70 +254,6 @@ def test_nodes_that_train_are_enough_for_the_state(nodes: int) -> None:
     layout = plan_layout(wanted, preset_shape("llama3-70b"), many)
     assert layout.num_training >= 24
     assert layout.num_training + layout.num_sampling == 8 * nodes
-
-
-@pytest.mark.parametrize(
-    "options", [["--max", "everything"], ["--gpus", "0"], ["--model-shape", "9t"], ["--price", "-3"]]
-)
-def test_mistakes_exit_with_2(run_file: Path, options: list[str]) -> None:
-    assert CliRunner().invoke(app, ["plan", str(run_file), *options]).exit_code == 2
-
-
-def test_no_torch_is_imported(run_file: Path) -> None:
-    code = (
-        "import sys; from cohort.cli.app import app\n"
-        f"app(['plan', {str(run_file)!r}, '--json'], standalone_mode=False)\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) -> None:
-    notes: list[str] = []
-    wanted = config(f"model.path={run_file.parent / 'model'}")
-    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "note": notes.append}
-    fitting = plan_on(wanted, EIGHT, **about)
-    assert fitting is not None and fitting.fits
-    small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
-    with pytest.raises(UserError, match=r"needs .* GB of each GPU in .* run\.ignore_plan: true"):
-        plan_on(wanted, small, **about)
-    assert not notes
-    told = wanted.model_copy(update={"run": wanted.run.model_copy(update={"ignore_plan": True})})
-    assert plan_on(told, small, **about) is not None
-    assert "goes on all the same" in notes[0]
-    assert compared(fitting, {}) is None
-    assert "20.00 GB at most" in (compared(fitting, {1: 19e9, 2: 20e9}) or "")
-
-
-def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-
-    class Notes(Display):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    def as_on(memory: str) -> Any:
-        machines = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=memory)
-        return lambda config, inputs, servers, *, device, world_size, note: plan_on(
-            config,
-            machines,
-            shared=False,
-            longest_prompt_tokens=20,
-            num_prompts=len(inputs.prompts.prompts),
-            note=note,
-        )
-
-    settings = changed(make_inputs(tmp_path), train={"steps": 1})
-    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("1MB"))
-    with pytest.raises(UserError, match="this run needs"):
-        cohort.train(settings, display=Notes())
-    assert not (tmp_path / "run" / "plan.json").exists()
-    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("80GB"))
-    done = cohort.train(settings, display=Notes())
-    plan = json.loads((done.run_dir / "plan.json").read_text())
-    assert plan["layout"]["num_prompts"] == 40
-    assert plan["memory"]["fits"]
-    assert "memory of one process" in notes[-1]
 
 
 @pytest.mark.parametrize(("waits", "warmup", "most"), [(10, 0, 9), (8, 2, 7), (9, 2, 7)])

@@ -26,7 +26,7 @@ from cohort.plan.calibration import (
 from cohort.plan.hardware import GPUS, hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import PRESETS, preset_shape
-from test_plan import config
+from plans import config
 
 H100 = GPUS["h100"][0]
 MEASURED = Calibration(

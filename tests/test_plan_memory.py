@@ -1,7 +1,6 @@
 """Memory in closed form: counted parameters, monotone parts, and the symbolic run of the real step."""
 
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,30 +23,13 @@ from cohort.config import (
     SgdConfig,
 )
 from cohort.engine.optimizer import Optimizers
-from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import Work, activation_bytes, critic_work, plan_memory
-from cohort.plan.shape import PRESETS, ModelShape, preset_shape, read_shape, shape_of
+from cohort.plan.shape import ModelShape, preset_shape, shape_of
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
 from rank_engine import OPTIMIZERS
 
-# Of the models' own cards and weight files.
-PARAMETERS = {
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "llama3-1b": 1_235_814_400,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "mistral-7b": 7_248_023_552,
-    "mixtral-8x7b": 46_702_792_704,
-    "gemma2-2b": 2_614_341_888,
-    "gemma3-1b": 999_885_952,
-}
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -56,44 +38,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
 }
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_those_of_the_published_models(name: str) -> None:
-    assert preset_shape(name).num_parameters == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", sorted({c["model_type"]: n for n, c in PRESETS.items()}.values()))
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_that_the_library_builds(name: str, tied: bool) -> None:
-    import torch
-
-    config: dict[str, Any] = {**PRESETS[name], "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": tied}
-    kind = config.pop("model_type")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-    counted = sum(p.numel() for p in model.parameters())
-    assert shape_of({"model_type": kind, **config}, name=name).num_parameters == counted
-
-
-def test_active_parameters_of_experts() -> None:
-    assert preset_shape("qwen3-30b-a3b").active_parameters == pytest.approx(3.0e9, rel=0.05)
-    dense = preset_shape("qwen3-8b")
-    assert dense.active_parameters == dense.num_parameters - dense.head_parameters - dense.hidden
-
-
-def test_what_is_not_known_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(UserError, match=r"no folder with a config\.json"):
-        read_shape(str(tmp_path))
-    for text, match in (("{", "cannot be read"), ("[]", "JSON object"), ('{"model_type": "mamba"}', "'mamba'")):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match=match):
-            read_shape(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
-    with pytest.raises(UserError, match="hidden_size"):
-        read_shape(str(tmp_path))
-    with pytest.raises(UserError, match="--model-shape: '9t' is not known"):
-        preset_shape("9t")
 
 
 def work(shape: ModelShape, **changes: Any) -> Work:
@@ -242,35 +186,6 @@ def compare_with_the_symbolic_run(
     return some
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-0.6b", "llama3-1b", "gemma2-2b", "mixtral-8x7b"])
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        {"rank": 8},
-        {"rank": 4, "targets": ["q_proj", "v_proj", "lm_head"]},
-        {"rank": 4, "targets": ["o_proj", "k_proj", "embed_tokens"]},
-        {"rank": 2, "dora": True},
-    ],
-)
-def test_parameters_of_adapters_are_those_that_peft_adds(name: str, adapter: dict[str, Any]) -> None:
-    import torch
-    from peft import LoraConfig, inject_adapter_in_model
-
-    wanted = AdapterConfig(**adapter)
-    config = {**PRESETS[name], "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False}
-    with torch.device("meta"):
-        plain = {key: value for key, value in config.items() if key != "model_type"}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **plain))
-        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - {
-            "lm_head"
-        }
-        targets = sorted(linear) if wanted.targets == "all-linear" else list(wanted.targets)
-        lora = LoraConfig(r=wanted.rank, target_modules=targets, use_dora=wanted.dora, task_type="CAUSAL_LM")
-        inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
-    counted = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    assert adapter_shape(wanted, shape_of(config, name=name)).num_parameters(2) == counted
-
-
 def test_state_of_an_adapter_on_eight_gpus() -> None:
     """Literal: rank 16 on all linear layers of Qwen2.5-7B is 40,370,176 parameters, of 4 bytes each on 8 processes."""
     shape = preset_shape("7b")
@@ -303,23 +218,6 @@ LITERAL_STATES: list[tuple[OptimConfig, int, int]] = [
 def test_optimizer_state_of_seven_billion_parameters(optim: OptimConfig, processes: int, expected: int) -> None:
     some = work(preset_shape("7b"), processes=processes, optim=optim)
     assert plan_memory(some).phases["optimizer"]["optimizer state"] == expected
-
-
-@pytest.mark.parametrize("name", sorted({c["model_type"]: n for n, c in PRESETS.items()}.values()))
-@pytest.mark.parametrize("tied", [True, False])
-def test_matrices_are_those_that_the_library_builds(name: str, tied: bool) -> None:
-    """Which decides what optimizers keep of them."""
-    import torch
-
-    config: dict[str, Any] = {**PRESETS[name], "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": tied}
-    kind = config.pop("model_type")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-    shape = shape_of({"model_type": kind, **config}, name=name)
-    weights = [*2 * shape.layer_weights, *shape.outer_weights]
-    assert sum(map(math.prod, weights)) == shape.num_parameters
-    built = sorted(tuple(p.shape) for p in model.parameters() if p.ndim >= 2)
-    assert sorted(w for w in weights if len(w) >= 2) == built
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -384,19 +282,6 @@ def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None
     assert all("reference weights" not in parked[phase] for phase in ("sampling", "backward", "optimizer", "publish"))
     beside = plan_memory(work(shape, processes=1, has_reference=True)).phases
     assert all(parts["reference weights"] == 4 * 494_032_768 for parts in beside.values())
-
-
-def test_an_adapter_that_was_saved_has_the_shape_of_its_file(tmp_path: Any) -> None:
-    shape = preset_shape("7b")
-    asked = AdapterConfig(rank=16, path=str(tmp_path))
-    assert adapter_shape(asked, shape).rank == 16  # nothing is there yet
-    (tmp_path / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj", "v_proj"]}')
-    found = adapter_shape(asked, shape)
-    assert (found.rank, found.layer_parameters) == (4, 4 * (3584 + 3584) + 4 * (3584 + 512))
-    (tmp_path / "adapter_config.json").write_text('{"r": "many"}')
-    with pytest.raises(UserError, match=r"model\.adapter\.path"):
-        adapter_shape(asked, shape)
-    assert "nose" in str(adapter_shape(AdapterConfig(targets=("nose",)), shape).note)
 
 
 @pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])

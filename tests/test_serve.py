@@ -6,8 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +25,8 @@ from cohort.rollout.vllm.options import server_options
 from cohort.trainer.vllm import _connect as connect
 from cohort.trainer.vllm import find_servers
 from fake_vllm import FakeVllm, ThreadServer
+from forked import fork, run_module
+from waiting import until
 
 # Says that it is vLLM of the right version; as a server it writes down how it was started, and stays.
 FAKE_PYTHON = """#!{python}
@@ -168,13 +168,6 @@ def config_file(folder: Path) -> Path:
     return file
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.05)
-
-
 def runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -185,15 +178,15 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_the_server_goes_with_it(tmp_path, monkeypatch, number, code):
     monkeypatch.setenv("RANK", "0")  # of a launcher around it; a server has no rank
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cohort", "serve", str(config_file(tmp_path)), "hardware.device=cpu"]
-    )
+    arguments = ("cohort", "serve", str(config_file(tmp_path)), "hardware.device=cpu")
+    process = fork(run_module, *arguments, out=tmp_path / "said")
     until((tmp_path / "found").exists)
     found = json.loads((tmp_path / "found").read_text())
     pids = found["pids"]
     assert all(map(runs, pids)) and found["rank"] is None
     os.kill(process.pid, number)
-    assert process.wait(timeout=30) == code
+    process.join(60)
+    assert process.exitcode == code
     until(lambda: not any(map(runs, pids)))
 
 

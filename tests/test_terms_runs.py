@@ -1,19 +1,16 @@
 """Whole runs with KL, entropy and a reference that is refreshed: what they tell, and that they go on exactly."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import cohort
 from cohort.errors import UserError
-from test_training import assert_same_weights, changed, make_inputs, metric, stop_after, train
+from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
 from tiny import make_policy
 
 QUIET = {"eval": {"every": 0, "before_training": False}}
@@ -132,10 +129,8 @@ def test_two_processes_have_the_terms_of_one(tmp_path: Path):
     config = changed(config, algorithm={"policy_loss": f"{tmp_path}/own.py:loss", "entropy_coef": 0.01})
     for processes in (1, 2):
         hardware = {"processes": processes, "device": "cpu"}
-        file = tmp_path / f"config-{processes}.yaml"
         run = {"dir": str(tmp_path / f"run-{processes}")}
-        file.write_text(yaml.safe_dump(changed(config, train={"steps": 4}, run=run, hardware=hardware)))
-        subprocess.run([sys.executable, "-m", "cohort", "train", str(file)], check=True, capture_output=True)
+        cohort.train(changed(config, train={"steps": 4}, run=run, hardware=hardware))
     for name in ("loss", "grad_norm", "kl", "kl_coef", "entropy"):
         one, two = (metric(tmp_path / f"run-{processes}", name) for processes in (1, 2))
         np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-9, err_msg=name)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import cohort
 from fake_vllm import HANG_S, FakeVllm, ThreadServer
-from test_training import changed, make_inputs, metric
+from runs import changed, make_inputs, metric
 
 
 class WeightTaker(FakeVllm):

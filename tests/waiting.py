@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def until(condition: Callable[[], Any], *, timeout_s: float = 60.0, every_s: float = 0.01) -> None:
+def until(condition: Callable[[], Any], *, timeout_s: float = 180.0, every_s: float = 0.01) -> None:
     """Wait until it holds; a test that waits in vain fails."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -23,6 +23,8 @@ class MicroBatch:
 
     input_ids: Tensor  # [S] int64
     position_ids: Tensor  # [S] int64, of each token in its own sequence
+    input_counts: Tensor  # [S] int64, of how many completions the token is an input: of all that share a prompt; 0 of a
+    # token that only fills the row
     segments: Segments  # which tokens attend to which
     source: Tensor  # [T] int64, position in the row that predicts scored token t; where the row goes on from a prompt
     # computed before, position 0 is that prompt's last token, and the row's own follow

@@ -33,12 +33,14 @@ def main() -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides)  # a mistake in it is told before torch is imported
+
     from cohort.distributed import started_by_torchrun
     from cohort.launch import train
     from cohort.trainer import run_rank
 
     run = run_rank if started_by_torchrun() else train
-    run(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
+    run(config, resume=arguments.resume)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ class ModelConfig(Section):
         "weights visit the GPU when it computes, in forward and in backward, and updates are made on the host. In "
         "place of `optim.offload`; not with muon.",
     )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Weights that are not trained, and have no gradient and no optimizer state: patterns for their "
+        "names, such as `model.embed_tokens.*`. `routers` stands for those of a mixture of experts.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
 
@@ -56,6 +61,15 @@ class ModelConfig(Section):
         if isinstance(value, bool) or value == "selective":
             return value
         raise ValueError("must be true, false or selective")
+
+    @model_validator(mode="after")
+    def _freeze_has_an_effect(self) -> Self:
+        if self.freeze and self.adapter is not None:
+            raise ValueError(
+                "freeze has no effect with adapter, which leaves all of the model's own weights as they are; remove "
+                "one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _autocast_has_an_effect(self) -> Self:
@@ -97,6 +111,12 @@ class TrainConfig(Section):
         "constant", description="After warm-up: constant, or decay towards 0 at the end of the run."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Of the loss that keeps the experts of a mixture evenly used (arXiv:2101.03961, equation 4), over "
+        "all tokens of an optimizer step: 0.001 is usual. 0: none, at no cost; else one more forward pass per update.",
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Clip the gradient's norm to this.")
     seed: int = Field(0, ge=0, description="One seed, one run: data order and every completion's random stream.")
 
@@ -320,6 +340,17 @@ class Config(Section):
             raise ValueError(
                 "reference.device: cpu has no effect with model.parameter_offload: true, where the reference waits in "
                 "host memory too; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routers_are_trained(self) -> Self:
+        coefficient = self.train.router_aux_loss_coef
+        if coefficient and (self.model.adapter is not None or "routers" in self.model.freeze):
+            frozen = "model.adapter" if self.model.adapter is not None else "model.freeze: [routers]"
+            raise ValueError(
+                f"train.router_aux_loss_coef: {coefficient:g} has no effect with {frozen}, where routers stay as they "
+                f"are; remove one"
             )
         return self
 

@@ -25,6 +25,7 @@ from cohort.engine.accumulation import (
     is_out_of_memory,
     no_gradient,
 )
+from cohort.engine.balance import Balance
 from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
 from cohort.engine.offload import local
@@ -124,6 +125,8 @@ class TrainEngine:
         self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
         self._optimizer = Optimizers(policy.model, optim or AdamwConfig(), masters=policy.masters, seed=config.seed)
+        coefficient = config.router_aux_loss_coef
+        self._balance = Balance(policy, coefficient) if coefficient else None
 
     def forward_backward(
         self,
@@ -155,17 +158,35 @@ class TrainEngine:
                 self._reference_logprobs, num_out_of_memory = reference.logprobs, reference.num_out_of_memory
         is_old = batch is not None and old_logprobs is None
         loss = self._step_loss(per_token_loss, is_old=is_old)
+        routed, more_out_of_memory = self._count_choices()
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
         torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.rank))
-        passes = Passes(loss, self._accumulation)
-        passes.totals.count({"num_out_of_memory": num_out_of_memory})
+        passes = Passes(loss, self._accumulation, self._balance)
+        passes.totals.count({"num_out_of_memory": num_out_of_memory + more_out_of_memory})
         num_micro_batches = self._run(passes, is_packed=batch is not None)
         if is_old:
             self.old_outputs = passes.outputs
         self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
         metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
-        return TrainResult(metrics=metrics, num_micro_batches=num_micro_batches, **counts)
+        return TrainResult(metrics={**metrics, **routed}, num_micro_batches=num_micro_batches, **counts)
+
+    def _count_choices(self) -> tuple[dict[str, float], int]:
+        """What the routers choose over the whole step, which their loss has to know before any of it is computed.
+
+        Returns:
+            metrics of it, and how often memory ran out.
+        """
+        metrics: dict[str, float] = {}
+        if self._balance is None:
+            return metrics, 0
+        self.policy.model.eval()
+        sequences = self._batch.sequences
+        with self._balance.counting(sequences, self.ranks, metrics):
+            done = self._policy_forward.compute(
+                sequences, micro_batch_tokens=self.micro_batch_tokens, around=self._balance.counted
+            )
+        return metrics, done.num_out_of_memory
 
     def _run(self, passes: Passes, *, is_packed: bool) -> int:
         """Compute the batch, in step with the other ranks; the number of micro-batches.
@@ -229,7 +250,7 @@ class TrainEngine:
         if self.reference_in_loss:
             zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = per_sequence(zeros, sequences)
-        passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation)
+        passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation, self._balance)
         done = passes.compute(Piece(sequences=sequences), None)
         del room
         self._optimizer.zero_grad()

@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from cohort.batch import TrainBatch
+from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
 from cohort.engine.accumulation import Accumulation, attempt, must_fit
 from cohort.engine.loss import PerSequence, per_sequence
@@ -52,7 +52,12 @@ class ForwardOnly:
         self._factor = _FACTOR  # less where that has run out of memory
 
     def compute(
-        self, sequences: Sequence[TrainSequence], *, micro_batch_tokens: int, entropy: bool = False
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        micro_batch_tokens: int,
+        entropy: bool = False,
+        around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> ForwardResult:
         """The logprobs of this rank's sequences.
 
@@ -60,6 +65,7 @@ class ForwardOnly:
             sequences: of this rank; other ranks may have more or fewer.
             micro_batch_tokens: the budget of training.
             entropy: compute that too.
+            around: what each forward pass is made in; one that runs out of memory raises in it, and is made again.
 
         Raises:
             OutOfStepError: a single sequence does not fit into memory.
@@ -69,7 +75,7 @@ class ForwardOnly:
 
         def compute(some: Sequences) -> None:
             micro_batch = on_device(collate(some, share_prompts=self.policy.shares_prompts), self.policy)
-            with torch.no_grad():
+            with torch.no_grad(), around(micro_batch):
                 values, entropy_T = self.policy.logprobs(micro_batch, temperature=self._temperature, entropy=entropy)
             logprobs.update(per_sequence(values, some))
             if entropy_T is not None:

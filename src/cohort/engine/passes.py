@@ -1,13 +1,14 @@
 """The passes of a step: micro-batches forward and backward, and prompts of streams, forward first and backward last."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from cohort.batch import MicroBatch
 from cohort.engine.accumulation import Accumulation, Done, attempt, must_fit
+from cohort.engine.balance import Balance
 from cohort.engine.loss import AnyStepLoss, per_sequence
 from cohort.engine.totals import Totals
 from cohort.engine.work import Piece, Sequences, Stream
@@ -19,18 +20,21 @@ from cohort.records import TrainSequence
 class Passes:
     """Adds the gradient of pieces and streams to the parameters', and keeps what comes out of them."""
 
-    def __init__(self, loss: AnyStepLoss, accumulation: Accumulation):
+    def __init__(self, loss: AnyStepLoss, accumulation: Accumulation, balance: Balance | None = None):
         """Of one pass over a step's sequences.
 
         Args:
             loss: of their tokens.
             accumulation: of the gradients.
+            balance: the loss of the routers, where there is one.
         """
         self.totals = Totals()
         self.outputs: dict[int, torch.Tensor] = {}  # sequence index -> [C], of the old model
         self._loss = loss
         self._policy = loss.policy
         self._accumulation = accumulation
+        self._balance = balance
+        self._prompt_loss: torch.Tensor | None = None  # of the routers, in the open prompt
 
     def compute(self, piece: Piece, prompt: OpenPrompt | None) -> Done | None:
         """Add a piece's gradient. None if that went well; where memory ran out, whose gradients have been added.
@@ -39,7 +43,7 @@ class Passes:
             piece: to compute; an empty one keeps step with the other ranks.
             prompt: that a part of a stream goes on from.
         """
-        nothing = Passes(self._loss, self._accumulation)  # what comes of it is of no use
+        nothing = Passes(self._loss, self._accumulation, self._balance)  # what comes of it is of no use
         return attempt(
             self._accumulation,
             piece.done,
@@ -59,14 +63,19 @@ class Passes:
                 "attention_pairs": num_tokens * (num_tokens + 1) // 2,
             }
         )
-        with _prompt_must_fit(num_tokens):
-            return self._policy.open_prompt(on_device(collate_prompt(prompt), self._policy))
+        num_completions = sum(len(part.sequences) for part in stream.parts) if stream else 0
+        micro_batch = on_device(collate_prompt(prompt, num_completions=num_completions), self._policy)
+        with _prompt_must_fit(num_tokens), self._routed(micro_batch) as losses:
+            opened = self._policy.open_prompt(micro_batch)
+        self._prompt_loss = losses[0] * self._accumulation.scale if losses else None
+        return opened
 
     def close(self, stream: Stream | None, prompt: OpenPrompt) -> None:
         """Backward of an open prompt."""
         self._accumulation.begin(stream.done if stream else frozenset())
         with _prompt_must_fit(len(stream.prompt) if stream else 0):
-            prompt.backward()
+            prompt.backward(self._prompt_loss)
+        self._prompt_loss = None
         self._accumulation.end()
 
     def _micro_batch(self, sequences: Sequences, prompt: OpenPrompt | None) -> None:
@@ -75,15 +84,21 @@ class Passes:
         share = self._policy.shares_prompts
         on_host = collate(sequences, share_prompts=share) if branch is None else collate_part(sequences)
         micro_batch = on_device(on_host, self._policy)
-        out = self._loss(micro_batch, sequences, branch)
-        if out.loss.requires_grad:
-            (out.loss * self._accumulation.scale).backward()
+        with self._routed(micro_batch) as losses:
+            out = self._loss(micro_batch, sequences, branch)
+        loss = sum(losses, start=out.loss)
+        if loss.requires_grad:
+            (loss * self._accumulation.scale).backward()
         self.outputs |= per_sequence(out.outputs, sequences)
         self.totals.add(out.sums, largest=out.largest)
         if sequences:
             self.totals.count(_counts(on_host, sequences, self._policy))
         if prompt is not None and branch is not None:
             prompt.add(branch)
+
+    def _routed(self, micro_batch: MicroBatch) -> AbstractContextManager[list[torch.Tensor]]:
+        """The loss of the routers of what is computed inside, once that is done; nothing where there is none."""
+        return nullcontext([]) if self._balance is None else self._balance.of(micro_batch)
 
 
 def _prompt_must_fit(num_tokens: int) -> AbstractContextManager[None]:

@@ -32,18 +32,19 @@ def collate(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> Micro
         for n, source in zip(numbers, row.add_group([sequences[n] for n in numbers]), strict=True):
             sources[n] = source
     if not sequences:
-        row.add(_PLACEHOLDER)
+        row.add(_PLACEHOLDER, count=0)
     return _micro_batch(row, sources, sequences)
 
 
-def collate_prompt(prompt: IntArray) -> MicroBatch:
+def collate_prompt(prompt: IntArray, *, num_completions: int = 1) -> MicroBatch:
     """The row of a prompt that is computed for later micro-batches. Nothing is scored; `source` is its last token.
 
     Args:
         prompt: [P] token ids; none for ranks that have no prompt to compute while others do.
+        num_completions: that will go on from it.
     """
     row = _Row()
-    row.add(prompt if len(prompt) else _PLACEHOLDER)
+    row.add(prompt if len(prompt) else _PLACEHOLDER, count=num_completions if len(prompt) else 0)
     return _micro_batch(row, [np.arange(len(prompt))[-1:]], ())
 
 
@@ -59,7 +60,7 @@ def collate_part(sequences: Sequence[TrainSequence]) -> MicroBatch:
         if len(inputs):
             sources.append(1 + row.positions(row.add(inputs, root=PREFIX)))
     if not row.inputs:  # completions of one token: all that they need is the prompt's last hidden state
-        row.add(_PLACEHOLDER)
+        row.add(_PLACEHOLDER, count=0)
     return _micro_batch(row, sources, sequences, prefix_tokens=sequences[0].num_prompt_tokens)
 
 
@@ -70,6 +71,7 @@ def _micro_batch(
     return MicroBatch(
         input_ids=_joined(row.inputs),
         position_ids=_joined(row.position_ids(prefix_tokens)),
+        input_counts=_joined([np.full(len(ids), n) for ids, n in zip(row.inputs, row.counts, strict=True)]),
         segments=lay_out(
             [len(ids) for ids in row.inputs], row.roots, prefix_tokens=prefix_tokens if PREFIX in row.roots else 0
         ),
@@ -91,6 +93,7 @@ class _Row:
     def __init__(self) -> None:
         self.inputs: list[IntArray] = []  # per segment
         self.roots: list[int] = []  # per segment, the one that it goes on from
+        self.counts: list[int] = []  # per segment, the completions that it is part of
         self._starts: list[int] = [0]
 
     def add_group(self, group: Sequence[TrainSequence]) -> list[IntArray]:
@@ -101,7 +104,7 @@ class _Row:
         num_prompt, inputs = group[0].num_prompt_tokens, [s.token_ids[:-1] for s in group]
         if len(group) == 1:
             return [self.positions(self.add(inputs[0]))[num_prompt - 1 :]]
-        prompt = self.add(inputs[0][:num_prompt])
+        prompt = self.add(inputs[0][:num_prompt], count=len(group))
         last = self.positions(prompt)[-1:]
         return [
             np.concatenate([last, self.positions(self.add(ids[num_prompt:], root=prompt))])
@@ -110,10 +113,11 @@ class _Row:
             for ids in inputs
         ]
 
-    def add(self, inputs: IntArray, *, root: int = ROOT) -> int:
+    def add(self, inputs: IntArray, *, root: int = ROOT, count: int = 1) -> int:
         """Put a segment at the end; its number."""
         self.inputs.append(inputs)
         self.roots.append(root)
+        self.counts.append(count)
         self._starts.append(self._starts[-1] + len(inputs))
         return len(self.inputs) - 1
 

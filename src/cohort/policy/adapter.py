@@ -129,9 +129,12 @@ class Adapter:
         modules = [m for m in self.spec.modules if m in there or f"{m}.base_layer" in there]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied embeddings, which only matter to those who merge in place
-            inject_adapter_in_model(
-                _peft_config(self.spec, modules), self.model, adapter_name=name, low_cpu_mem_usage=True
-            )
+            try:
+                inject_adapter_in_model(
+                    _peft_config(self.spec, modules), self.model, adapter_name=name, low_cpu_mem_usage=True
+                )
+            except ValueError as error:  # such as layers of a state-space model, which its kernels read by themselves
+                raise UserError(f"model.adapter.targets: peft refuses them: {error}") from error
         for layer in self._layers().values():
             _make_parameters(layer, name, dora=self.spec.dora)
 

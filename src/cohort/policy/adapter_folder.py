@@ -144,20 +144,51 @@ def with_base(config: ModelConfig) -> ModelConfig:
 
 
 def _possible_layers(model: Any) -> dict[str, Any]:
-    """The linear layers and the embedding of tokens, by name."""
+    """The linear layers and the embedding of tokens, by name.
+
+    Architectures have routers that are linear layers by descent and return something else.
+    """
     embedding = model.get_input_embeddings()
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or (module is embedding and isinstance(module, nn.Embedding))
+        if (isinstance(module, nn.Linear) and not type(module).__module__.startswith("transformers.models."))
+        or (module is embedding and isinstance(module, nn.Embedding))
     }
+
+
+def _taken_for_experts(layers: Iterable[str], model: Any) -> set[str]:
+    """The layers that peft would not put an adapter on: it takes their names for those of fused experts.
+
+    In some mixtures of experts it does so with every `gate_proj`, `up_proj` and `down_proj`, shared experts' too, since
+    adapters that were saved before the library fused experts have such names.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_taken(part: str) -> bool:
+        config = LoraConfig(target_modules=[part])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # some of the experts' parts, and not all
+            return True
+        return bool(config.target_parameters)
+
+    parts = {name.rpartition(".")[-1] for name in layers}
+    taken = {part for part in parts if is_taken(part)}
+    return {name for name in layers if name.rpartition(".")[-1] in taken}
 
 
 def _find_targets(targets: Any, layers: Mapping[str, Any], model: Any) -> tuple[str, ...]:
     """The full names of the layers that `model.adapter.targets` means."""
+    taken = _taken_for_experts(layers, model)
     if targets == "all-linear":
         head = model.get_output_embeddings()
-        found = [name for name, m in layers.items() if isinstance(m, nn.Linear) and m is not head]
+        found = [
+            name
+            for name, m in layers.items()
+            if isinstance(m, nn.Linear) and m is not head and name not in taken and min(m.weight.shape) > 1
+        ]
         if not found:
             raise UserError("model.adapter.targets: all-linear: this model has no linear layers that are known here")
         return tuple(found)
@@ -166,6 +197,11 @@ def _find_targets(targets: Any, layers: Mapping[str, Any], model: Any) -> tuple[
         matching = [name for name in layers if _ends_with(name, target)]
         if not matching:
             raise UserError(f"model.adapter.targets: {target!r} {_no_target(target, layers, model)}")
+        if confused := taken.intersection(matching):
+            raise UserError(
+                f"model.adapter.targets: {target!r}: peft takes layers of the name of {min(confused)} for the fused "
+                f"experts of this model, which are no linear layers; name others, such as q_proj and v_proj"
+            )
         chosen.update(matching)
     return tuple(name for name in layers if name in chosen)
 

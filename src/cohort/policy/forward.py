@@ -55,13 +55,30 @@ def forward(
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
     """Whole sequences as rows. Padding is on the right and attention causal, so that no token ever sees it."""
     assert not micro_batch.segments.shared, "padded rows cannot share prompts"
-    column = micro_batch.position_ids
-    row = (column == 0).cumsum(0) - 1  # every sequence begins at position 0
-    rows = micro_batch.input_ids.new_zeros(padded_shape(micro_batch))
-    rows[row, column] = micro_batch.input_ids
+    rows = _as_rows(micro_batch, micro_batch.input_ids)
     position_ids = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
     out = output(module(input_ids=rows, position_ids=position_ids, use_cache=False)).flatten(0, 1)
-    return out.index_select(0, (row * rows.shape[1] + column).index_select(0, micro_batch.source))
+    return out.index_select(0, _padded_positions(micro_batch).index_select(0, micro_batch.source))
+
+
+def computed_counts(micro_batch: MicroBatch, *, padded: bool) -> Tensor:
+    """Of how many completions each position that a model computes is an input, in its order; 0 of padding."""
+    counts = micro_batch.input_counts
+    return _as_rows(micro_batch, counts).flatten() if padded else counts
+
+
+def _as_rows(micro_batch: MicroBatch, values: Tensor) -> Tensor:
+    """Values [S] of the row's tokens as rows of whole sequences [B, L], 0 where they are padded."""
+    rows = values.new_zeros(padded_shape(micro_batch))
+    rows.view(-1)[_padded_positions(micro_batch)] = values
+    return rows
+
+
+def _padded_positions(micro_batch: MicroBatch) -> Tensor:
+    """Where each token of the row is in the padded rows, one after the other, [S]."""
+    column = micro_batch.position_ids
+    row = (column == 0).cumsum(0) - 1  # every sequence begins at position 0
+    return row * padded_shape(micro_batch)[1] + column
 
 
 def padded_shape(micro_batch: MicroBatch) -> tuple[int, int]:

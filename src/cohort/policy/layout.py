@@ -188,6 +188,7 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
     micro_batch = MicroBatch(
         input_ids=torch.tensor([token for s in segments for token in s], device=device) % vocabulary,
         position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
+        input_counts=nothing,
         segments=lay_out([len(s) for s in segments], roots).to(device),
         source=torch.tensor(source, device=device),
         targets=nothing,

@@ -8,7 +8,9 @@ from torch import Tensor
 from cohort.config import ModelConfig
 from cohort.errors import UserError
 from cohort.policy.adapter import Adapter, adapter_start
+from cohort.policy.frozen import freeze
 from cohort.policy.policy import Policy
+from cohort.policy.routers import find_routers
 from cohort.policy.skeleton import empty_model
 from cohort.records import Prompt
 
@@ -17,14 +19,39 @@ def trained_weights(config: ModelConfig) -> dict[str, Tensor]:
     """What will be trained, by name, without memory for it.
 
     Raises:
-        UserError: the model or its adapter cannot be used.
+        UserError: the model or its adapter cannot be used, or `model.freeze` does not go with it.
     """
     model = empty_model(config)
+    freeze(model, config.freeze)
     if config.adapter is not None:
         Adapter(
             model, adapter_start(config, checkpoint=None, keep_reference=False, seed=0, model=model), trainable=True
         )
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_router_loss(config: ModelConfig, coefficient: float) -> None:
+    """Compare `train.router_aux_loss_coef` with the model, none of whose weights are loaded.
+
+    Raises:
+        UserError: the model has no routers that are balanced by such a loss, or they are frozen.
+    """
+    if coefficient == 0:
+        return
+    model = empty_model(config)
+    routers, text_config = find_routers(model), model.config.get_text_config()
+    freeze(model, config.freeze)
+    problem = None
+    if not routers:
+        problem = "the model is no mixture of experts whose routers are known here, so that there is nothing to balance"
+    elif any("correction_bias" in name for name in model.state_dict()):
+        problem = "the model's experts are chosen by scores with a correction bias, and not by their probabilities"
+    elif not hasattr(text_config, "router_aux_loss_coef"):
+        problem = "the library has no load-balancing loss for this architecture"
+    elif not any(p.requires_grad for router in routers for p in router.module.parameters()):
+        problem = "model.freeze leaves no router to train"
+    if problem is not None:
+        raise UserError(f"train.router_aux_loss_coef: {coefficient:g} has no effect: {problem}; remove it")
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:

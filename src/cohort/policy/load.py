@@ -15,6 +15,7 @@ from cohort.policy.adapter import Adapter, AdapterStart, adapter_start
 from cohort.policy.adapter_folder import AdapterSpec, adapter_spec
 from cohort.policy.arrival import agreed_places, fill_model, fill_shards, library_model
 from cohort.policy.critic import Critic
+from cohort.policy.frozen import freeze
 from cohort.policy.masters import Masters, round_weights
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
@@ -236,6 +237,8 @@ def _adapted(kind: type[Policy], request: LoadRequest, start: AdapterStart | Non
 def _prepare(model: Any, request: LoadRequest, start: AdapterStart | None) -> Adapter | None:
     """Have the model compute gradients of what is trained, if anything is; its adapter, still without values."""
     model.requires_grad_(request.trainable)
+    if request.trainable:
+        freeze(model, request.config.freeze)
     adapter = None if start is None else Adapter(model, start, trainable=request.trainable)
     model.train(request.trainable)
     if request.trainable:

@@ -16,7 +16,7 @@ from cohort.policy.skeleton import saved_tensors
 
 
 class Masters:
-    """The weights of a model that is trained whole, on the host, sharded as the model is.
+    """The weights of a model, frozen ones too, on the host, sharded as the model is.
 
     Attributes:
         tree: modules without a forward that hold the masters under the names that they have in the model.
@@ -33,19 +33,20 @@ class Masters:
         """
         self.tree = nn.Module()
         for name, parameter in model.named_parameters():
-            assert parameter.requires_grad, f"{name} is frozen: it needs no master"
-            _put(self.tree, name, nn.Parameter(parameter.detach().to("cpu", copy=True)))
+            master = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
+            _put(self.tree, name, master)
         self.dtype = next(self.tree.parameters()).dtype
-        round_weights(model, compute_dtype)
-        for parameter in model.parameters():
-            parameter.grad_dtype = self.dtype  # micro-batches are added up as wide as without masters
         self._model = model
+        round_weights(model, compute_dtype)
+        for _, parameter, _ in self.pairs():
+            parameter.grad_dtype = self.dtype  # micro-batches are added up as wide as without masters
 
     def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Each weight: its name, its copy on the device, its master."""
+        """Each weight that is trained: its name, its copy on the device, its master."""
         masters = dict(self.tree.named_parameters())
         for name, parameter in self._model.named_parameters():
-            yield name, parameter, masters[name]
+            if parameter.requires_grad:
+                yield name, parameter, masters[name]
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Every weight by name, in host memory: on rank 0 where they are sharded. Every rank takes part."""

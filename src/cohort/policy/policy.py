@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from cohort.batch import MicroBatch
 from cohort.policy.adapter import Adapter
 from cohort.policy.attention import KeyValues
-from cohort.policy.forward import forward, padded_shape
+from cohort.policy.forward import computed_counts, forward, padded_shape
 from cohort.policy.head import find_head, head_of
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
 from cohort.policy.masters import Masters
 from cohort.policy.parking import Parking
+from cohort.policy.routers import remove_noise
 from cohort.policy.sharding import Sharding
 from cohort.policy.stream import Branch, OpenPrompt
 
@@ -74,6 +75,7 @@ class Policy:
         self.sharding = sharding
         self.adapter = adapter
         self.masters = masters
+        remove_noise(model)
         if traits is None:
             self._head = find_head(model)
             with self.autocast():  # what training computes in decides which kernels it uses
@@ -268,6 +270,10 @@ class Policy:
     def num_positions(self, micro_batch: MicroBatch) -> int:
         """Positions that `logprobs` computes for a micro-batch, padding included."""
         return math.prod(padded_shape(micro_batch)) if self.layout == "padded" else len(micro_batch.input_ids)
+
+    def computed_counts(self, micro_batch: MicroBatch) -> Tensor:
+        """Of how many completions each position that is computed for a micro-batch is an input; 0 of padding."""
+        return computed_counts(micro_batch, padded=self.layout == "padded")
 
     def _module(self) -> tuple[Any, Callable[[Any], Tensor]]:
         """What is called in training, and which of its outputs is used: hidden states, or logits without a head."""

@@ -55,12 +55,20 @@ class OpenPrompt:
             elif gradient is not None:  # sums are not rounded to 16 bits
                 self._gradients[i] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
-    def backward(self) -> None:
-        """Carry what was added through the prompt."""
+    def backward(self, own_loss: Tensor | None = None) -> None:
+        """Carry what was added through the prompt.
+
+        Args:
+            own_loss: [], of the prompt's own forward pass, beside what went on from it.
+        """
         tensors = [self._hidden, *_tensors(self._states)]
-        pairs = [(t, g.to(t.dtype)) for t, g in zip(tensors, self._gradients, strict=True) if g is not None]
+        pairs: list[tuple[Tensor, Tensor | None]] = [
+            (t, g.to(t.dtype)) for t, g in zip(tensors, self._gradients, strict=True) if g is not None
+        ]
         if not pairs and self._hidden.requires_grad:  # nothing went on from it: the pass is for the ranks that wait
             pairs = [(self._hidden, torch.zeros_like(self._hidden))]
+        if own_loss is not None and own_loss.requires_grad:
+            pairs.append((own_loss, None))
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 

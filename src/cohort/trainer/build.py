@@ -107,7 +107,7 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder,
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
         # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        config = request.config.model_copy(update={"path": path, "adapter": None})
+        config = request.config.model_copy(update={"path": path, "adapter": None, "freeze": ()})
         critic = load_critic(replace(request, config=config))
     except UserError as error:
         if critic_config.path is None:
@@ -151,7 +151,11 @@ def _critic_engine(
     not, and for groups of weights, which are named after the policy's.
     """
     train = config.train.model_copy(
-        update={"learning_rate": critic_config.learning_rate, "gradients_in_forward": False}
+        update={
+            "learning_rate": critic_config.learning_rate,
+            "gradients_in_forward": False,
+            "router_aux_loss_coef": 0.0,
+        }
     )
     return CriticEngine(
         critic,

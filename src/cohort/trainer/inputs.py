@@ -12,7 +12,15 @@ from cohort.engine import check_weights
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
-from cohort.policy import AdapterSpec, check_adapter, check_lengths, check_model_folder, load_tokenizer, trained_weights
+from cohort.policy import (
+    AdapterSpec,
+    check_adapter,
+    check_lengths,
+    check_model_folder,
+    check_router_loss,
+    load_tokenizer,
+    trained_weights,
+)
 from cohort.rewards import RewardRunner, build_rewards, check_columns
 from cohort.rollout import SamplingParams
 
@@ -89,6 +97,7 @@ def read_inputs(config: Config) -> Inputs:
         check_model_folder(config.critic.path, field="critic.path")
     adapter = check_adapter(config.model)
     check_weights(config.optim, trained_weights(config.model))
+    check_router_loss(config.model, config.train.router_aux_loss_coef)
     prompts = build_prompts(
         rows,
         _renderer(config, tokenizer, config.data.prompt),

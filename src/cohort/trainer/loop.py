@@ -25,6 +25,7 @@ from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.run_folder import RunFolder
 from cohort.trainer.gather import Gathered
+from cohort.trainer.interrupt import kept_interrupts
 from cohort.trainer.setup import (
     Run,
     knows_budget,
@@ -85,10 +86,12 @@ class Training:
         self.display.started(self.plan, steps_done=self.first_step)
         self._find_budget()
         self._check_parity(self.first_step, first=True)
-        if self.first_step == 0:
-            self._evaluate_where_due(0)
-        for step in range(self.first_step, self.plan.num_steps):
-            self._step(step)
+        with kept_interrupts() as end_if_interrupted:
+            if self.first_step == 0:
+                self._evaluate_where_due(0)
+            for step in range(self.first_step, self.plan.num_steps):
+                end_if_interrupted()
+                self._step(step)
 
     def _step(self, step: int) -> None:
         parts, crew, phase = self.parts, self.parts.crew, self.clock.phase

@@ -1,0 +1,317 @@
+"""What each key that trades memory saves and costs: memory by part, counted, beside the closed form; and time.
+
+    python bench/modes.py [--size full|tiny] [--modes NAME ...] [--json FILE]
+
+Each mode is a configuration that differs from the defaults in a few keys, built as a run builds it, with one thread for
+each process. A step of two micro-batches for each process: 16 completions of 64 tokens after two shared prompts of 256,
+hidden 512, 8 layers, a vocabulary of 8,192. With --json what is in the file is not measured again. Memory is
+what PyTorch's allocator has given on rank 0 when loading, backward and the update are done, and the most in between;
+time is processor time of one more step. A new way to save memory is one more line in `MODES`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from allocations import Allocations, Phase
+from cohort.config import Config, config_from_dict
+from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
+from cohort.engine import TrainEngine
+from cohort.engine.loss import PerTokenLoss
+from cohort.plan.hardware import Hardware
+from cohort.plan.predict import predict_run
+from cohort.plan.shape import read_shape
+from cohort.records import TrainSequence
+from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.crew import Crew
+from harness import ModelShape, do_job, machine, make_group, markdown, run_apart, write_model
+
+# Name -> keys that differ from the defaults. `completions` is of the budget: that many and their prompt at a time.
+MODES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "half a group": {"completions": 1 / 2},
+    "a quarter": {"completions": 1 / 4},
+    "one completion": {"completions": 0},
+    "selective": {"model.gradient_checkpointing": "selective"},
+    "checkpointing": {"model.gradient_checkpointing": True},
+    "both": {"completions": 0, "model.gradient_checkpointing": True},
+    "gradients in forward": {"train.gradients_in_forward": True},
+    "bfloat16 products": {"model.compute_dtype": "bfloat16"},
+    "bfloat16": {"model.dtype": "bfloat16"},
+    "adamw_8bit": {"optim.name": "adamw_8bit"},
+    "muon": {"optim.name": "muon"},
+    "sgd with momentum": {"optim.name": "sgd", "optim.momentum": 0.9},
+    "sgd": {"optim.name": "sgd"},
+    "adafactor": {"optim.name": "adafactor"},
+    "adapter": {"model.adapter": {"rank": 16}},
+    "dora": {"model.adapter": {"rank": 16, "dora": True}},
+    "adapter on bfloat16": {"model.adapter": {"rank": 16}, "model.dtype": "bfloat16"},
+    "reference": {"algorithm.beta": 0.04},
+    "reference of an adapter": {"algorithm.beta": 0.04, "model.adapter": {"rank": 16}},
+    "critic": {"algorithm.name": "ppo"},
+    "two processes": {"hardware.processes": 2},
+    "two processes, bfloat16 products": {"hardware.processes": 2, "model.compute_dtype": "bfloat16"},
+    "two processes, adamw_8bit": {"hardware.processes": 2, "optim.name": "adamw_8bit"},
+    "two processes, muon": {"hardware.processes": 2, "optim.name": "muon"},
+    "two processes, adapter": {"hardware.processes": 2, "model.adapter": {"rank": 16}},
+    "two processes, reference": {"hardware.processes": 2, "algorithm.beta": 0.04},
+    "two processes, critic": {"hardware.processes": 2, "algorithm.name": "ppo"},
+}
+# Parts of a plan that are counted together, since the allocator cannot tell them apart.
+STATE = {
+    "weights": ("weights", "adapter", "reference weights", "critic weights"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer state", "critic optimizer"),
+}
+PARTS = (*STATE, "activations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model and what it is trained on: for each process two groups of G completions of C tokens after P."""
+
+    shape: ModelShape
+    prompt_tokens: int
+    num_completions: int
+    completion_tokens: int
+
+    def budget(self, share: float) -> int:
+        """Tokens of a prompt and that share of its completions, at least one; the last token of each is no input."""
+        return self.prompt_tokens + max(1, int(share * self.num_completions)) * (self.completion_tokens - 1)
+
+
+SIZES = {
+    "full": Size(
+        shape=ModelShape(hidden=512, layers=8, intermediate=1536, vocab=8192),
+        prompt_tokens=256,
+        num_completions=8,
+        completion_tokens=64,
+    ),
+    "tiny": Size(
+        shape=ModelShape(hidden=128, layers=3, intermediate=384, vocab=1024, heads=8, kv_heads=4, head_dim=16),
+        prompt_tokens=64,
+        num_completions=4,
+        completion_tokens=32,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of one process."""
+
+    counted: Mapping[str, int]  # bytes by part, together the most of forward and backward
+    planned: Mapping[str, int]  # the same in the closed form
+    update_bytes: int  # counted: the most of an update
+    cpu_s: float  # processor time of a step
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of a step."""
+        return max(sum(self.counted.values()), self.update_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="NAME", help=str([*MODES]))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        do_job(work, args.job)
+        return
+    results: dict[str, Measured] = {}
+    if args.json and args.json.exists():
+        results = {name: Measured(**found) for name, found in json.loads(args.json.read_text()).items()}
+    missing = [name for name in args.modes if name not in results]
+    for processes in sorted({processes_of(MODES[name]) for name in missing}):
+        results |= measure_apart([n for n in missing if processes_of(MODES[n]) == processes], args.size)
+        if args.json:
+            args.json.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
+    print(f"{machine('torchao')}; one thread for each process\n\n{SIZES[args.size]}\n")
+    print(table({name: results[name] for name in args.modes if name in results}))
+
+
+def processes_of(mode: Mapping[str, Any]) -> int:
+    """How many a mode runs in."""
+    return int(mode.get("hardware.processes", 1))
+
+
+def measure_apart(names: Sequence[str], size: str) -> dict[str, Measured]:
+    """Modes of as many processes each, one after the other in such processes; none where they cannot be."""
+    (processes,) = {processes_of(MODES[name]) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(SIZES[size].shape, Path(folder) / "model")
+        found = run_apart(__file__, {"folder": str(model), "size": size, "modes": names}, processes=processes)
+    if "skipped" in found:
+        print(f"{', '.join(names)}: {found['skipped']}", file=sys.stderr)
+        return {}
+    return {name: Measured(**result) for name, result in found.items()}
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """Modes, in a process of its own or in one of several."""
+    several = "RANK" in os.environ
+    ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else ALONE
+    folder, size = Path(job["folder"]), SIZES[job["size"]]
+    configs = {name: configuration(MODES[name], size, folder) for name in job["modes"]}
+    found = {name: asdict(measure(config, size, ranks)) for name, config in configs.items()}
+    if several:
+        leave_ranks()
+    return found
+
+
+def measure(config: Config, size: Size, ranks: Ranks = ALONE) -> Measured:
+    """Count and time a step of a run, on every rank of it.
+
+    Args:
+        config: of the run, whose model has the shape of `size`.
+        size: of a step.
+        ranks: as many as the run has.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sequences = make_step(size, 2 * ranks.world_size)
+    with Allocations(device) as counted:
+        with counted.phase("build"):
+            crew = build_crew(config, ranks, _order(config), device=device, tokenizer=_TOKENIZER)
+        train(crew, make_step(replace(size, prompt_tokens=3, completion_tokens=2), 2), counted, "first ")
+        train(crew, sequences, counted, "")
+    begun = time.process_time()
+    train(crew, sequences, None, "")
+    seconds = time.process_time() - begun
+    return Measured(
+        counted=counted_parts(counted.phases),
+        planned=planned_parts(config, device),
+        update_bytes=max(phase.peak for name, phase in counted.phases.items() if name.startswith("update")),
+        cpu_s=seconds,
+    )
+
+
+_TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+
+
+def configuration(mode: Mapping[str, Any], size: Size, folder: Path) -> Config:
+    """A run's configuration with the mode's keys."""
+    values = dict(mode)
+    budget = size.budget(values.pop("completions", 1))
+    raw = {
+        "model": {"path": str(folder)},
+        "data": {"path": "never-read.jsonl"},
+        "rewards": [{"use": "math"}],
+        "rollout": {
+            "max_prompt_tokens": size.prompt_tokens,
+            "max_completion_tokens": size.completion_tokens,
+            "num_generations": size.num_completions,
+        },
+        "train": {"prompts_per_step": 2 * processes_of(mode), "micro_batch_tokens": budget, "learning_rate": 1e-5},
+    }
+    return config_from_dict(raw, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+
+
+def make_step(size: Size, num_groups: int) -> list[TrainSequence]:
+    """The sequences of a step, with returns for a critic."""
+    group = make_group(size.prompt_tokens, [size.completion_tokens] * size.num_completions, size.shape.vocab)
+    return [
+        replace(s, group=number, index=number * len(group) + s.index, returns=s.advantages)
+        for number in range(num_groups)
+        for s in group
+    ]
+
+
+def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Allocations | None, step: str) -> None:
+    """A step as a run does it, on every rank: the critic's update, where there is one, and the policy's."""
+    parts: list[tuple[str, TrainEngine, PerTokenLoss, Any]] = []
+    if crew.critic is not None and crew.algorithm.critic is not None:
+        parts.append(("critic", crew.critic, crew.algorithm.critic.loss, crew.pack_for_critic(sequences)))
+    parts.append(("policy", crew.engine, crew.algorithm.policy_loss, crew.pack(sequences)))
+    for name, engine, loss, batches in parts:
+        with _phase(counted, f"{step}train {name}"):
+            engine.forward_backward(batches[crew.ranks.rank], loss)
+        with _phase(counted, f"{step}update {name}"):
+            engine.optim_step()
+
+
+def _phase(counted: Allocations | None, name: str) -> AbstractContextManager[None]:
+    return nullcontext() if counted is None else counted.phase(name)
+
+
+def counted_parts(phases: Mapping[str, Phase]) -> dict[str, int]:
+    """What was left by loading, by backward and by the first update; and the most of backward above all that."""
+    weights, done = phases["build"].after, phases["first update policy"].after
+    backward = [phase for name, phase in phases.items() if name.startswith("train")]
+    gradients = max(phase.after - phase.before for phase in backward)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": done - weights,
+        "activations": max(phase.peak - phase.before for phase in backward) - gradients,
+    }
+
+
+def planned_parts(config: Config, device: torch.device) -> dict[str, int]:
+    """The same parts as `cohort plan` has them, without what no tensor holds."""
+    processes, on_gpu = config.hardware.processes, device.type == "cuda"
+    assert processes != "auto"
+    hardware = Hardware(gpu_name="any", gpu_memory_bytes=1 << 50, gpus_per_node=processes, nodes=1, on_gpu=on_gpu)
+    backward = dict(predict_run(config, read_shape(config.model.path), hardware).memory.phases["backward"])
+    backward.pop("framework", None)
+    state = {part: sum(backward.pop(name, 0) for name in names) for part, names in STATE.items()}
+    return {**state, "activations": sum(backward.values())}
+
+
+def _order(config: Config) -> BuildOrder:
+    assert config.train.micro_batch_tokens != "auto"
+    return BuildOrder(
+        folder=Path(config.model.path),
+        num_steps=1000,
+        checkpoint=None,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        longest_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+    )
+
+
+def title(mode: Mapping[str, Any]) -> str:
+    """The keys as they are written in a configuration."""
+    said = {1 / 2: "half a group", 1 / 4: "a quarter of a group", 0: "one completion"}
+    return (
+        ", ".join(
+            f"`train.micro_batch_tokens`: {said[value]}" if key == "completions" else f"`{key}: {_written(value)}`"
+            for key, value in mode.items()
+        )
+        or "the defaults"
+    )
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value).replace('"', "")
+
+
+def table(results: Mapping[str, Measured]) -> str:
+    """Of each mode megabytes by part, planned against counted, and peak and time as shares of the first."""
+    first = next(iter(results.values()))
+
+    def rows() -> Iterable[list[str]]:
+        for name, r in results.items():
+            sizes = [f"{r.counted[part] / 1e6:.1f}" for part in PARTS]
+            shares = (r.peak_bytes / first.peak_bytes, r.cpu_s / first.cpu_s)
+            peak, seconds = (f"{share:.2f}x" for share in shares)
+            planned = f"{sum(r.planned.values()) / sum(r.counted.values()):.2f}x"
+            yield [title(MODES[name]), *sizes, f"{r.peak_bytes / 1e6:.1f}", peak, seconds, planned]
+
+    return markdown(["keys", *PARTS, "peak MB", "peak", "time", "planned"], rows())
+
+
+if __name__ == "__main__":
+    main()

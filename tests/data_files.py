@@ -1,0 +1,11 @@
+"""Rows of data, and files of them as a run reads them."""
+
+from pathlib import Path
+
+from cohort.data import read_rows
+
+ROWS = [{"prompt": "two plus two", "answer": "007"}, {"prompt": "one", "answer": "1.0"}]
+
+
+def read(folder: Path, path: str, **options: str) -> list[dict]:
+    return read_rows(path, field="data.path", base_dir=folder, **options)

@@ -1,0 +1,118 @@
+"""The command line itself: usage, tracebacks, exit codes, and a real Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.config import load_config
+from cohort.display import Display, StepReport
+from cohort.launch import train
+from commands import ENVIRONMENT, Ended, set_up
+from waiting import until
+
+
+def test_debug_shows_the_traceback(tmp_path, cohort):
+    ended = cohort("train", tmp_path / "no.yaml", "--debug")
+    assert ended.code == 2
+    assert ended.err.startswith("Traceback (most recent call last):\n")
+    assert ended.err.endswith(f"UserError: {tmp_path}/no.yaml: no such configuration file\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "x.yaml", "--resmue"], "No such option"),
+        (["train"], "Missing argument"),
+        (["eval", "model"], "Missing option"),
+        (["trian"], "No such command"),
+        (["eval", "m", "--data", "d", "--reward", "exact", "--seed", "x"], "Invalid value"),
+    ],
+)
+def test_usage_errors_are_typers_own(cohort, arguments, part):
+    ended = cohort(*arguments)
+    assert ended.code == 2
+    assert part in ended.err
+    assert "Usage: " in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_bug_of_ours_is_not_dressed_up(tmp_path, cohort, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("cohort.trainer.run.build_run", fail)
+    with pytest.raises(ZeroDivisionError):
+        cohort("train", set_up(tmp_path))
+
+
+def test_interrupted(tmp_path, cohort, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cohort.trainer.run.build_run", interrupt)
+    monkeypatch.setattr("cohort.trainer.evaluate_model.load_policy", interrupt)
+    path = set_up(tmp_path)
+    assert cohort("train", path) == Ended(
+        code=130, out="", err="interrupted; the same command goes on from the last checkpoint\n"
+    )
+    ended = cohort(
+        *("eval", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--prompt", "question", "--reward", "exact")
+    )
+    assert ended == Ended(code=130, out="", err="interrupted\n")
+
+
+def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
+    path = set_up(tmp_path, data={"prompt": "questoin"})
+    result = subprocess.run(
+        [sys.executable, "-m", "cohort", "train", str(path)], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: data.prompt='questoin': the data has no such column. Did you mean 'question'? "
+        "Columns: question, answer, level.\n"
+    )
+
+
+def test_a_real_interrupt_and_going_on(tmp_path, cohort):
+    path = set_up(tmp_path, train={"steps": 100_000}, run={"completions_every": 0})
+    command = [sys.executable, "-m", "cohort", "train", str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+        try:
+            until(lambda: (tmp_path / "run" / "checkpoints" / "step-2").exists() or process.poll() is not None)
+            process.send_signal(signal.SIGINT)
+            err = process.communicate(timeout=120)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert err.endswith("interrupted; the same command goes on from the last checkpoint\n")
+    done = load_trainer_state(checkpoints(tmp_path / "run" / "checkpoints")[-1]).steps_done
+    assert done >= 2
+    ended = cohort("train", path, f"train.steps={done + 1}")
+    assert ended.code == 0
+    assert f"going on after step {done}\n" in ended.out
+
+
+def test_an_interrupt_that_a_library_drops_is_raised_again(tmp_path):
+    """As in a callback of an extension, where Python prints the exception and forgets it."""
+    steps = []
+
+    class Drops(Display):
+        def step(self, report: StepReport) -> None:
+            steps.append(report.steps_done)
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config(set_up(tmp_path)), display=Drops())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == [1]
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-1"]

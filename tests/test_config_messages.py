@@ -1,0 +1,236 @@
+"""What the configuration says of each mistake."""
+
+import pytest
+
+from configs import MINIMAL, message
+
+# Messages
+NUM_PROCESSES = "must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)"
+NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)"
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        # unknown keys: the nearest one, here or in the section that has it
+        (
+            {"train": {"stepz": 5}},
+            "train.stepz: unknown key; did you mean steps? train has: steps, epochs, prompts_per",
+        ),
+        (
+            {"train": {"num_generations": 4}},
+            "train.num_generations: unknown key; did you mean rollout.num_generations?",
+        ),
+        ({"num_generations": 4}, "num_generations: unknown key; did you mean rollout.num_generations?"),
+        ({"reward": 1}, "reward: unknown key; did you mean rewards? the configuration has: model, data, rewards"),
+        (
+            {"zzz": 1},
+            "zzz: unknown key; the configuration has: model, data, rewards, rollout, algorithm, reference, critic",
+        ),
+        (
+            {"model": {"path": "m", "adapter": {"rnak": 4}}},
+            "model.adapter.rnak: unknown key; did you mean rank? model.adapter has: kind, rank, alpha, targets",
+        ),
+        ({"model": {"path": "m", "rank": 4}}, "model.rank: unknown key; did you mean model.adapter.rank?"),
+        ({"model": {"path": "m", "adapter": 4}}, "model.adapter: 4: a section is a mapping of keys: kind, rank, alpha"),
+        ({"model": {"path": "m", "adapter": {"rank": 0}}}, "model.adapter.rank: 0: input should be greater than or"),
+        (
+            {"model": {"path": "m", "adapter": {"targets": "q_proj"}}},
+            "model.adapter.targets: 'q_proj': must be all-linear or a list of names, such as [q_proj, v_proj]",
+        ),
+        (
+            {"rewards": [{"use": "math", "wieght": 1}]},
+            "rewards.0.wieght: unknown key; did you mean weight? rewards.0 has: use, weight, name, args, timeout_s",
+        ),
+        (
+            {"algorithm": {"betta": 0.1}},
+            "algorithm.betta: unknown key; did you mean beta? algorithm has: name, advantage, policy_loss, ",
+        ),
+        (
+            {"algorithm": {"name": "dr_grpo", "std_epsilon": 1}},
+            "algorithm: std_epsilon: 1.0 has no effect with advantage: group_mean; remove it, or use advantage: "
+            "group_mean_std",
+        ),
+        ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
+        ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
+        (
+            {"algorithm": {"name": "gspo", "delta": 3.0}},
+            "algorithm: delta: 3.0 has no effect with policy_loss: gspo; remove it, or use policy_loss: clipped",
+        ),
+        (
+            {"algorithm": {"delta": 1.2}},
+            "algorithm: delta: 1.2 must be above 1 + clip_high, which is 1.2; 3 is usual",
+        ),
+        (
+            {"algorithm": {"name": "pkpo"}, "rollout": {"num_generations": 3}},
+            "rollout.num_generations: 3 is less than algorithm.at_k: 4, so that nothing would be learned; use at least "
+            "4, or a smaller at_k",
+        ),
+        (
+            {"algorithm": {"name": "luspo"}, "train": {"gradients_in_forward": True}},
+            "algorithm.policy_loss: gspo needs the logprobs of whole completions before the loss of any token",
+        ),
+        (
+            {"algorithm": {"name": "rloo"}, "rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: rloo (advantage: leave_one_out): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
+        ),
+        # unknown algorithm
+        (
+            {"algorithm": {"name": "gpro"}},
+            "algorithm.name: 'gpro': is not one of grpo, dr_grpo, dapo, bnpo, ",
+        ),
+        ({"algorithm": {"name": None}}, "algorithm.name: None: input should be a valid string"),
+        ({"algorithm": "dapo"}, "algorithm: 'dapo': a section is a mapping of keys: name, advantage, "),
+        # missing
+        ({"model": {}}, "model.path: missing; this key is required"),
+        ({"rewards": [{}]}, "rewards.0.use: missing; this key is required"),
+        ({"eval": {}}, "eval.path: missing; this key is required"),
+        # wrong types
+        ({"model": None}, "model: None: a section is a mapping of keys: path, dtype, compute_dtype, gradient"),
+        ({"train": [1]}, "train: [1]: a section is a mapping of keys: steps, epochs"),
+        ({"train": {"steps": "many"}}, "train.steps: 'many': input should be a valid integer"),
+        (
+            {"train": {"steps": 1.5}},
+            "train.steps: 1.5: input should be a valid integer, got a number with a fractional",
+        ),
+        ({"train": {"steps": True}}, "train: steps: True: must be a number"),
+        ({"rewards": [{"use": "math", "weight": False}]}, "rewards.0: weight: False: must be a number"),
+        ({"algorithm": {"beta": True}}, "algorithm: beta: True: must be a number"),
+        ({"data": {"path": 5}}, "data.path: 5: input should be a valid string"),
+        ({"rewards": {"use": "math"}}, "rewards: {'use': 'math'}: must be a list, such as [{use: math}]"),
+        ({"rewards": ["math"]}, "rewards.0: 'math': a section is a mapping of keys: use, weight, name, args"),
+        ({"rewards": []}, "rewards: []: at least one reward is needed, such as [{use: math}]"),
+        ({"run": {"log": "wandb"}}, "run.log: 'wandb': must be a list, such as [tensorboard]"),
+        # values out of bounds
+        ({"train": {"learning_rate": 0}}, "train.learning_rate: 0: input should be greater than 0"),
+        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan: input should be a finite number"),
+        ({"algorithm": {"clip_low": 2}}, "algorithm.clip_low: 2: input should be less than 1"),
+        ({"model": {"path": "m", "dtype": "half"}}, "model.dtype: 'half': input should be 'float32', 'bfloat16' or"),
+        ({"model": {"path": ""}}, "model.path: '': string should have at least 1 character"),
+        ({"run": {"dir": ""}}, "run.dir: '': string should have at least 1 character"),
+        ({"run": {"log": ["wand"]}}, "run.log.0: 'wand': input should be 'tensorboard', 'wandb' or 'trackio'"),
+        ({"hardware": {"device": "gpu"}}, "hardware.device: 'gpu': must be auto, cpu, cuda or cuda:N"),
+        ({"hardware": {"device": "mps"}}, "hardware.device: 'mps': must be auto, cpu, cuda or cuda:N"),
+        ({"hardware": {"processes": 0}}, f"hardware.processes: 0: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": -1}}, f"hardware.processes: -1: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": 2.5}}, f"hardware.processes: 2.5: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": "many"}}, f"hardware.processes: 'many': {NUM_PROCESSES}"),
+        ({"hardware": {"processes": None}}, f"hardware.processes: None: {NUM_PROCESSES}"),
+        ({"hardware": {"processes": True}}, "hardware: processes: True: must be a number"),
+        ({"hardware": {"timeout_s": 0}}, "hardware.timeout_s: 0: input should be greater than 0"),
+        ({"hardware": {"max_restarts": -1}}, "hardware.max_restarts: -1: input should be greater than or equal to 0"),
+        ({"train": {"micro_batch_tokens": 0}}, f"train.micro_batch_tokens: 0: {NUM_TOKENS}"),
+        ({"train": {"micro_batch_tokens": 2.5}}, f"train.micro_batch_tokens: 2.5: {NUM_TOKENS}"),
+        ({"train": {"micro_batch_tokens": "x"}}, f"train.micro_batch_tokens: 'x': {NUM_TOKENS}"),
+        ({"train": {"micro_batch_tokens": True}}, "train: micro_batch_tokens: True: must be a number"),
+        ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: input should be greater than or equal to 1"),
+        (
+            {"rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
+        ),
+        # the name stands for a component that was replaced: another name would not help
+        (
+            {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "rollout": {"num_generations": 1}},
+            "rollout.num_generations: 1 with algorithm.name: ppo (advantage: group_mean): a group of one has no "
+            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
+            "is usual), or algorithm.advantage: batch_mean_std or gae, which need no peers",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "critic": {}},
+            "critic has no effect with algorithm.name: ppo (advantage: group_mean), which trains none; remove the "
+            "section, or use algorithm.advantage: gae",
+        ),
+        # two keys that do not go together
+        (
+            {"algorithm": {"name": "rloo"}, "train": {"updates_per_rollout": 2}},
+            "train.updates_per_rollout: 2 with algorithm.policy_loss: reinforce: it has no ratio to the policy that "
+            "sampled, which from the second update on is another one; use updates_per_rollout: 1, or policy_loss: "
+            "clipped or cispo",
+        ),
+        (
+            {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "math"}, {"use": "format", "weight": -0.5}]},
+            "rewards.1.weight: -0.5 makes rewards negative, and algorithm.advantage: max_likelihood takes rewards of "
+            "at least 0",
+        ),
+        (
+            {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "overlong", "args": {"buffer_tokens": 4}}]},
+            "rewards.0.use: overlong makes rewards negative, and algorithm.advantage: max_likelihood takes",
+        ),
+        (
+            {"algorithm": {"name": "ppo"}, "rollout": {"resample": 1}},
+            "rollout.resample: 1 would replace groups that teach: advantage: gae learns where the",
+        ),
+        (
+            {"hardware": {"device": "cuda:1", "processes": 2}},
+            "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "
+            "CUDA_VISIBLE_DEVICES to choose among the GPUs",
+        ),
+        ({"hardware": {"device": "cuda:0", "processes": "auto"}}, "hardware: device: cuda:0 names one GPU, and proc"),
+        ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs say the same thing twice; remove one"),
+        ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
+        # options of vLLM that Cohort sets
+        *(
+            (
+                {"rollout": {"engine": "vllm", "vllm_args": {"kv_cache_dtype": "fp8", key: 1}}},
+                f"rollout.vllm_args: {key} is set by Cohort; {way}",
+            )
+            for key, way in {
+                "max-num-seqs": "use rollout.max_num_seqs",
+                "tensor_parallel_size": "use rollout.tensor_parallel",
+                "gpu-memory-utilization": "use rollout.gpu_memory_utilization",
+                "dtype": "use rollout.dtype",
+                "model": "use model.path",
+                "host": "remove it (`cohort serve --host` says where",
+                "no_enable_scale_out": "remove it (tokens and logprobs are read",
+                "weight-transfer-config.backend": "remove it (the weights reach a server by it)",
+                "worker_extension_cls": "remove it (the weights reach a server by it)",
+            }.items()
+        ),
+        # keys without effect
+        (
+            {"rollout": {"engine": "vllm", "urls": ["http://a:1"], "tensor_parallel": 2}},
+            "rollout: tensor_parallel has no effect with urls: the servers are someone else's, and `cohort serve` "
+            "takes it on its command line; remove one of the two",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "max_staleness": 1}, "algorithm": {"sampling_correction": "none"}},
+            "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "
+            "sampling_correction: token_truncate, or stale_completions: drop",
+        ),
+        (
+            {"data": {"path": "d", "apply_chat_template": False, "system_prompt": "Be brief."}},
+            "data: system_prompt has no effect with apply_chat_template: false; remove one of the two",
+        ),
+        (
+            {"data": {"path": "d", "apply_chat_template": False, "chat_template_kwargs": {"a": 1}}},
+            "data: chat_template_kwargs has no effect with apply_chat_template: false; remove one of the two",
+        ),
+        (
+            {"run": {"checkpoint_every": 0, "keep_checkpoints": 2}},
+            "run: keep_checkpoints has no effect with checkpoint_every: 0; remove one of the two",
+        ),
+        ({"eval": {"path": "d", "top_k": 5}}, "eval: top_k has no effect with temperature: 0 (greedy); remove one"),
+        ({"eval": {"path": "d", "top_p": 0.9}}, "eval: top_p has no effect with temperature: 0 (greedy); remove one"),
+        (
+            {"eval": {"path": "d", "num_samples": 4}},
+            "eval: num_samples: 4 with temperature: 0 gives the same completion 4 times; set a temperature above 0 "
+            "(such as 0.6), or num_samples: 1",
+        ),
+    ],
+)
+def test_messages(section, expected):
+    text = message({**MINIMAL, **section})
+    assert text.startswith(expected)
+    assert "\n" not in text
+
+
+def test_every_mistake_is_listed_and_long_values_are_cut():
+    hardware = {"device": "x" * 200, "processes": 0}
+    text = message({**MINIMAL, "train": {"stepz": 5, "seed": -1}, "hardware": hardware})
+    keys = ["train.seed", "train.stepz", "hardware.processes", "hardware.device"]
+    assert [line.split(":")[0] for line in text.splitlines()] == keys
+    assert text.splitlines()[3] == f"hardware.device: '{'x' * 76}...: must be auto, cpu, cuda or cuda:N"

@@ -1,0 +1,128 @@
+"""A disk that gets full: one message, nothing lost, and the same command goes on once there is space."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cohort import checkpoint
+from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.distributed import Ranks
+from cohort.metrics import writers
+from cohort.trainer import setup
+from commands import Ended, assert_refused, set_up
+
+
+def test_too_little_space_is_found_before_the_first_step(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
+    ended = cohort("train", path)
+    assert_refused(ended, f"run.dir: '{tmp_path}/run' has 0.0 GB free, and the run needs", "keep_checkpoints (now 3)")
+    monkeypatch.undo()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+FILLS_THE_DISK_ONCE = """
+from pathlib import Path
+
+folder = Path(__file__).parent
+
+def f(completions, **kwargs):
+    if (folder / "run" / "checkpoints" / "step-1").exists() and not (folder / "was_full").exists():
+        (folder / "was_full").touch()
+        (folder / "run" / "completions" / ".step-000002.parquet.partial").symlink_to("/dev/full")
+    return [float(i) for i in range(len(completions))]
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_gets_full_while_completions_are_written(tmp_path, cohort):
+    path = set_up(tmp_path, files={"r.py": FILLS_THE_DISK_ONCE}, rewards=[{"use": "r.py:f"}])
+    assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/completions/step-000002.parquet")
+
+
+def test_a_disk_that_gets_full_while_a_checkpoint_is_written(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    real, calls = checkpoint.save_model, []
+
+    def save_model(policy: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
+        real(policy, tokenizer, folder, ranks)
+        calls.append(folder)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cohort.checkpoint.save_model", save_model)
+    assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/checkpoints/step-2")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_gets_full_while_the_optimizer_is_written(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    real, calls = checkpoint.dcp.save, []
+
+    def save(state: Any, *, storage_writer: Any, **arguments: Any) -> None:
+        calls.append(storage_writer.path)
+        if len(calls) == 2:
+            storage_writer.path.mkdir()
+            (storage_writer.path / "__0_0.distcp").symlink_to("/dev/full")
+        real(state, storage_writer=storage_writer, **arguments)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save)
+    assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/checkpoints/step-2")
+
+
+def test_a_disk_that_gets_full_while_the_final_model_is_written(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    real = checkpoint.save_model
+
+    def save_model(policy: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
+        real(policy, tokenizer, folder, ranks)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cohort.trainer.crew.save_model", save_model)
+        assert_refused(cohort("train", path), f"error: {tmp_path}/run/final: no space left on the disk.", code=1)
+    assert not [p.name for p in (tmp_path / "run").iterdir() if "final" in p.name]
+    assert cohort("train", path).code == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path: Path, written: str) -> None:
+    run = path.parent / "run"
+    assert_refused(
+        cohort("train", path),
+        f"error: {written}: no space left on the disk. Nothing written earlier is lost: free some space and run the "
+        "same command again to go on from the last checkpoint\n",
+        code=1,
+    )
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-1"]
+    assert load_trainer_state(run / "checkpoints" / "step-1").steps_done == 1
+    ended = cohort("train", path)
+    assert (ended.code, ended.err) == (0, "")
+    assert "going on after step 1" in ended.out
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [p.name for p in checkpoints(run / "checkpoints")] == ["step-1", "step-2", "step-3"]
+    assert sorted(p.name for p in (run / "completions").iterdir()) == [f"step-{n:06d}.parquet" for n in (1, 2, 3)]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_gets_full_while_metrics_are_written(tmp_path, cohort, monkeypatch):
+    path = set_up(tmp_path)
+    real = writers.MetricsWriter.write
+
+    def write(self: writers.MetricsWriter, step: int, metrics: Any) -> None:
+        if step == 2:
+            self._file = Path("/dev/full").open("a")  # noqa: SIM115
+        real(self, step, metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writers.MetricsWriter, "write", write)
+        ended = cohort("train", path)
+    assert_refused(ended, f"error: {tmp_path}/run/metrics.jsonl: no space left on the disk.", code=1)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+    assert cohort("train", path).code == 0

@@ -1,0 +1,115 @@
+"""Processes that a launcher starts, known by their environment alone: how they meet, or why they cannot."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import ENVIRONMENT, Ended, assert_refused, set_up
+from forked import fork, run_module
+from waiting import free_port, until
+
+
+class LaunchedRank:
+    """`python -m cohort.train` as torchrun starts it on this machine."""
+
+    def __init__(self, path: Path, **environment: object) -> None:
+        self._out, self._err = (path.with_name(f"rank-{environment['RANK']}.{name}") for name in ("out", "err"))
+        self._process = fork(
+            run_module,
+            *("cohort.train", str(path)),
+            out=self._out,
+            err=self._err,
+            OMP_NUM_THREADS=1,
+            MASTER_ADDR="127.0.0.1",
+            **environment,
+        )
+
+    def end(self) -> Ended:
+        """How it ends, which has to be soon. It never outlives this."""
+        try:
+            until(lambda: not self._process.is_alive(), timeout_s=90)
+        finally:
+            self._process.kill()
+        err = self._err.read_text()
+        # torch may have had a say before; what counts is that our message is the last
+        return Ended(code=self._process.exitcode, out=self._out.read_text(), err=err[max(0, err.rfind("error: ")) :])
+
+
+def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
+    path = set_up(tmp_path)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cohort.train", str(path)],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **place, "MASTER_PORT": str(free_port())},
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_port_that_another_program_has(tmp_path):
+    path = set_up(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert_refused(
+            LaunchedRank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=port).end(),
+            f"error: MASTER_PORT: 127.0.0.1:{port} is in use by another program; give another port",
+            "(torchrun --master-port)",
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_where_nobody_is(tmp_path):
+    path, port = set_up(tmp_path, hardware={"timeout_s": 3}), free_port()
+    assert_refused(
+        LaunchedRank(path, RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port).end(),
+        f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 3 s: is rank 0 running there",
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (2, 3))])
+def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
+    path, port = set_up(tmp_path, hardware={"timeout_s": 10}), free_port()
+    told = f"rank 0 on {socket.gethostname()} says {first[1]} processes, rank {second[0]} on"
+    processes = [
+        LaunchedRank(path, RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, MASTER_PORT=port)
+        for rank, world_size in (first, second)
+    ]
+    for ended in [process.end() for process in processes]:
+        assert_refused(ended, f"error: the processes do not agree on their number: {told}", "--nnodes")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        (
+            {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            [
+                "error: hardware.processes: 3, and the launcher has started 2 processes on this machine",
+                "--nproc-per-node 3, or hardware.processes: auto",
+            ],
+        ),
+        ({}, ["the environment of a distributed run is incomplete ('MASTER_PORT'); start it with torchrun"]),
+        ({"MASTER_PORT": "high"}, ["the environment of a distributed run is incomplete (invalid literal"]),
+        ({"MASTER_PORT": "1", "RANK": "2"}, ["RANK=2 with WORLD_SIZE=2: ranks go from 0 to WORLD_SIZE - 1"]),
+    ],
+)
+def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environment, parts):
+    path = set_up(tmp_path, hardware={"processes": 3})
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setattr("cohort.trainer.process.time.sleep", lambda _: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(cohort("train", path), *parts)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,94 @@
+"""Memory of every mode: what PyTorch's allocator gives to a real step, against the closed form of `cohort plan`.
+
+The modes are those of `bench/modes.py`; one that is added there is compared here.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+import modes
+from allocations import Allocations
+from harness import write_model
+from modes import MODES, PARTS, SIZES, Measured, configuration, measure, measure_apart, processes_of
+
+CLOSE = 0.05
+SIZE = SIZES["tiny"]
+ALONE = [name for name, mode in MODES.items() if processes_of(mode) == 1]
+APART = [name for name, mode in MODES.items() if processes_of(mode) > 1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(SIZE.shape, tmp_path_factory.mktemp("modes") / "model")
+
+
+@pytest.fixture(autouse=True)
+def not_compiled() -> Iterator[None]:
+    """Compiling an optimizer's step takes longer than everything else here, and its state is the same."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def compare(measured: Measured) -> None:
+    """Every part that lasts, and the most of forward and backward."""
+    for part in PARTS[:-1]:
+        assert measured.counted[part] == pytest.approx(measured.planned[part], rel=CLOSE, abs=2048), part
+    peak = sum(measured.counted.values())
+    assert peak == pytest.approx(sum(measured.planned.values()), rel=CLOSE)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_memory_is_what_the_plan_says(name: str, model: Path) -> None:
+    if "adamw_8bit" in name:
+        pytest.importorskip("torchao")
+    compare(measure(configuration(MODES[name], SIZE, model), SIZE))
+
+
+@pytest.mark.slow
+def test_memory_of_several_processes_is_what_the_plan_says() -> None:
+    found = measure_apart(APART, "tiny")
+    assert list(found) == APART
+    for measured in found.values():
+        compare(measured)
+
+
+def test_another_optimizer_than_the_planned_one_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the plan is of SGD, which keeps nothing, and the step is AdamW's."""
+    sgd, planned = configuration(MODES["sgd"], SIZE, model), modes.planned_parts
+    monkeypatch.setattr(modes, "planned_parts", lambda _, device: planned(sgd, device))
+    with pytest.raises(AssertionError, match="optimizer"):
+        compare(measure(configuration({}, SIZE, model), SIZE))
+
+
+def test_a_copy_that_nobody_foresaw_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every weight is there twice, where no part of the program looks for it."""
+    copies = []
+
+    def build(*args: object, **how: object) -> object:
+        crew = built(*args, **how)
+        copies.extend(p.detach().clone() for p in crew.policy.model.parameters())
+        return crew
+
+    built = modes.build_crew
+    monkeypatch.setattr(modes, "build_crew", build)
+    with pytest.raises(AssertionError, match="weights"):
+        compare(measure(configuration({}, SIZE, model), SIZE))
+
+
+def test_allocations_are_counted_to_the_byte() -> None:
+    """Literal: 1,000 numbers of 4 bytes, twice as many, and for a moment three times."""
+    with Allocations(torch.device("cpu")) as counted:
+        kept = torch.zeros(1000)
+        with counted.phase("some"):
+            x = kept * 2
+            x = x + kept
+    assert counted.phases["some"].before == 4000
+    assert counted.phases["some"].after == 8000
+    assert counted.phases["some"].peak == 12_000
+    assert x.sum() == 0

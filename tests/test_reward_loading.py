@@ -1,0 +1,237 @@
+"""Rewards from names, files and modules: what loads, what is refused; and the built-in ones without a worker."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cohort.config import RewardConfig
+from cohort.errors import UserError
+from cohort.rewards import RewardRunner, build_rewards, check_columns, load_reward
+from cohort.rewards.exact import ExactReward
+from cohort.rewards.format import FormatReward
+from cohort.rewards.math import MathReward
+from cohort.rewards.overlong import OverlongReward
+from reward_samples import group, reward
+
+pytestmark = pytest.mark.timeout(60)
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A configuration's folder with reward files; the working directory is another."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    config_dir = tmp_path / "config"
+    config_dir.mkdir()
+    (config_dir / "helper_beside.py").write_text("VALUE = 2.0\n")
+    (config_dir / "my_rewards.py").write_text(
+        textwrap.dedent(
+            """
+            import functools
+            LOADED = []
+            LOADED.append(1)
+            def brevity(completions, **kwargs):
+                from helper_beside import VALUE
+                return [VALUE for _ in completions]
+            def level(prompts, completions, difficulty, scale=1.0):
+                return [scale for _ in completions]
+            scaled = functools.partial(level, scale=2.0)
+            class Judge:
+                def __call__(self, completions):
+                    return [float(len(LOADED)) for _ in completions]
+            judge = Judge()
+            constant = 5
+            def by_position(completions, /):
+                return []
+            """
+        )
+    )
+    return config_dir
+
+
+def load_error(use, folder):
+    with pytest.raises(UserError) as caught:
+        load_reward(use, base_dir=folder, field="rewards[3].use")
+    assert str(caught.value).startswith("rewards[3].use: ")
+    return str(caught.value)
+
+
+def test_builtins_files_and_modules_load(folder):
+    assert [type(load_reward(n, base_dir=folder)) for n in ("math", "exact", "format")] == [
+        MathReward,
+        ExactReward,
+        FormatReward,
+    ]
+    assert load_reward("my_rewards.py:brevity", base_dir=folder)(["a"]) == [2.0]
+    assert load_reward(f"{folder}/my_rewards.py:judge", base_dir=Path("elsewhere"))(["a"]) == [1.0]  # loaded once
+    assert load_reward("os.path:join", base_dir=folder) is os.path.join
+    Path("in_cwd.py").write_text("def f(completions):\n    return [4.0]\n")
+    assert load_reward("in_cwd.py:f", base_dir=folder)([]) == [4.0]
+    assert load_reward("in_cwd:f", base_dir=folder)([]) == [4.0]
+
+
+def test_loading_errors_say_what_works(folder):
+    (folder / "broken.py").write_text("x = 1\ny = 1 / 0\n")
+    (folder / "unparsable.py").write_text("def f(:\n")
+    (folder / "no_such_import.py").write_text("import no_such_package\n")
+    for use, words in {
+        "maths": ["'maths'", "Did you mean 'math'?", "exact, format, math, overlong", "path/to/file.py:function"],
+        "my_rewards.py": ["'my_rewards.py:function'"],
+        "my_reward.py:brevity": ["no such file", str(folder), "cwd", "Did you mean 'my_rewards.py'?"],
+        "my_rewards.py:brevety": ["has no 'brevety'", "Did you mean 'brevity'?", "level"],
+        "my_rewards.py:constant": ["not callable", "5 (int)"],
+        "my_rewards.py:Judge": ["is a class", "Judge()"],
+        "broken.py:f": ["ZeroDivisionError: division by zero", f"{folder}/broken.py:2"],
+        "unparsable.py:f": ["SyntaxError", f"{folder}/unparsable.py:1"],
+        "no_such_import.py:f": ["No module named 'no_such_package'", f"{folder}/no_such_import.py:1"],
+        "no_such_module.sub:f": ["no module 'no_such_module'", "cwd"],
+        "os.pth:f": ["no module 'os.pth'"],
+        "os.path:joim": ["Did you mean 'join'?"],
+    }.items():
+        message = load_error(use, folder)
+        for word in [repr(use), *words]:
+            assert word in message, (use, message)
+
+
+def test_build_rewards_names_weights_and_defaults(folder):
+    configs = [
+        RewardConfig(use="math"),
+        RewardConfig(use="my_rewards.py:level", weight=-0.5, args={"scale": 3.0}, timeout_s=5),
+        RewardConfig(use="my_rewards.py:scaled", name="twice"),
+        RewardConfig(use="my_rewards.py:judge"),
+    ]
+    built = build_rewards(configs, base_dir=folder, columns=["answer", "difficulty"], max_completion_tokens=8)
+    assert [(r.name, r.weight, dict(r.args), r.timeout_s) for r in built] == [
+        ("math", 1.0, {}, 300.0),
+        ("level", -0.5, {"scale": 3.0}, 5.0),
+        ("twice", 1.0, {}, 300.0),
+        ("Judge", 1.0, {}, 300.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use": "math"}, ["'math'", "the column 'answer'", "Columns: answers, difficulty", "Did you mean 'answers'?"]),
+        ({"use": "math", "args": {"answer_columm": "answers"}}, ["'answer_columm'", "Did you mean 'answer_column'?"]),
+        ({"use": "math", "args": {"answer_column": "answers", "deadline_s": 0}}, ["deadline_s", "above 0, got 0"]),
+        ({"use": "exact", "args": {"answer_column": "answers", "pattern": "(a"}}, ["'(a'", "not a regular expression"]),
+        ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "it has 0"]),
+        ({"use": "format", "args": {"pattern": 5}}, ["pattern must be a string", "5"]),
+        ({"use": "format", "args": {"pattern": "["}}, ["'['", "not a regular expression"]),
+        ({"use": "overlong"}, ["rewards[0].args: reward 'overlong'", "'buffer_tokens'"]),
+        (
+            {"use": "overlong", "args": {"buffer_tokens": 9}},
+            ["buffer_tokens: 9 must be a whole number from 1 to rollout.max_completion_tokens: 8"],
+        ),
+        ({"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}}, ["penalty: -1 must be a number above 0"]),
+        ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "Did you mean 'scale'?"]),
+        ({"use": "my_rewards.py:level", "args": {"prompts": 1}}, ["'prompts' is always passed"]),
+        ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is a column of the dataset too"]),
+        ({"use": "my_rewards.py:by_position"}, ["'completions' by position only"]),
+    ],
+)
+def test_settings_that_cannot_work_fail_before_the_run(folder, settings, words):
+    with pytest.raises(UserError) as caught:
+        build_rewards(
+            [RewardConfig(**settings)], base_dir=folder, columns=["answers", "difficulty"], max_completion_tokens=8
+        )
+    for word in ["rewards[0]", *words]:
+        assert word in str(caught.value)
+
+
+def test_check_columns_names_reward_parameter_and_columns():
+    def f(completions, answer, extra=None):
+        return []
+
+    check_columns(f, name="f", args={}, columns=["answer"])
+    check_columns(f, name="f", args={"answer": 1}, columns=[])
+    with pytest.raises(UserError) as caught:
+        check_columns(f, name="f", args={}, columns=["solution", "answers"], field="rewards[1]")
+    for word in ["rewards[1]", "reward 'f'", "parameter 'answer'", "Columns: answers, solution", "completion_ids"]:
+        assert word in str(caught.value)
+
+
+def test_importing_rewards_imports_no_heavy_library():
+    program = "import sys, cohort.rewards; print([m for m in ('torch', 'transformers', 'sympy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- exact and format -------------------------------------------------------------------------------------------
+
+
+def test_exact():
+    f = ExactReward()
+    assert f([" 42\n", "43", "42"], answer=[42, "42", None]) == [1.0, 0.0, None]
+    texts = ["Answer: 1 then Answer: 2 ", [{"role": "assistant", "content": "Answer: 1"}], "none"]
+    assert f(texts, pattern=r"Answer: (\d)", solution=["2", "2", "2"], answer_column="solution") == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a\nb</think>\n42", 1.0),
+        ("  <think></think>42\n", 1.0),
+        ("<think>a</think>", 0.0),
+        ("<think>a</think>  \n ", 0.0),
+        ("42", 0.0),
+        ("well <think>a</think> 42", 0.0),
+        ("<think>a</think> 4 <think>b</think> 42", 0.0),
+        ("<think>a<think>b</think> 42", 0.0),
+        ("<think>a</think> 42 </think>", 0.0),
+        ("<think>a 42", 0.0),
+    ],
+)
+def test_format_wants_one_think_block_and_an_answer(text, expected):
+    assert FormatReward()([text, [{"role": "assistant", "content": text}]]) == [expected, expected]
+
+
+def test_format_pattern_and_linear_time():
+    assert FormatReward()(["a\nb", "ab"], pattern="a.b") == [1.0, 0.0]
+    start = time.monotonic()
+    FormatReward()(["<think>" + " " * 200_000 + "</think>" + " <" * 100_000 + "<think>"])
+    assert time.monotonic() - start < 2
+
+
+def test_overlong_is_the_soft_punishment_of_dapo():
+    """Limit 16, buffer 4: free up to 12 tokens, then a quarter of the penalty for each."""
+    reward = OverlongReward(16)
+    ids = [[0] * n for n in (1, 12, 13, 15, 16)]
+    assert reward(completion_ids=ids, buffer_tokens=4) == [0.0, 0.0, -0.25, -0.75, -1.0]
+    assert reward(completion_ids=ids, buffer_tokens=4, penalty=2.0)[2:] == [-0.5, -1.5, -2.0]
+    assert reward(completion_ids=[[0] * 8], buffer_tokens=16) == [-0.5]
+
+
+def test_a_reward_that_only_shapes_judges_nothing(folder):
+    """The middle completion is as long as the limit, and nobody judged it; the last was judged, and is as long."""
+    overlong = reward(OverlongReward(2), name="overlong", args={"buffer_tokens": 1}, shapes=True)
+    judge = reward(lambda completions: [1.0, None, 1.0], name="judge")
+    g = group("q", ["a", "b", "c"])
+    lengths = (1, 2, 2)
+    completions = tuple(
+        dataclasses.replace(c, token_ids=np.zeros(n, dtype=np.int64))
+        for c, n in zip(g.completions, lengths, strict=True)
+    )
+    (scored,) = RewardRunner([judge, overlong]).score([dataclasses.replace(g, completions=completions)])
+    assert np.array_equal(scored.rewards, [1.0, math.nan, 0.0], equal_nan=True)
+    assert scored.reward_parts["overlong"].tolist() == [0.0, -1.0, -1.0]
+    with pytest.raises(UserError, match=r"no reward judged any of the 3 completions of this step: 'silent' returned"):
+        RewardRunner([reward(lambda completions: [None] * 3, name="silent"), overlong]).score([g])
+    alone = [RewardConfig(use="overlong", args={"buffer_tokens": 1})]
+    with pytest.raises(UserError, match=r"rewards: 'overlong' only adds to what other rewards judge"):
+        build_rewards(alone, base_dir=folder, columns=[], max_completion_tokens=2)
+    both = [*alone, RewardConfig(use="exact")]
+    built = build_rewards(both, base_dir=folder, columns=["answer"], max_completion_tokens=2)
+    assert [f.shapes for f in built] == [True, False]

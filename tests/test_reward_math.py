@@ -1,0 +1,224 @@
+"""The math reward: verdicts, and a worker that is killed, hangs, dies or is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cohort.errors import UserError
+from cohort.rewards import RewardRunner
+from cohort.rewards.math import MathReward, gold_text, plain_verdict
+from cohort.rewards.math_client import MathWorker
+from cohort.rewards.math_worker import judge, latex_of_gold
+from reward_samples import MESSAGES, group, reward
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def math_reward():
+    f = MathReward()
+    yield f
+    f.close()
+
+
+CASES = [
+    ("42", "The answer is 42.", "correct"),
+    ("42", r"so \boxed{42}", "correct"),
+    ("42", r"so $\boxed{41}$, not 42", "wrong"),
+    ("42", "I do not know", "answer_unparsable"),
+    ("1/2", r"$\frac{1}{2}$", "correct"),
+    (r"\frac{1}{3}", r"\boxed{\frac{2}{6}}", "correct"),
+    (r"$\frac{1}{3}$", r"\boxed{0.5}", "wrong"),
+    ("1,000", r"\boxed{1000}", "correct"),
+    ("1e3", "1000", "correct"),
+    ("(1, 2)", "2", "wrong"),
+    ("(1, 2)", r"\boxed{(1,2)}", "correct"),
+    ("x^2 + 1", "$1 + x^2$", "correct"),
+    ("2", r"<think>\boxed{1}</think> \boxed{2}", "correct"),
+    ("The answer is 7.", r"\boxed{7}", "correct"),
+    ("who knows", r"\boxed{7}", "gold_unparsable"),
+]
+
+
+@pytest.mark.parametrize(("gold", "text", "verdict"), CASES)
+def test_math_verdicts(gold, text, verdict):
+    assert judge(gold, text) == verdict
+
+
+def test_gold_forms():
+    assert [gold_text(a) for a in ("#1 .. 2+2=4\n#### 4 ", 4, 4.5, None)] == ["4", "4", "4.5", ""]
+    assert [latex_of_gold(g) for g in (r"\frac12", "$5$", "3 apples", r"4 \text{ metres}")] == [
+        r"$\frac12$",
+        "$5$",
+        "3 apples",
+        r"$4 \text{ metres}$",
+    ]
+    with pytest.raises(UserError, match=r"column 'solution' holds \[1\] \(list\)"):
+        gold_text([1], "solution")
+
+
+@pytest.mark.parametrize("gold", ["0", "42", "-7", "100000"])
+@pytest.mark.parametrize("answer", ["0", "42", "-7", "999999999999", "-0", "007", "4.2", "x"])
+@pytest.mark.parametrize("form", ["%s", " %s\n", r"\boxed{%s}", "Line\n5 is (not) it, 1/2: \\boxed{ %s }.\n"])
+def test_the_fast_path_gives_the_workers_verdict(gold, answer, form):
+    fast = plain_verdict(gold, form % answer)
+    assert fast == (judge(gold, form % answer) if answer in ("0", "42", "-7", "999999999999") else None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "42.0", "about 42", r"\boxed{42}%", r"$5 \boxed{42}", r"\boxed{1} \boxed{42}", r"final answer \boxed{42}"],
+)
+def test_the_fast_path_leaves_the_rest_to_the_worker(text):
+    assert plain_verdict("42", text) is None
+
+
+def test_math_in_the_runner(math_reward):
+    runner = RewardRunner([reward(math_reward, name="math")])
+    scored = runner.score(
+        [
+            group(MESSAGES, [r"\boxed{\frac{1}{2}}", "0.25", "?"], answer="so\n#### 0.5"),
+            group("q", ["7"], prompt_id=1, answer="who knows"),
+        ]
+    )
+    np.testing.assert_array_equal(np.concatenate([s.rewards for s in scored]), [1.0, 0.0, 0.0, np.nan])
+    assert runner.counts() == {"math/answer_unparsable": 1, "math/gold_unparsable": 1}
+
+
+def test_plain_answers_need_no_worker():
+    f = MathReward(worker=MathWorker(["/does/not/exist"]))
+    assert f([r"\boxed{5}", "6", "6"], answer=[5, "5", None]) == [1.0, 0.0, None]
+    assert f.last_counts == {"gold_unparsable": 1}
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(math_reward):
+    assert math_reward(["0.5", "\ud800 \x00\n 0.5"], answer=["1/2", "1/2"]) == [1.0, 1.0]
+    first = math_reward._worker.pid
+    os.kill(first, signal.SIGKILL)
+    assert math_reward(["0.5"], answer=["1/2"]) == [1.0]
+    assert math_reward._worker.pid != first
+    assert math_reward.last_counts == {}
+
+
+FAKE_WORKER = """
+import json, os, sys, time
+print('{"id": null}', flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["text"] == "hang":
+        time.sleep(60)
+    if request["text"] == "die":
+        os._exit(7)
+    if request["text"] == "die once" and not os.path.exists(sys.argv[1]):
+        open(sys.argv[1], "w").close()
+        os.kill(os.getpid(), 9)
+    if request["text"] == "babble":
+        print("not json", flush=True)
+    print(json.dumps({"id": request["id"], "verdict": "correct"}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_reward(tmp_path):
+    f = MathReward(worker=MathWorker([sys.executable, "-c", FAKE_WORKER, str(tmp_path / "died")]))
+    yield f
+    f.close()
+
+
+def test_a_hung_answer_is_not_judged_and_counted_and_the_next_is_judged(fake_reward):
+    start = time.monotonic()
+    rewards = fake_reward(["a", "hang", "hang", "b"], answer=["g"] * 4, deadline_s=0.5)
+    assert rewards == [1.0, None, None, 1.0]  # the same answer twice waits once
+    assert fake_reward.last_counts == {"timeout": 2}
+    assert time.monotonic() - start < 5
+
+
+def test_a_worker_that_dies_of_an_answer(fake_reward):
+    assert fake_reward(["die once", "die", "babble", "b"], answer=["g"] * 4) == [1.0, None, None, 1.0]
+    assert fake_reward.last_counts == {"crashed": 2}
+
+
+def test_a_worker_killed_while_it_works(fake_reward):
+    fake_reward(["a"], answer=["g"])
+    killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward._worker.pid])
+    killer.start()
+    # Judged again by a second worker, which hangs on it too, until the deadline.
+    assert fake_reward(["hang"], answer=["g"], deadline_s=0.6) == [None]
+    assert fake_reward.last_counts == {"timeout": 1}
+
+
+def test_the_budget_ends_a_call_of_many_slow_answers(tmp_path):
+    f = MathReward(worker=MathWorker([sys.executable, "-c", FAKE_WORKER, ""]), budget_s=0.4)
+    assert f(["hang", "b", "c"], answer=["g"] * 3) == [None, None, None]
+    assert f.last_counts == {"timeout": 1, "out_of_time": 2}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ([sys.executable, "-c", "import sys; sys.exit('no math-verify here')"], ["ended at once", "no math-verify"]),
+        ([sys.executable, "-c", "import time; time.sleep(60)"], ["not ready within 0.3 s"]),
+    ],
+)
+def test_a_worker_that_does_not_start_is_an_error(command, words):
+    f = MathReward(worker=MathWorker(command, start_timeout_s=0.3 if "ready" in words[0] else 20))
+    with pytest.raises(UserError) as caught:
+        RewardRunner([reward(f, name="math")]).score([group("p", ["x = 1"], answer="1")])
+    for word in ["reward 'math'", "does not start", *words]:
+        assert word in str(caught.value)
+
+
+def gone(pid):
+    """Waits up to 10 s for a process that is not a child of this one to end."""
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":  # ended; nobody waits for it
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "pass"])
+def test_the_worker_does_not_outlive_its_parent(end):
+    program = f"""
+        import os
+        from cohort.rewards.math_client import MathWorker
+        worker = MathWorker()
+        print(worker.judge("1/2", "0.5", deadline_s=20), worker.pid, flush=True)
+        {end}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    verdict, pid = done.stdout.split()
+    assert verdict == "correct" and gone(int(pid))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_worker_busy_when_its_parent_is_killed_ends_after_its_deadline():
+    program = """
+        import os, threading, time
+        from cohort.rewards.math_client import MathWorker
+        worker = MathWorker()
+        worker.judge("1/2", "0.5", deadline_s=20)
+        print(worker.pid, flush=True)
+        threading.Timer(0.3, os.kill, [os.getpid(), 9]).start()
+        worker.judge("1", "$9^{9^{9^{9}}}$", deadline_s=0.6)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert gone(int(done.stdout))

@@ -1,0 +1,156 @@
+"""Which keys make another run, and completions as files."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cohort.config import config_from_dict
+from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
+from cohort.run_folder import config_changes, write_completions_file
+from configs import MINIMAL
+from run_folders import open_folder
+
+# Which keys make another run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (["hardware.device=cpu", "hardware.processes=auto"], []),
+        (["hardware.processes=4", "hardware.timeout_s=5", "hardware.max_restarts=3"], []),
+        (["train.micro_batch_tokens=auto"], []),
+        (["run.checkpoint_every=7", "run.log=[wandb]", "run.dir=/elsewhere"], []),
+        (["train.micro_batch_tokens=5", "rollout.max_num_seqs=5"], []),
+        (["rewards.0.timeout_s=5"], []),
+        (["train.steps=9"], []),  # at a constant rate a longer run begins like a shorter one
+        (["train.epochs=9"], []),
+        (["rewards.0.args.timeout_s=5"], ["rewards.0.args", "rewards.0.args.timeout_s"]),
+        (["train.seed=1"], ["train.seed"]),
+        (["train.learning_rate=1"], ["train.learning_rate"]),
+        (["train.prompts_per_step=1"], ["train.prompts_per_step"]),
+        (["rollout.num_generations=4"], ["rollout.num_generations"]),
+        (["model.path=other"], ["model.path"]),
+        (["data.shuffle=false"], ["data.shuffle"]),
+        (["rewards=[{use: math}, {use: exact}]"], [f"rewards.1.{key}" for key in ("args", "use", "weight")]),
+        (["train.lr_schedule=linear", "train.steps=9"], ["train.lr_schedule", "train.steps"]),
+        (["algorithm.name=dapo"], ["algorithm.clip_high", "algorithm.loss_weight", "algorithm.name"]),
+    ],
+)
+def test_config_changes(overrides, changed):
+    old, new = config_from_dict(MINIMAL), config_from_dict(MINIMAL, overrides)
+    assert list(config_changes(old, new)) == changed
+
+
+def test_config_changes_with_a_schedule_has_both_values():
+    settings = ["train.lr_schedule=cosine", "train.steps=9"]
+    old, new = config_from_dict(MINIMAL, settings), config_from_dict(MINIMAL, [*settings, "train.steps=10"])
+    assert config_changes(old, new) == {"train.steps": (9, 10)}
+    assert config_changes(old, old) == {}
+
+
+# Completions
+
+
+def a_group(prompt: Prompt, rewards: list[float], parts: dict[str, list[float]]) -> ScoredGroup:
+    completions = tuple(
+        Completion(
+            token_ids=np.array([5, 6 + i]),
+            sampling_logprobs=np.array([-0.5, -0.25]),
+            finish_reason="length" if i else "stop",
+            policy_version=3,
+            text=f"answer {i}",
+        )
+        for i in range(len(rewards))
+    )
+    return ScoredGroup(
+        prompt=prompt,
+        completions=completions,
+        rewards=np.array(rewards),
+        reward_parts={name: np.array(part) for name, part in parts.items()},
+    )
+
+
+TEXT = Prompt(id=4, epoch=0, content="say ½", token_ids=np.array([1, 2]), columns={})
+CHAT = Prompt(id=9, epoch=0, content=[{"role": "user", "content": "hi"}], token_ids=np.array([3]), columns={})
+NAN = float("nan")
+GROUPS = [
+    a_group(TEXT, [1.0, NAN], {"exact": [1.0, NAN], "format": [0.0, NAN]}),
+    a_group(CHAT, [0.5, 0.0], {"exact": [0.5, NAN], "format": [0.0, 0.0]}),
+]
+SEQUENCES = [
+    TrainSequence(
+        token_ids=np.arange(3),
+        num_prompt_tokens=1,
+        sampling_logprobs=np.zeros(2),
+        loss_weights=np.ones(2),
+        advantages=np.full(2, advantage),
+        index=n,
+        group=n // 2,
+    )
+    for n, advantage in enumerate((0.5, 0.0, 1.0, -1.0))
+]
+
+
+def test_completions_have_a_row_each_and_null_for_not_judged(tmp_path):
+    folder = open_folder(tmp_path / "a")
+    folder.write_completions("step", 12, GROUPS, SEQUENCES)
+    folder.close()
+    assert [p.name for p in (tmp_path / "a" / "completions").iterdir()] == ["step-000012.parquet"]
+    table = pq.read_table(tmp_path / "a" / "completions" / "step-000012.parquet")
+    assert table.schema.equals(
+        pa.schema(
+            {
+                "step": pa.int64(),
+                "prompt_id": pa.int64(),
+                "prompt": pa.string(),
+                "completion": pa.string(),
+                "prompt_token_ids": pa.list_(pa.int32()),
+                "completion_token_ids": pa.list_(pa.int32()),
+                "sampling_logprobs": pa.list_(pa.float32()),
+                "finish_reason": pa.string(),
+                "policy_version": pa.int64(),
+                "reward": pa.float64(),
+                "rewards/exact": pa.float64(),
+                "rewards/format": pa.float64(),
+                "advantage": pa.float64(),
+            }
+        )
+    )
+    rows = table.to_pylist()
+    assert rows[1] == {
+        "step": 12,
+        "prompt_id": 4,
+        "prompt": "say ½",
+        "completion": "answer 1",
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [5, 7],
+        "sampling_logprobs": [-0.5, -0.25],
+        "finish_reason": "length",
+        "policy_version": 3,
+        "reward": None,
+        "rewards/exact": None,
+        "rewards/format": None,
+        "advantage": 0.0,
+    }
+    assert [row["prompt_id"] for row in rows] == [4, 4, 9, 9]
+    assert [row["reward"] for row in rows] == [1.0, None, 0.5, 0.0]
+    assert [row["rewards/exact"] for row in rows] == [1.0, None, 0.5, None]
+    assert [row["advantage"] for row in rows] == [0.5, 0.0, 1.0, -1.0]
+    assert json.loads(rows[2]["prompt"]) == [{"role": "user", "content": "hi"}]
+
+
+def test_completions_of_an_evaluation_have_no_advantage(tmp_path):
+    write_completions_file(tmp_path / "new" / "eval.parquet", step=0, groups=GROUPS)
+    names = pq.read_schema(tmp_path / "new" / "eval.parquet").names
+    assert "advantage" not in names
+    assert names[-1] == "rewards/format"
+
+
+def test_an_evaluation_may_change_when_it_happens_but_not_what_it_measures():
+    base = {**MINIMAL, "eval": {"path": "held.jsonl"}}
+    old = config_from_dict(base)
+    assert not config_changes(old, config_from_dict(base, ["eval.every=3", "eval.before_training=false"]))
+    assert list(config_changes(old, config_from_dict(base, ["eval.temperature=0.5"]))) == ["eval.temperature"]
