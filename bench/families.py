@@ -1,7 +1,8 @@
 """Tiny models of many architectures: the config of each, as a user's `config.json` would say it.
 
 Two layers at least, one of each kind that the architecture has, more query heads than key heads where it allows that,
-and attention windows that are longer than the sequences that `bench/models.py` computes, unless the name says otherwise.
+no dropout, and attention windows that are longer than the sequences that `bench/models.py` computes, unless the name
+says otherwise.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 128
@@ -47,6 +47,9 @@ _LATENT: Mapping[str, Any] = {  # attention of DeepSeek-V2 and later
 _EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LOCAL: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GEMMA: Mapping[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 512}
+_PER_LAYER: Mapping[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+_NO_DROPOUT: Mapping[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_MIXED: Mapping[str, Any] = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
 _DELTA: Mapping[str, Any] = {  # linear attention of Qwen3-Next and later
     "head_dim": 8,
     "linear_key_head_dim": 8,
@@ -84,11 +87,18 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma 2": _family("gemma2", **_GEMMA),
     "Gemma 2 without softcap": _family("gemma2", attn_logit_softcapping=None, **_GEMMA),
     "Gemma 3 (text)": _family("gemma3_text", **_GEMMA),
-    "Gemma 4 (text)": _family("gemma4_text", **_GEMMA, global_head_dim=8, hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "Gemma 4 (text)": _family(
+        "gemma4_text",
+        **_GEMMA,
+        global_head_dim=8,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "Mistral": _family("mistral", sliding_window=512),
     "Mistral, short window": _family("mistral", sliding_window=8),
-    "Ministral": _family("ministral", head_dim=8, sliding_window=512, layer_types=["sliding_attention", "full_attention"]),
+    "Ministral": _family("ministral", head_dim=8, **_MIXED),
     "Ministral 3": _family("ministral3", head_dim=8),
     "Mixtral": _family("mixtral", **_LOCAL),
     "Phi": _family("phi"),
@@ -104,33 +114,55 @@ FAMILIES: Mapping[str, Family] = {
     "DeepSeek-V2": _family("deepseek_v2", **{**_LATENT, "topk_method": "greedy"}),
     "DeepSeek-V3, Kimi-K2": _family("deepseek_v3", **_LATENT),
     "GLM 4": _family("glm4", head_dim=8),
-    "GLM 4.5": _family("glm4_moe", head_dim=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-        moe_intermediate_size=24, first_k_dense_replace=1),
+    "GLM 4.5": _family(
+        "glm4_moe",
+        head_dim=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    ),
     "GPT-OSS": _family("gpt_oss", head_dim=8, sliding_window=512, **_LOCAL),
     "Falcon": _family("falcon", new_decoder_architecture=True, num_kv_heads=2),
     "Falcon with ALiBi": _family("falcon", alibi=True, **_OLD_HEADS),
-    "GPT-2": _family("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "GPT-2": _family("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=512, **_NO_DROPOUT),
     "GPT-NeoX": _family("gpt_neox"),
     "OPT": _family("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
     "BLOOM": _family("bloom", n_head=4, n_layer=2),
     "StableLM": _family("stablelm"),
     "Cohere": _family("cohere"),
-    "Cohere 2": _family("cohere2", head_dim=8, sliding_window=512, layer_types=["sliding_attention", "full_attention"]),
+    "Cohere 2": _family("cohere2", head_dim=8, **_MIXED),
     "StarCoder 2": _family("starcoder2", sliding_window=512, residual_dropout=0.0, embedding_dropout=0.0),
     "Nemotron": _family("nemotron"),
     "ERNIE 4.5": _family("ernie4_5", head_dim=8),
-    "ERNIE 4.5 MoE": _family("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=1),
+    "ERNIE 4.5 MoE": _family(
+        "ernie4_5_moe",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=24,
+        moe_layer_start_index=1,
+    ),
     "Hunyuan": _family("hunyuan_v1_dense", head_dim=8),
     "Hunyuan-MoE": _family("hunyuan_v1_moe", head_dim=8, num_experts=4, moe_topk=2, num_experts_per_tok=2),
     "EXAONE 4": _family("exaone4", sliding_window=512, sliding_window_pattern=2),
-    "Seed-OSS": _family("seed_oss", head_dim=8),
+    "Seed-OSS": _family("seed_oss", head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
     "MiniMax-M2": _family("minimax_m2", head_dim=8, **_LOCAL),
-    "dots.llm1": _family("dots1", head_dim=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-        moe_intermediate_size=24, first_k_dense_replace=1),
+    "dots.llm1": _family(
+        "dots1",
+        head_dim=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    ),
     "Apertus": _family("apertus"),
     "Arcee": _family("arcee"),
     "LFM2": _family("lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
-    "Jamba": _family("jamba", **{"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8}),
+    "Jamba": _family(
+        "jamba", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8
+    ),
     "Mamba": _family("mamba", state_size=8),
     "Mamba 2": _family("mamba2", state_size=8, num_heads=4, head_dim=16, expand=2, n_groups=1),
     "RWKV": _family("rwkv", attention_hidden_size=32, context_length=512),

@@ -1,4 +1,4 @@
-"""Every architecture of `bench/families.py` at tiny size, through the code that a run loads, trains, samples and saves with.
+"""Every architecture of `bench/families.py` at tiny size, through the code that a run loads, trains and samples with.
 
     python bench/models.py [--only Qwen3 Mixtral] [--write docs/models.md]
 
@@ -10,27 +10,27 @@ library's own forward pass, one unpadded sequence at a time with full logits, in
   its own size; the same with gradient checkpointing, and of two processes (gloo, FSDP2);
 - sampler: the logprobs that the local engine gives with its completions, the largest difference.
 
-An adapter (LoRA on all linear layers, and on experts where they are linear layers) is filled with random numbers, and
-has to give with the adapter off what the model alone gives, bit for bit. A saved folder has to be loaded by
-transformers with equal weights.
+An adapter (LoRA, `targets: all-linear`) is filled with random numbers: it has to change the logprobs, each of its
+weights has to get a gradient, and switched off it has to give the model's own logprobs. From a folder that is saved
+here transformers has to load the same weights, bit for bit.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from families import FAMILIES, VOCABULARY, save_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -41,9 +41,10 @@ from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
 from cohort.engine import TrainEngine
 from cohort.errors import UserError
 from cohort.packing import pack
-from cohort.policy import Collectives, LoadRequest, Policy, load_policy, quiet_transformers
+from cohort.policy import Collectives, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
 from cohort.records import Prompt, TrainSequence
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
+from families import FAMILIES, VOCABULARY, save_folder
 
 CPU = torch.device("cpu")
 LONGEST = 100
@@ -59,9 +60,9 @@ class Row:
 
     name: str
     model_type: str
-    experts: str  # how they are kept: "-" where there are none
+    has_routers: bool
     layout: str
-    head: str
+    has_plain_head: bool
     reason: str  # why the layout is not "shared"
     logprobs: float
     gradient: float
@@ -69,7 +70,7 @@ class Row:
     two_ranks: float
     sampler: float
     adapter: str
-    saved: str
+    saved: bool
 
 
 def random_sequences() -> list[TrainSequence]:
@@ -106,8 +107,8 @@ def naive_logprobs(model: PreTrainedModel, token_ids: np.ndarray, num_prompt_tok
 
 
 def naive(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logprobs of each sequence, and the gradient of the same loss by every parameter."""
-    model.train()
+    """Logprobs of each sequence, and the gradient of the same loss: of the model as it is sampled."""
+    model.eval()
     logprobs = [naive_logprobs(model, s.token_ids, s.num_prompt_tokens) for s in sequences]
     for s, values in zip(sequences, logprobs, strict=True):
         weights = torch.from_numpy(-s.loss_weights * s.advantages).to(values)
@@ -168,9 +169,7 @@ def error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float
     largest = max(g.norm().item() for g in expected.values())
     zeros = {name: torch.zeros_like(g) for name, g in {**expected, **actual}.items()}
     actual, expected = zeros | dict(actual), zeros | dict(expected)
-    return max(
-        (actual[name] - g).norm().item() / max(g.norm().item(), 1e-3 * largest) for name, g in expected.items()
-    )
+    return max((actual[name] - g).norm().item() / max(g.norm().item(), 1e-3 * largest) for name, g in expected.items())
 
 
 def measure(name: str, folder: Path) -> Row:
@@ -186,25 +185,18 @@ def measure(name: str, folder: Path) -> Row:
     return Row(
         name=name,
         model_type=family.model_type,
-        experts=experts_of(theirs),
+        has_routers=bool(find_routers(theirs)),
         layout=policy.layout,
-        head="plain" if policy.has_plain_head else "full logits",
+        has_plain_head=policy.has_plain_head,
         reason=policy.traits.reason or "",
         logprobs=values,
         gradient=error(mine, gradient),
         checkpointing=checkpointing(folder, gradient),
-        two_ranks=float("nan"),
+        two_ranks=math.nan,
         sampler=sampler(policy, theirs, folder),
         adapter=adapter(folder, expected),
         saved=saved(policy, folder),
     )
-
-
-def experts_of(model: PreTrainedModel) -> str:
-    """How a model keeps its experts."""
-    if any(p.ndim == 3 for p in model.parameters()):
-        return "fused"
-    return "layers" if any("expert" in n for n, _ in model.named_modules()) else "-"
 
 
 def checkpointing(folder: Path, gradient: Mapping[str, Tensor]) -> float:
@@ -213,7 +205,7 @@ def checkpointing(folder: Path, gradient: Mapping[str, Tensor]) -> float:
         return error(trained(load(folder, gradient_checkpointing=True))[1], gradient)
     except ValueError as problem:  # the library says that it cannot
         print(f"  gradient checkpointing: {problem}", file=sys.stderr)
-        return float("nan")
+        return math.nan
 
 
 def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
@@ -229,10 +221,11 @@ def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
             AutoTokenizer.from_pretrained(folder),
         )
         key = StreamKey(purpose="train", seed=0, step=0)
-        groups = generate(engine, prompts, SamplingParams(num_generations=3, max_completion_tokens=20, temperature=1.0), key)
+        sampling = SamplingParams(num_generations=3, max_completion_tokens=20, temperature=1.0)
+        groups = generate(engine, prompts, sampling, key)
     except UserError as problem:
         print(f"  sampler: {problem}", file=sys.stderr)
-        return float("nan")
+        return math.nan
     worst = 0.0
     theirs.eval()
     with torch.no_grad():
@@ -249,32 +242,36 @@ def adapter(folder: Path, expected: Sequence[Tensor]) -> str:
     try:
         policy = load(folder, adapter=AdapterConfig(rank=2))
     except UserError as problem:
-        return str(problem)
+        return str(problem).partition(". ")[0]
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in policy.adapter.tensors().values():
             parameter.normal_(std=0.1)
     adapted, grads = trained(policy)
     moved = max((adapted[n] - e).abs().max().item() for n, e in enumerate(expected))
-    with_gradient = sum(bool(grads[n].any()) for n, p in policy.model.named_parameters() if p.requires_grad)
-    trained_tensors = sum(p.requires_grad for p in policy.model.parameters())
+    without = [
+        n for n, p in policy.model.named_parameters() if p.requires_grad and (n not in grads or not grads[n].any())
+    ]
     off = make_engine(policy.as_reference()).estimate(random_sequences(), {"logprobs"})["logprobs"]
     back = max((off[n] - e).abs().max().item() for n, e in enumerate(expected))
-    if moved < 1e-3 or back > 1e-4 or with_gradient < trained_tensors:
-        return f"wrong: moves logprobs by {moved:.0e}, off differs by {back:.0e}, gradients of {with_gradient} of {trained_tensors}"
+    if moved < 1e-3 or back > 1e-4:
+        return f"wrong: moves logprobs by {moved:.0e}, and off differs by {back:.0e}"
+    if without:
+        unused = sorted({name.partition(".lora_")[0].rpartition(".")[-1] for name in without})
+        return f"works; the library does not call {', '.join(unused)}"
     return "works"
 
 
-def saved(policy: Policy, folder: Path) -> str:
+def saved(policy: Policy, folder: Path) -> bool:
     """Whether transformers loads from a saved folder what it loads from the first one, bit for bit."""
     save_model(policy, AutoTokenizer.from_pretrained(folder), folder / "saved")
     again, first = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder / "saved", folder))
-    differ = [name for name in first if name not in again or not torch.equal(first[name], again[name])]
-    return f"wrong: {', '.join(differ[:3])}" if differ or len(first) != len(again) else "yes"
+    return first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
 
 
-def run_ranks(root: Path) -> None:
+def run_ranks(root: Path) -> str:
     """What each of several processes does with every folder in `root`; rank 0 writes the gradients' errors."""
+    torch.set_num_threads(1)
     ranks = join_ranks(backend="gloo", timeout_s=120, command_timeout_s=120)
     errors: dict[str, float | str] = {}
     for folder in sorted(path for path in root.iterdir() if (path / "gradient.pt").exists()):
@@ -283,11 +280,11 @@ def run_ranks(root: Path) -> None:
             if ranks.is_first:
                 errors[folder.name] = error(gradient, torch.load(folder / "gradient.pt"))
         except Exception as problem:  # on all ranks alike
-            import traceback; traceback.print_exc()
             errors[folder.name] = f"{type(problem).__name__}: {problem}"
     if ranks.is_first:
         (root / "ranks.json").write_text(json.dumps(errors))
     leave_ranks()
+    return ""
 
 
 def two_ranks(root: Path) -> dict[str, float | str]:
@@ -305,23 +302,69 @@ def two_ranks(root: Path) -> dict[str, float | str]:
     return json.loads((root / "ranks.json").read_text())
 
 
-if __name__ == "__main__":
-    import pprint
-    if sys.argv[1] == "--ranks":
-        warnings.filterwarnings("ignore")
-        with quiet_transformers():
-            run_ranks(Path(sys.argv[2]))
-        sys.exit()
-    root = Path(tempfile.mkdtemp(dir="/tmp/moe-scratch"))
-    import traceback, time
+def measure_all(names: Sequence[str], root: Path) -> list[Row]:
+    """One after the other, and then all with two processes."""
+    rows = []
+    for number, name in enumerate(names):
+        rows.append(measure(name, root / f"{number:03}"))
+        print(rows[-1], flush=True)
+    errors = two_ranks(root)
+    print(errors)
+    return [
+        replace(row, two_ranks=value if isinstance(value := errors.get(f"{number:03}"), float) else math.nan)
+        for number, row in enumerate(rows)
+    ]
+
+
+_WAYS = {"shared": "shared prompts", "packed": "packed", "padded": "padded"}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown, with the reasons below."""
+    reasons = list(dict.fromkeys(row.reason for row in rows if row.reason))
+    notes = list(dict.fromkeys(row.adapter for row in rows if row.adapter != "works"))
+    lines = [
+        "| architecture | `model_type` | computed as | logprobs | gradient | checkpointing | 2 processes | sampler "
+        "| LoRA | saved |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    for row in rows:
+        way = _WAYS[row.layout] + (f" ({reasons.index(row.reason) + 1})" if row.reason else "")
+        way += "" if row.has_plain_head else ", full logits"
+        numbers = (row.logprobs, row.gradient, row.checkpointing, row.two_ranks, row.sampler)
+        cells = [
+            f"{row.name}{' *' if row.has_routers else ''}",
+            f"`{row.model_type}`",
+            way,
+            *(f"{number:.0e}" if math.isfinite(number) else "-" for number in numbers),
+            "yes" if row.adapter == "works" else f"({chr(ord('a') + notes.index(row.adapter))})",
+            "yes" if row.saved else "**no**",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "\\* a mixture of experts. Why the prompt is not shared:", ""]
+    lines += [f"{n}. {reason}" for n, reason in enumerate(reasons, 1)]
+    lines += ["", "What to know of LoRA with `targets: all-linear`:", ""]
+    lines += [f"- ({chr(ord('a') + n)}) {note}" for n, note in enumerate(notes)]
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers", "peft"))
+    return "\n".join([*lines, "", f"Measured on a CPU in float32 with {versions}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--write", type=Path, help="a page to put the table into, between its two marks")
+    parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    with quiet_transformers():
-        for i, name in enumerate(sys.argv[1:] if sys.argv[1] != "all" else FAMILIES):
-            t=time.time()
-            try:
-                r = measure(name, root / f"m{i}")
-                print(i, f"{r.name:24} {r.experts:6} {r.layout:7} {r.head:11} lp {r.logprobs:.0e} g {r.gradient:.0e} ck {r.checkpointing:.0e} s {r.sampler:.0e} ad {r.adapter[:160]} saved {r.saved} | {r.reason} {time.time()-t:.1f}s", flush=True)
-            except Exception as e:
-                print(i, name, "EXC", "".join(traceback.format_exception(e)[-3:]), flush=True)
-    pprint.pprint(two_ranks(root))
+    with quiet_transformers(), tempfile.TemporaryDirectory() as root:
+        text = table(measure_all(args.only, Path(root))) if args.ranks is None else run_ranks(args.ranks)
+    print(text)
+    if args.write is not None:
+        page = args.write.read_text()
+        before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+        args.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

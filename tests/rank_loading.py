@@ -58,7 +58,7 @@ def run_loading(ranks: Ranks, dtype: str, *paths: str) -> dict[str, Any]:
             "differ": ranks.gather(differ),
             "num_bytes": ranks.gather(num_bytes),
             "same": policy.traits == expected.traits and policy.model.config == expected.model.config,
-            "weights": policy.whole_weights(),
+            "weights": dict(stream_weights(policy)),
         }
     return results
 
@@ -87,7 +87,7 @@ def run_loading_elsewhere(ranks: Ranks, path: str, without: str) -> dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.policy.load.fill_shards", None)  # nobody reads its own rows
         policy, _ = counted_load(ranks, path if ranks.is_first else without, "float32")
-    return {"weights": policy.whole_weights()}
+    return {"weights": dict(stream_weights(policy))}
 
 
 def run_export(ranks: Ranks, *paths: str) -> dict[str, Any]:

@@ -1,13 +1,9 @@
 """Mixtures of experts in the tests: steps with a loss of the routers, and what ranks do together with them."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AdamwConfig, ModelConfig, TrainConfig

@@ -14,11 +14,13 @@ import rank_engine
 import rank_loading
 import rank_moe
 import rank_offload
+import rank_saving
 from cohort.distributed import join_ranks, leave_ranks
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_engine.JOBS,
     **rank_loading.JOBS,
+    **rank_saving.JOBS,
     **rank_crew.JOBS,
     **rank_adapter.JOBS,
     **rank_critic.JOBS,

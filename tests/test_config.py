@@ -80,6 +80,7 @@ def test_defaults(tmp_path, monkeypatch):
             "dir": str(tmp_path / "runs/run"),
             "checkpoint_every": 50,
             "keep_checkpoints": 3,
+            "max_shard_size": "5GB",
             "completions_every": 1,
             "show_completions_every": 0,
             "ignore_plan": False,

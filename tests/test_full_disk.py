@@ -12,7 +12,6 @@ import pytest
 
 from cohort import checkpoint
 from cohort.checkpoint import checkpoints, load_trainer_state
-from cohort.distributed import Ranks
 from cohort.metrics import writers
 from cohort.trainer import setup
 from commands import Ended, assert_refused, set_up
@@ -50,8 +49,8 @@ def test_a_disk_that_gets_full_while_a_checkpoint_is_written(tmp_path, cohort, m
     path = set_up(tmp_path)
     real, calls = checkpoint.save_model, []
 
-    def save_model(policy: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
-        real(policy, tokenizer, folder, ranks)
+    def save_model(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
+        real(policy, tokenizer, folder, *how)
         calls.append(folder)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -80,8 +79,8 @@ def test_a_disk_that_gets_full_while_the_final_model_is_written(tmp_path, cohort
     path = set_up(tmp_path)
     real = checkpoint.save_model
 
-    def save_model(policy: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
-        real(policy, tokenizer, folder, ranks)
+    def save_model(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
+        real(policy, tokenizer, folder, *how)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:

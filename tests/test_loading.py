@@ -104,13 +104,6 @@ def test_scaled_frequencies_are_not_the_plain_ones(tmp_path):
     assert all(not torch.equal(plain, other) for other in scaled)
 
 
-def test_experts_are_left_to_the_library(tmp_path):
-    """Their files name each expert, and the model holds them in one tensor."""
-    path = save_family(tmp_path / "model", Qwen3MoeConfig, MOE)
-    assert any("experts.3.up_proj" in name for name in stored_weights(path))
-    assert_same(load(path).model, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-
-
 @pytest.mark.usefixtures("without_the_library")
 def test_several_files_and_a_checkpoint_in_bfloat16(tmp_path):
     path = tmp_path / "model"

@@ -27,7 +27,7 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import TrainingError, UserError
 
 if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transformers
-    from cohort.policy import Critic, Policy
+    from cohort.policy import Critic, Policy, Saving
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer"
 CRITIC = "critic"  # its folder in a checkpoint's
@@ -49,9 +49,13 @@ class TrainerState:
     control: Mapping[str, Any]  # of the loss's coefficients, see `Control`
 
 
-def save_model(policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE) -> None:
-    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, tokenizer included.
+def save_model(
+    policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE, saving: "Saving | None" = None
+) -> None:
+    """Write a model folder, or an adapter's, as `policy.save_policy` does."""
+    from cohort.policy import save_policy
 
+<<<<<<< HEAD
     Of a policy with an adapter, the adapter's folder, which `PeftModel.from_pretrained` loads. Every rank takes part;
     rank 0 writes, and only its tokenizer is looked at.
     """
@@ -68,6 +72,9 @@ def save_model(policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = AL
             else:
                 policy.adapter.save(folder, weights or {})
             tokenizer.save_pretrained(folder)
+=======
+    save_policy(policy, tokenizer, folder, ranks, saving)
+>>>>>>> main
 
 
 def save_checkpoint(
@@ -80,6 +87,7 @@ def save_checkpoint(
     state: TrainerState,
     keep: int,
     ranks: Ranks = ALONE,
+    saving: "Saving | None" = None,
 ) -> Path:
     """Write `root/step-N` and delete all but the last `keep` checkpoints. Every rank takes part.
 
@@ -90,9 +98,9 @@ def save_checkpoint(
     def write(folder: Path) -> None:
         with disk_errors(folder):
             _save_engine_state(engine_state, folder / _OPTIMIZER, ranks)
-            save_model(policy, tokenizer, folder, ranks)
+            save_model(policy, tokenizer, folder, ranks, saving)
             if critic is not None:
-                save_model(critic, tokenizer, folder / CRITIC, ranks)
+                save_model(critic, tokenizer, folder / CRITIC, ranks, saving)
 
     def write_first(folder: Path) -> None:
         others_know.append(ranks.broadcast(folder))

@@ -13,6 +13,7 @@ from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
+from cohort.config.sizes import Size, parse_size
 
 
 class ModelConfig(Section):
@@ -209,12 +210,21 @@ class RunConfig(Section):
     dir: str = Field("runs/run", min_length=1, description="Folder of the run, made if it does not exist.")
     checkpoint_every: int = Field(50, ge=0, description="Checkpoint every so many steps; 0: never.")
     keep_checkpoints: int = Field(3, ge=1, description="Older checkpoints than the last so many are deleted.")
+    max_shard_size: Size = Field(
+        "5GB",
+        description="Largest file of a saved model's weights, such as 500MB; a larger tensor has a file of its own.",
+    )
     completions_every: int = Field(1, ge=0, description="Write every so many steps' completions; 0: never.")
     show_completions_every: int = Field(0, ge=0, description="Print two completions every so many steps; 0: never.")
     ignore_plan: bool = Field(False, description="Start on GPUs whose memory is too small by the run's plan.")
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="Send the metrics there too, where the package is installed."
     )
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Bytes of `max_shard_size`."""
+        return parse_size(self.max_shard_size)
 
     @model_validator(mode="after")
     def _keep_what_is_made(self) -> Self:
@@ -315,6 +325,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+<<<<<<< HEAD
     def _offload_has_an_effect(self) -> Self:
         if self.optim.offload and self.model.adapter is not None:
             raise ValueError(
@@ -340,6 +351,14 @@ class Config(Section):
             raise ValueError(
                 "reference.device: cpu has no effect with model.parameter_offload: true, where the reference waits in "
                 "host memory too; remove it"
+=======
+    def _shards_are_written(self) -> Self:
+        size = self.run.max_shard_size
+        saves_a_model = self.model.adapter is None or self.algorithm.needs_critic
+        if not saves_a_model and size != RunConfig.model_fields["max_shard_size"].default:
+            raise ValueError(
+                f"run.max_shard_size: {size} has no effect with model.adapter, which is saved in one file; remove it"
+>>>>>>> main
             )
         return self
 

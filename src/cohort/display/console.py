@@ -12,6 +12,8 @@ from cohort.display.events import Display, StepReport
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
 
+_LONG_SAVE_S = 2.0  # a save that takes longer has a bar
+
 
 class ConsoleDisplay(Display):
     """One line per step; every so many steps a group's best and worst completion."""
@@ -40,6 +42,8 @@ class ConsoleDisplay(Display):
         )
         self._steps: TaskID | None = None
         self._eval: TaskID | None = None
+        self._save: TaskID | None = None
+        self._save_start: float | None = None
 
     def started(self, plan: RunPlan, *, steps_done: int) -> None:
         """Say what one step is and how many there are."""
@@ -82,6 +86,20 @@ class ConsoleDisplay(Display):
         if done == total:
             self._progress.remove_task(self._eval)
             self._eval = None
+
+    def save_progress(self, done: int, total: int) -> None:
+        """Move the bar of a save that takes long; it is gone when all is done."""
+        now = time.monotonic()
+        if done == total:
+            if self._save is not None:
+                self._progress.remove_task(self._save)
+            self._save = self._save_start = None
+            return
+        self._save_start = self._save_start or now
+        if self._save is None and now - self._save_start > _LONG_SAVE_S:
+            self._save = self._progress.add_task("saving (MB)", total=total // 10**6, left="")
+        if self._save is not None:
+            self._progress.update(self._save, completed=done // 10**6)
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """The evaluation's headline numbers."""

@@ -31,6 +31,9 @@ class Display:
     def eval_progress(self, done: int, total: int) -> None:
         """`done` of `total` prompts are evaluated."""
 
+    def save_progress(self, done: int, total: int) -> None:
+        """`done` of `total` bytes of a model are written."""
+
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """An evaluation is done."""
 

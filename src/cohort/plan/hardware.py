@@ -1,8 +1,8 @@
 """The machines of a plan: GPUs by the names that people use for them, and sizes as people write them."""
 
-import re
 from dataclasses import dataclass
 
+from cohort.config.sizes import parse_size
 from cohort.errors import UserError
 from cohort.plan.calibration import Calibration, calibration_here, calibration_of
 
@@ -39,8 +39,6 @@ GPUS: dict[str, tuple[str, int]] = {
     "4090": ("NVIDIA GeForce RTX 4090", 25_300_000_000),
     "3090": ("NVIDIA GeForce RTX 3090", 25_300_000_000),
 }
-
-_UNITS = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 1 << 20, "gib": 1 << 30, "g": 10**9}
 
 
 def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hardware:
@@ -84,9 +82,7 @@ def parse_bytes(text: str, *, option: str) -> int:
     Raises:
         UserError: it is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is not None and not match[2]:
-        raise UserError(f"{option}: {text!r} has no unit; write {match[1]}GB or {match[1]}GiB")
-    if match is None or match[2].lower() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].lower()])):
-        raise UserError(f"{option}: {text!r} is not a size, such as 80GB or 79.2GiB")
-    return size
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None

@@ -11,6 +11,7 @@ from cohort.policy.merge import merge
 from cohort.policy.model_folder import check_model_folder, load_tokenizer
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.routers import Router, RouterLogits, find_routers
+from cohort.policy.saving import Saving, save_policy
 from cohort.policy.sharding import Collectives
 from cohort.policy.skeleton import quiet_transformers
 from cohort.policy.stream import Branch, OpenPrompt
@@ -27,6 +28,7 @@ __all__ = [
     "Policy",
     "Router",
     "RouterLogits",
+    "Saving",
     "TensorSpec",
     "check_adapter",
     "check_lengths",
@@ -44,6 +46,7 @@ __all__ = [
     "merge",
     "quiet_transformers",
     "resolve_device",
+    "save_policy",
     "saved_rank",
     "stream_weights",
     "trained_weights",

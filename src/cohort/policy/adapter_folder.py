@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
+from cohort.policy.routers import find_routers
 from cohort.policy.weights import StoredTensor, stored_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -146,13 +147,14 @@ def with_base(config: ModelConfig) -> ModelConfig:
 def _possible_layers(model: Any) -> dict[str, Any]:
     """The linear layers and the embedding of tokens, by name.
 
-    Architectures have routers that are linear layers by descent and return something else.
+    Some routers are linear layers by descent, and return something else.
     """
     embedding = model.get_input_embeddings()
+    routers = {id(router.module) for router in find_routers(model)}
     return {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) and not type(module).__module__.startswith("transformers.models."))
+        if (isinstance(module, nn.Linear) and id(module) not in routers)
         or (module is embedding and isinstance(module, nn.Embedding))
     }
 

@@ -15,11 +15,11 @@ from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.policy.policy import Policy
 from cohort.policy.sharding import Sharding
-from cohort.policy.skeleton import VALUE_HEAD, local_weights, match, quiet_transformers, saved_tensors
-from cohort.policy.weights import StoredTensor, digest, read_rows
+from cohort.policy.skeleton import VALUE_HEAD, Source, digest, local_weights, match, quiet_transformers, saved_tensors
+from cohort.policy.weights import StoredTensor, read_rows
 
 
-def fill_model(model: Any, places: Mapping[str, StoredTensor], device: torch.device) -> None:
+def fill_model(model: Any, places: Mapping[str, Source], device: torch.device) -> None:
     """Give an empty model its weights, one after another, with the model's dtype.
 
     Args:
@@ -37,7 +37,7 @@ def fill_model(model: Any, places: Mapping[str, StoredTensor], device: torch.dev
     _arrive(places, ((name, tensor, 0) for name, tensor in saved_tensors(model)))
 
 
-def fill_shards(sharding: Sharding, places: Mapping[str, StoredTensor], ranks: Ranks) -> None:
+def fill_shards(sharding: Sharding, places: Mapping[str, Source], ranks: Ranks) -> None:
     """Every rank reads its own rows.
 
     Raises:
@@ -59,7 +59,7 @@ def fill_shards(sharding: Sharding, places: Mapping[str, StoredTensor], ranks: R
     ranks.first(tell)
 
 
-def _arrive(places: Mapping[str, StoredTensor], rows: Iterable[tuple[str, Tensor, int]]) -> None:
+def _arrive(places: Mapping[str, Source], rows: Iterable[tuple[str, Tensor, int]]) -> None:
     """All that is read of a model's weights comes through here.
 
     Args:
@@ -67,13 +67,16 @@ def _arrive(places: Mapping[str, StoredTensor], rows: Iterable[tuple[str, Tensor
         rows: of a tensor its name, where its rows go, and the number of the first; stored nowhere, they become 0.
     """
     for name, into, first_row in rows:
-        if name in places:
-            read_rows(places[name], into, first_row)
-        else:
+        source = places.get(name)
+        if source is None:
             into.detach().zero_()
+        elif isinstance(source, StoredTensor):
+            read_rows(source, into, first_row)
+        else:
+            source.read_rows(into, first_row)
 
 
-def agreed_places(config: ModelConfig, model: Any, files: str | None, ranks: Ranks) -> dict[str, StoredTensor] | None:
+def agreed_places(config: ModelConfig, model: Any, files: str | None, ranks: Ranks) -> dict[str, Source] | None:
     """Where the weights lie, if every rank sees the files whose digest rank 0 gave; on all ranks or on none.
 
     A rank on a machine without them, as in the cache of a hub, has rank 0 read them for all.

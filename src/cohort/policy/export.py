@@ -1,16 +1,14 @@
-"""A policy's weights as its saved folder would have them, one after another, for whoever else computes with them.
-
-E experts.
-"""
+"""A policy's weights as its saved folder has them, one after another, for it and for whoever samples."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cohort.policy.conversion import conversions_of
 from cohort.policy.policy import Policy
 from cohort.policy.skeleton import saved_tensors
 
@@ -24,53 +22,45 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-def weight_specs(policy: Policy, dtype: torch.dtype) -> list[TensorSpec]:
+def weight_specs(policy: Policy, dtype: torch.dtype | None = None) -> list[TensorSpec]:
     """What `stream_weights` yields, in its order, without gathering anything."""
     specs = []
-    for group in _groups(policy):
+    for group in _groups(policy.model):
         shapes = {name: torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="meta") for name, tensor in group}
         specs += [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in _as_saved(policy, shapes).items()]
     return specs
 
 
-def stream_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name in a saved model folder, whole; a tied one once. Every rank takes part, to the end.
 
-    Of sharded weights one tensor is gathered at a time, or one layer's where saved tensors are made from several.
+    Of sharded weights one tensor is gathered at a time, or those that saved tensors are made of together.
 
     Args:
         policy: whose weights.
-        dtype: that floating-point weights are cast to, before they are gathered.
+        dtype: that floating-point weights are cast to, before they are gathered; None for their own.
     """
     with torch.no_grad():
-        for group in _groups(policy):
-            yield from _as_saved(policy, {name: _whole(tensor, dtype) for name, tensor in group}).items()
+        for group in _groups(policy.model):
+            made = _as_saved(policy, {name: _whole(tensor, dtype) for name, tensor in group})
+            while made:  # none is held for longer than whoever takes it needs it
+                name = next(iter(made))
+                yield name, made.pop(name)
 
 
-def _groups(policy: Policy) -> Iterator[list[tuple[str, Tensor]]]:
+def _groups(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
     """The model's tensors in the portions in which their names and shapes can be turned into those of a folder.
 
-    Where the library fuses tensors when it loads, as the E experts of a layer, that is a layer.
+    That is each by itself, but where the library made several of one when it loaded them.
     """
-    tensors = saved_tensors(policy.model)
-    if not _is_converted(policy):
-        yield from ([item] for item in tensors)
-        return
-    names = policy.model._no_split_modules or ()
-    layers = [f"{name}." for name, module in policy.model.named_modules() if type(module).__name__ in names]
+    from transformers.core_model_loading import WeightConverter, apply_converters
 
-    def layer_of(item: tuple[str, Tensor]) -> int:
-        return next((n for n, layer in enumerate(layers) if item[0].startswith(layer)), -1)
-
-    for _, group in groupby(sorted(tensors, key=layer_of), key=layer_of):
-        yield list(group)
-
-
-def _is_converted(policy: Policy) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    return any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(policy.model, add_legacy=False))
+    converters = [c.reverse_transform() for c in reversed(conversions_of(model)) if isinstance(c, WeightConverter)]
+    together: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in saved_tensors(model):
+        stored_name, pattern = apply_converters(name, converters)
+        together.setdefault(name if pattern is None else stored_name, []).append((name, tensor))
+    yield from together.values()
 
 
 def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,10 +70,10 @@ def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(policy.model, tensors)
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     cast = tensor.detach().to(_cast(tensor, dtype))
     return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype

@@ -19,8 +19,7 @@ from cohort.policy.frozen import freeze
 from cohort.policy.masters import Masters, round_weights
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.sharding import Collectives, Sharding
-from cohort.policy.skeleton import empty_model, keep_first_layers, local_weights, match
-from cohort.policy.weights import digest
+from cohort.policy.skeleton import digest, empty_model, keep_first_layers, local_weights, match
 
 _Kind = TypeVar("_Kind", bound=Policy)
 
@@ -88,7 +87,8 @@ def check_adapter(config: ModelConfig) -> AdapterSpec | None:
 def load_policy(request: LoadRequest) -> Policy:
     """Load the weights, straight to their device and dtype. With several ranks every rank reads its shards.
 
-    Where the library has to convert what the files hold, it loads the whole model first: on rank 0, with several ranks.
+    What the files hold in another form is converted as it is read. Where only the library can do that, as of weights
+    that are no safetensors, it loads the whole model first: on rank 0, with several ranks.
 
     Raises:
         UserError: the model cannot be loaded, or some of its weights are missing from the files; or the adapter does

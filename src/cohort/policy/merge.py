@@ -3,7 +3,6 @@
 R rank.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,11 @@ from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
 from cohort.policy.adapter_folder import PREFIX, AdapterSpec, adapter_spec, read_adapter, with_base
 from cohort.policy.skeleton import empty_model, local_weights, quiet_transformers
-from cohort.policy.weights import INDEX, StoredTensor, read_bytes, read_rows, write_tensors
+from cohort.policy.weights import StoredTensor, Written, read_bytes, read_rows, write_index, write_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
+class _Merged:
     """A tensor of the merged model."""
 
     source: StoredTensor  # of the base
@@ -49,6 +48,10 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
     files: dict[str, list[str]] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].source.start):
         files.setdefault(tensor.source.file.name, []).append(name)
+    described = {
+        file: [Written(n, s.stored_dtype, s.shape, s.num_bytes) for n, s in ((n, tensors[n].source) for n in names)]
+        for file, names in files.items()
+    }
     done = 0
 
     def merged(names: list[str]) -> Iterator[Tensor]:
@@ -59,21 +62,17 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
             on_progress(done, len(tensors))
 
     for file, names in sorted(files.items()):
-        sources = [(name, tensors[name].source) for name in names]
-        described = [(name, s.stored_dtype, s.shape, s.num_bytes) for name, s in sources]
-        write_tensors(folder / file, described, merged(names))
+        write_tensors(folder / file, described[file], merged(names))
     if len(files) > 1:
-        size = sum((folder / file).stat().st_size for file in files)
-        index = {"metadata": {"total_size": size}, "weight_map": {n: f for f, names in files.items() for n in names}}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(folder, described)
     if len(dtypes) == 1:
         model.config.dtype = dtypes.pop()
     _save_rest(model, config, adapter, folder)
 
 
-def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str) -> dict[str, _Written]:
+def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str) -> dict[str, _Merged]:
     """What the merged model has, by name in its files."""
-    tensors = {name: _Written(source=source, module=None) for name, source in stored.items()}
+    tensors = {name: _Merged(source=source, module=None) for name, source in stored.items()}
     names = {m: name for name, m in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -91,18 +90,18 @@ def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], bas
 
     if tied and changed:  # they are two tensors from here on
         source = stored[place(names[embedding])]
-        tensors[f"{names[head]}.weight"] = _Written(source=source, module=None)
+        tensors[f"{names[head]}.weight"] = _Merged(source=source, module=None)
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
     for module in spec.modules:
         name = f"{module}.weight"
         if not (tied and module == names[head]):
             name = place(module)
-        tensors[name] = _Written(source=tensors[name].source, module=module)
+        tensors[name] = _Merged(source=tensors[name].source, module=module)
     return tensors
 
 
-def _merged(tensor: _Written, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> Tensor:
+def _merged(tensor: _Merged, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> Tensor:
     """The tensor, as it is in the base or with what its layer's adapter adds."""
     dtype = tensor.source.dtype
     if dtype is None or tensor.module is None:

@@ -153,6 +153,7 @@ class Policy:
         """The policy that the run started from: the same model with its adapter switched off or back."""
         return _AsReference(self)
 
+<<<<<<< HEAD
     def whole_weights(self) -> dict[str, Tensor] | None:
         """The weights to save: by name on rank 0 where they are sharded, None where the model has them all.
 
@@ -167,6 +168,8 @@ class Policy:
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 
+=======
+>>>>>>> main
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Compute in `compute_dtype` where one is set."""

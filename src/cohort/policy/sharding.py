@@ -7,12 +7,12 @@ empty micro-batch whose first collectives, those that it has issued already, are
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -205,6 +205,7 @@ class Sharding:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
+<<<<<<< HEAD
     def whole_weights(self) -> dict[str, Tensor]:
         """Every weight by name, in host memory, on rank 0; nothing elsewhere. Every rank takes part."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -212,6 +213,10 @@ class Sharding:
 
     def allocate(self) -> None:
         """Give the shards their memory, in place of the meta device. The buffers keep their values."""
+=======
+    def allocate(self, device: torch.device) -> None:
+        """Give the shards their memory, in place of the meta device. The buffers stay as they are."""
+>>>>>>> main
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.to_empty(device=self._home)
         for name, buffer in self.model.named_buffers():

@@ -1,5 +1,6 @@
 """A model before its weights: built without memory for them, and matched with the tensors of its files."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,8 +12,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
+from cohort.policy.conversion import Converted, by_name_in_model
 from cohort.policy.weights import INDEX, SINGLE, StoredTensor, stored_weights
 
+Source = StoredTensor | Converted  # what a tensor of the model is read from
 VALUE_HEAD = "value_head"  # of a critic; a model that is none has no weights for it
 # peft's names of what it adds to a layer, which it puts around the model's own as `base_layer`
 _ADAPTER_PARTS = {f"lora_{part}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")}
@@ -91,39 +94,55 @@ def local_weights(path: str, *, download: bool = False) -> dict[str, StoredTenso
     return {}
 
 
-def match(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor] | None:
-    """The stored tensor of each parameter (a tied one once) and of each buffer that is saved.
+def match(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Source] | None:
+    """What each parameter (a tied one once) and each buffer that is saved is read from.
 
     A value head that the files lack is left out: it stays as it was made.
 
     Returns:
-        None where the files do not hold each of them as it is: the library has to rename, convert or refuse then.
+        None where the files do not hold all of them in a form that is known here: the library has to load, or refuse.
 
     Raises:
         UserError: the files hold each of them, and one has another shape.
     """
-    if not stored or not _is_loaded_as_stored(model):
+    found = by_name_in_model(model, stored) if stored and _is_loaded_as_stored(model) else None
+    if found is None:
         return None
-    prefix = f"{model.base_model_prefix}."
-    wanted = {n: t for n, t in saved_tensors(model) if n in stored or not n.startswith(f"{VALUE_HEAD}.")}
-    if any(name in stored for name in model.state_dict() if name not in wanted):
+    wanted = {n: t for n, t in saved_tensors(model) if n in found or not n.startswith(f"{VALUE_HEAD}.")}
+    if any(name in found for name in model.state_dict() if name not in wanted):
         return None  # both of a tied pair: they are tied only if they are equal
-    places = {}
-    for name, tensor in wanted.items():
-        place = stored.get(name) or stored.get(name.removeprefix(prefix))
-        if place is None or place.dtype is None or place.dtype.is_floating_point != tensor.is_floating_point():
-            return None  # missing, or quantized
-        places[name] = place
+    if not all(name in found and _is_readable(found[name], tensor) for name, tensor in wanted.items()):
+        return None  # missing, or quantized
+    places = {name: found[name] for name in wanted}
     _check_shapes(wanted, places)
     return places
 
 
-def _check_shapes(wanted: Mapping[str, Tensor], places: Mapping[str, StoredTensor]) -> None:
+def digest(places: Mapping[str, Source]) -> str:
+    """The same for two folders whose files hold the same tensors at the same places."""
+    lines = []
+    for name, place in places.items():
+        parts = {"": (place,)} if isinstance(place, StoredTensor) else place.sources
+        for pattern, tensors in parts.items():
+            where = ((t.file.name, t.start, t.shape, t.stored_dtype) for t in tensors)
+            lines.append(f"{name} {pattern} {list(where)}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _is_readable(source: Source, tensor: Tensor) -> bool:
+    if isinstance(source, Converted):
+        rows = len(next(iter(source.sources.values())))
+        return tensor.is_floating_point() and (not source.is_stacked or rows == len(tensor))
+    return source.dtype is not None and source.dtype.is_floating_point == tensor.is_floating_point()
+
+
+def _check_shapes(wanted: Mapping[str, Tensor], places: Mapping[str, Source]) -> None:
     for name, tensor in wanted.items():
-        if tuple(tensor.shape) != places[name].shape:
-            stored, own = (" x ".join(map(str, shape)) for shape in (places[name].shape, tensor.shape))
+        place = places[name]
+        if isinstance(place, StoredTensor) and tuple(tensor.shape) != place.shape:
+            stored, own = (" x ".join(map(str, shape)) for shape in (place.shape, tensor.shape))
             raise UserError(
-                f"model.path: {places[name].file}: {name} is {stored} in its file and {own} by config.json; weights "
+                f"model.path: {place.file}: {name} is {stored} in its file and {own} by config.json; weights "
                 f"and config.json are of different models"
             )
 
@@ -169,10 +188,7 @@ def _kind(layer: nn.Module) -> list[Any]:
 
 
 def _is_loaded_as_stored(model: Any) -> bool:
-    """Whether the library puts a tensor of the files into the parameter of its name as it is."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
+    """Whether the library puts what the files have, converted where it has to be, into parameters of one dtype."""
     config, dtype = model.config, next(model.parameters()).dtype
     in_float32 = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     return (
@@ -181,7 +197,6 @@ def _is_loaded_as_stored(model: Any) -> bool:
         and getattr(config, "transformers_weights", None) is None
         and (not in_float32 or dtype not in (torch.float16, torch.bfloat16))
         and all(parameter.dtype == dtype for parameter in model.parameters())
-        and not any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(model, add_legacy=False))
     )
 
 

@@ -6,7 +6,6 @@ and not through a memory map: what is read is counted against nothing but its de
 it is read is an error and not the end of the process.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +19,11 @@ from torch import Tensor
 from cohort.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = "model-{:05}-of-{:05}.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LFS = b"version https://git-lfs"
 _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -41,6 +42,21 @@ class StoredTensor:
     def dtype(self) -> torch.dtype | None:
         """None where torch has to be told how to read it, as of 8-bit floats with scales elsewhere."""
         return _DTYPES.get(self.stored_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tensor of a file that is to be written."""
+
+    name: str
+    stored_dtype: str  # the format's name
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Written":
+        """A tensor that is written as it is."""
+        return Written(name, _NAMES[dtype], shape, math.prod(shape) * dtype.itemsize)
 
 
 def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, StoredTensor]:
@@ -89,12 +105,6 @@ def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, An
         )
 
 
-def digest(weights: Mapping[str, StoredTensor]) -> str:
-    """The same for two folders whose files hold the same tensors at the same places."""
-    lines = sorted(f"{name} {t.file.name} {t.start} {t.shape} {t.stored_dtype}" for name, t in weights.items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
     """Read rows of a tensor, with the dtype and device of where they go.
 
@@ -141,27 +151,35 @@ def read_bytes(stored: StoredTensor) -> Tensor:
     return whole
 
 
-def write_tensors(
-    path: Path, described: Sequence[tuple[str, str, tuple[int, ...], int]], tensors: Iterable[Tensor]
-) -> None:
+def write_tensors(path: Path, described: Sequence[Written], tensors: Iterable[Tensor]) -> None:
     """Write a file, one tensor after another.
 
     Args:
         path: of the file.
-        described: name, the format's name of the dtype, shape and number of bytes of each.
-        tensors: in the same order, as numbers or as bytes.
+        described: what will come.
+        tensors: in the same order, as numbers or as bytes, from any device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, dtype, shape, num_bytes in described:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
-        end += num_bytes
+    for tensor in described:
+        place = [end, end + tensor.num_bytes]
+        header[tensor.name] = {"dtype": tensor.stored_dtype, "shape": list(tensor.shape), "data_offsets": place}
+        end += tensor.num_bytes
     text = json.dumps(header).encode()
     text = text.ljust(len(text) + -len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        for whole in tensors:
+            file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            del whole  # the next one is not gathered beside it
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[Written]]) -> None:
+    """Write the index of a folder's files of weights, by which a loader finds them."""
+    size = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+    names = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
+    index = {"metadata": {"total_size": size}, "weight_map": names}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _fill(file: Any, place: Tensor) -> None:

@@ -20,6 +20,7 @@ from cohort.policy import (
     Critic,
     LoadRequest,
     Policy,
+    Saving,
     end_token_ids,
     load_critic,
     load_policy,
@@ -88,6 +89,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
+        saving=Saving(max_shard_bytes=config.run.max_shard_bytes),
     )
     if order.checkpoint is not None:
         engine_state = crew.engine_state()

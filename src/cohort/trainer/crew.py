@@ -23,7 +23,7 @@ from cohort.engine import CriticEngine, OptimResult, TrainEngine, TrainResult, f
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
-from cohort.policy import Policy, stream_weights
+from cohort.policy import Policy, Saving, stream_weights
 from cohort.records import Estimate, Estimates, FloatArray, TrainSequence
 from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
 
@@ -44,6 +44,7 @@ class Crew:
     sampler: Sampler
     tokenizer: Any  # rank 0's; None elsewhere
     memory: PeakMemory
+    saving: Saving = field(default_factory=Saving)  # how weights are written
     moving: PhaseClock = field(default_factory=PhaseClock)  # time of handing data from rank to rank
     _send: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None  # rank 0's, while weights are gathered
     _told_at: float = field(default_factory=time.monotonic)  # when the others were last told something
@@ -303,11 +304,12 @@ class Crew:
             state=state,
             keep=keep,
             ranks=self.ranks,
+            saving=self.saving,
         )
 
     def _save_model_on_rank(self, *, folder: Path) -> None:
         with disk_errors(folder):
-            save_model(self.policy, self.tokenizer, folder, self.ranks)
+            save_model(self.policy, self.tokenizer, folder, self.ranks, self.saving)
 
     def engine_state(self) -> dict[str, Any]:
         """The state of all optimizers, for a checkpoint. Every rank calls this."""

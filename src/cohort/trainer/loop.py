@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cohort.algorithms import (
@@ -59,6 +59,7 @@ class Training:
         self.started = time.perf_counter()
         self.warned_of_long_sequences = False
         self.warned_of_different_logprobs = False
+        run.crew.saving = replace(run.crew.saving, on_progress=display.save_progress)
         policy = run.crew.policy
         self.flops = flops_of(policy.model)
         critic = run.crew.critic
