@@ -11,6 +11,7 @@ from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig,
 from cohort.distributed import Ranks
 from cohort.engine import TrainEngine
 from cohort.policy import Collectives, LoadRequest, load_policy, load_tokenizer, sharding
+from cohort.policy.export import stream_weights
 from rank_engine import CPU, MANY, STEPS, batches_of, gradient, nothing, out_of_memory_over, step_sequences
 
 BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
@@ -57,9 +58,8 @@ def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = Tr
 
 
 def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """What is saved, on rank 0."""
-    weights = engine.policy.whole_weights()
-    return dict(engine.policy.model.state_dict()) if weights is None else weights
+    """What is saved."""
+    return {name: weight.clone() for name, weight in stream_weights(engine.policy)}
 
 
 def update(engine: TrainEngine, ranks: Ranks, number: int, *, budget: int = 30) -> float:

@@ -55,26 +55,7 @@ def save_model(
     """Write a model folder, or an adapter's, as `policy.save_policy` does."""
     from cohort.policy import save_policy
 
-<<<<<<< HEAD
-    Of a policy with an adapter, the adapter's folder, which `PeftModel.from_pretrained` loads. Every rank takes part;
-    rank 0 writes, and only its tokenizer is looked at.
-    """
-    from cohort.policy import quiet_transformers
-
-    weights = policy.whole_weights()
-    if ranks.is_first:
-        with quiet_transformers():
-            if policy.adapter is None:
-                policy.model.save_pretrained(folder, state_dict=weights)
-                if policy.masters is not None:  # the library has noted the dtype of their copies
-                    policy.model.config.dtype = policy.masters.dtype
-                    policy.model.config.save_pretrained(folder)
-            else:
-                policy.adapter.save(folder, weights or {})
-            tokenizer.save_pretrained(folder)
-=======
     save_policy(policy, tokenizer, folder, ranks, saving)
->>>>>>> main
 
 
 def save_checkpoint(

@@ -325,7 +325,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-<<<<<<< HEAD
     def _offload_has_an_effect(self) -> Self:
         if self.optim.offload and self.model.adapter is not None:
             raise ValueError(
@@ -351,14 +350,16 @@ class Config(Section):
             raise ValueError(
                 "reference.device: cpu has no effect with model.parameter_offload: true, where the reference waits in "
                 "host memory too; remove it"
-=======
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shards_are_written(self) -> Self:
         size = self.run.max_shard_size
         saves_a_model = self.model.adapter is None or self.algorithm.needs_critic
         if not saves_a_model and size != RunConfig.model_fields["max_shard_size"].default:
             raise ValueError(
                 f"run.max_shard_size: {size} has no effect with model.adapter, which is saved in one file; remove it"
->>>>>>> main
             )
         return self
 

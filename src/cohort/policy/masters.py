@@ -9,10 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
-
-from cohort.policy.skeleton import saved_tensors
 
 
 class Masters:
@@ -36,6 +32,7 @@ class Masters:
             master = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
             _put(self.tree, name, master)
         self.dtype = next(self.tree.parameters()).dtype
+        self._by_name = dict(self.tree.named_parameters())
         self._model = model
         round_weights(model, compute_dtype)
         for _, parameter, _ in self.pairs():
@@ -43,19 +40,13 @@ class Masters:
 
     def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Each weight that is trained: its name, its copy on the device, its master."""
-        masters = dict(self.tree.named_parameters())
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                yield name, parameter, masters[name]
+                yield name, parameter, self._by_name[name]
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Every weight by name, in host memory: on rank 0 where they are sharded. Every rank takes part."""
-        masters = {name: p.detach() for name, p in self.tree.named_parameters()}
-        if any(isinstance(master, DTensor) for master in masters.values()):
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            masters = cast("dict[str, Tensor]", get_model_state_dict(self.tree, options=options))
-        others = {name: tensor for name, tensor in saved_tensors(self._model) if not isinstance(tensor, nn.Parameter)}
-        return {**masters, **others}
+    def of(self, name: str) -> Tensor | None:
+        """The master of a saved tensor, if it has one: buffers have not."""
+        return self._by_name.get(name)
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -153,23 +153,6 @@ class Policy:
         """The policy that the run started from: the same model with its adapter switched off or back."""
         return _AsReference(self)
 
-<<<<<<< HEAD
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """The weights to save: by name on rank 0 where they are sharded, None where the model has them all.
-
-        Of an adapter its own, on every rank.
-        """
-        if self.adapter is not None:
-            return self.adapter.whole_weights()
-        held = self.masters or self.sharding
-        if held is None:
-            return None
-        weights = held.whole_weights()
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        return {name: weight for name, weight in weights.items() if name not in tied}
-
-=======
->>>>>>> main
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Compute in `compute_dtype` where one is set."""

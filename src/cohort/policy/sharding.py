@@ -205,18 +205,8 @@ class Sharding:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
-<<<<<<< HEAD
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Every weight by name, in host memory, on rank 0; nothing elsewhere. Every rank takes part."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
-
     def allocate(self) -> None:
         """Give the shards their memory, in place of the meta device. The buffers keep their values."""
-=======
-    def allocate(self, device: torch.device) -> None:
-        """Give the shards their memory, in place of the meta device. The buffers stay as they are."""
->>>>>>> main
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.to_empty(device=self._home)
         for name, buffer in self.model.named_buffers():
