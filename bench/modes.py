@@ -60,12 +60,14 @@ MODES: dict[str, dict[str, Any]] = {
     "reference": {"algorithm.beta": 0.04},
     "reference of an adapter": {"algorithm.beta": 0.04, "model.adapter": {"rank": 16}},
     "critic": {"algorithm.name": "ppo"},
+    "stochastic rounding": {"model.dtype": "bfloat16", "optim.stochastic_rounding": True},
     "two processes": {"hardware.processes": 2},
     "two processes, bfloat16 products": {"hardware.processes": 2, "model.compute_dtype": "bfloat16"},
     "two processes, adamw_8bit": {"hardware.processes": 2, "optim.name": "adamw_8bit"},
     "two processes, muon": {"hardware.processes": 2, "optim.name": "muon"},
     "two processes, adapter": {"hardware.processes": 2, "model.adapter": {"rank": 16}},
     "two processes, reference": {"hardware.processes": 2, "algorithm.beta": 0.04},
+    "two processes, gathered weights stay": {"hardware.processes": 2, "hardware.reshard_after_forward": False},
     "two processes, critic": {"hardware.processes": 2, "algorithm.name": "ppo"},
 }
 # Parts of a plan that are counted together, since the allocator cannot tell them apart.
