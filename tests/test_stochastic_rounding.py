@@ -98,9 +98,10 @@ def test_updates_far_below_a_weights_precision_add_up(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fifty_steps_follow_float32(name: str):
-    """The loss to 5 % of the first one at every step, and the way gone in float32's direction to 10 %.
+    """The loss to 5 % of the first one at every step, and the way gone in float32's direction to a fifth.
 
-    Each weight by itself walks at random by steps of its precision. Rounding to nearest goes less than half the way.
+    Each weight by itself walks at random by steps of its precision, as far as the way is long here, and gradients are
+    those of the weights as they are. Rounding to nearest goes less than half the way.
     """
     if name == "adamw_8bit":
         pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
@@ -114,7 +115,7 @@ def test_fifty_steps_follow_float32(name: str):
         gone[way] = weights_of(model)["body.weight"].float() - start
     share = {way: ((x * gone["float32"]).sum() / gone["float32"].square().sum()).item() for way, x in gone.items()}
     assert losses["at random"] == pytest.approx(losses["float32"], abs=0.05 * losses["float32"][0])
-    assert share["at random"] == pytest.approx(1, abs=0.1)
+    assert share["at random"] == pytest.approx(1, abs=0.2)
     assert share["to nearest"] < 0.5
 
 
