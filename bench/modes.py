@@ -67,7 +67,6 @@ MODES: dict[str, dict[str, Any]] = {
     "two processes, muon": {"hardware.processes": 2, "optim.name": "muon"},
     "two processes, adapter": {"hardware.processes": 2, "model.adapter": {"rank": 16}},
     "two processes, reference": {"hardware.processes": 2, "algorithm.beta": 0.04},
-    "two processes, gathered weights stay": {"hardware.processes": 2, "hardware.reshard_after_forward": False},
     "two processes, critic": {"hardware.processes": 2, "algorithm.name": "ppo"},
 }
 # Parts of a plan that are counted together, since the allocator cannot tell them apart.
