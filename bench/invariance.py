@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from rank_script import BUDGETS, STEPS, step_sequences
+from rank_engine import BUDGETS, STEPS, step_sequences
 from ranks import run_ranks
 from test_laws import ALGORITHMS, dense_gradient
 from tiny import policy_of, relative_error, save_model_folder

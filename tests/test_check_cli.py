@@ -123,7 +123,7 @@ def test_the_readable_report_says_what_is_computed_and_what_works(files: dict[st
         in output
     )
     assert "nearest: num_generations=16; GPUs=7; per_device_train_batch_size=14" in output
-    assert "1 file: 1 error, 4 warnings" in output
+    assert "1 file: 1 error, 5 warnings" in output
 
 
 def test_brackets_in_files_do_not_become_styles(tmp_path: Path):

@@ -61,7 +61,7 @@ RULES: dict[str, Rule] = {
     "CHK004": Rule(
         "warning",
         "Something could not be read",
-        "A variable that the shell script does not assign, a computed argument. The rest is checked; where a "
+        "A variable that the shell script does not assign, a computed argument, a recipe. The rest is checked; where a "
         "number of the batch is missing, whether it starts is not judged.",
     ),
     "CHK005": Rule(
@@ -127,8 +127,8 @@ RULES: dict[str, Rule] = {
         "error",
         "The memory of the GPUs does not suffice",
         "By an estimate, and by more than a tenth. Judged where the GPU is known (`--gpu`, `--gpu-memory`, or Slurm's "
-        "options in the file) and the model's shape is (a folder with config.json, or a common model by its id), for "
-        "Cohort, TRL and Open-R1.",
+        "options in the file) and the model's shape is (a folder with config.json, or a common model by its id). The "
+        "finding says what it assumes.",
     ),
     "CHK020": Rule(
         "warning",

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Unread
+from cohort.check.launch import ANY_SETTING, Launch, Unread
 from cohort.check.nearest import nearest_starts
 from cohort.check.readers import read_launch
 from cohort.check.rules import judge, judge_memory
-from cohort.check.rules.gpus import node_gpu_findings
-from cohort.check.rules.start import Judged, Start
+from cohort.check.rules.gpus import counted, node_gpu_findings
+from cohort.check.rules.start import Judged, Start, refused
 from cohort.errors import UserError
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
@@ -27,6 +27,7 @@ class FileReport:
     judged: Judged | None
     starts: dict[int, Start]  # by number of training processes; empty where the numbers could not be read
     findings: tuple[Finding, ...]
+    memory: str | None = None  # whether it suffices, in words; None: not asked
     others: "tuple[FileReport, ...]" = ()  # of further runs of the file
 
     @property
@@ -97,20 +98,38 @@ def _report(
     findings += node_gpu_findings(launch, server_elsewhere="server" in judged.sampling)
     unknown = {unread.key for unread in launch.unread} | {f.field for f in findings if f.code == "CHK010"}
     starts: dict[int, Start] = {}
-    if not unknown & judged.decides:  # otherwise the findings above say which number is missing
+    memory = None
+    if not unknown & (judged.decides | ANY_SETTING):  # otherwise the findings above say which number is missing
         starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
         findings += _start_findings(launch, judged, starts)
-        findings += judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
+        if judged.blocked is not None:
+            stopped = refused(judged.blocked)
+            starts = {size: stopped if start.starts else start for size, start in starts.items()}
+        memory = judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
+        findings += memory.findings if memory else ()
+    findings = [_removable(finding) for finding in findings]
     order = {"error": 0, "warning": 1}
     findings.sort(key=lambda finding: (order[finding.severity], finding.code))
     return FileReport(
-        file=str(path), launch=launch, judged=judged, starts=starts, findings=tuple(dict.fromkeys(findings))
+        file=str(path),
+        launch=launch,
+        judged=judged,
+        starts=starts,
+        findings=tuple(dict.fromkeys(findings)),
+        memory=memory.told if memory else None,
     )
 
 
+def _removable(finding: Finding) -> Finding:
+    """What does nothing or is refused can go, where nothing better is known."""
+    if finding.nearest or finding.field is None or finding.code not in ("CHK005", "CHK006"):
+        return finding
+    return replace(finding, nearest=(f"without {finding.field}",))
+
+
 def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
-    message = f"{unread.key} ({unread.where}) could not be read: {unread.reason}"
-    if unread.key in decides:
+    message = f"{unread.key.strip('()')} ({unread.where}) could not be read: {unread.reason}"
+    if unread.key in decides | ANY_SETTING:
         message += "; so whether it starts is not judged"
     return Finding("CHK004", None if unread.key.startswith("(") else unread.key, message)
 
@@ -124,7 +143,7 @@ def _start_findings(launch: Launch, judged: Judged, starts: dict[int, Start]) ->
         start = judged.start(size, judged.knobs)
         if start.starts or start.message == judged.blocked:
             return []
-        text = f"with {_gpus(size)} ({launch.processes.where}): {start.message}"
+        text = f"with {counted(size)} ({launch.processes.where}): {start.message}"
         return [_refusal("CHK002", text, judged, size)]
     failing = [size for size, start in starts.items() if not start.starts]
     if not failing or starts[failing[0]].message == judged.blocked:
@@ -146,10 +165,6 @@ def _refusal(code: str, text: str, judged: Judged, size: int) -> Finding:
     if judged.knobs and not nearest:
         nearest = tuple(map(str, nearest_starts(judged.start, size, judged.knobs)))
     return Finding(code, "num_generations" if judged.knobs else None, text, nearest)
-
-
-def _gpus(size: int) -> str:
-    return "1 process" if size == 1 else f"{size} processes"
 
 
 def _listed(sizes: Sequence[int]) -> str:

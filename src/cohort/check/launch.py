@@ -16,16 +16,30 @@ class Said:
 
     value: Any  # as YAML, Python or the shell gives it: a number may still be text
     where: str  # such as "line 12"
-    added: bool = False  # by Hydra's `+key=value`: it need not be there already
+    added: bool = False  # by the file itself (Hydra's `+key=value`, a class of its own): it need not be known
+
+
+# keys of an `Unread` that may hold any setting: whether the run starts cannot be judged without
+ANY_SETTING = frozenset(("(recipe)", "(**arguments)"))
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
     """A value that is there and could not be read without running the file."""
 
-    key: str
+    key: str  # in brackets where it is none: (recipe), (options), (**arguments)
     where: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the processes share the state of training."""
+
+    stage: int  # ZeRO's: 0 to 3; FSDP is 3
+    by: Literal["deepspeed", "fsdp", "ddp"]
+    offloads_optimizer: bool = False  # its state, and the gradients for it, are in the host's memory
+    offloads_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +57,7 @@ class Launch:
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
     server: Mapping[str, Said] = field(default_factory=dict)  # that command's settings
     node_gpus: Said | None = None  # that the script asks Slurm for on each node
-    sharded_stage: int | None = None  # ZeRO's: 0 to 3, FSDP is 3; None: the file does not say
-    offloads_optimizer: bool = False  # its state is in the host's memory
+    sharding: Sharding | None = None  # of what is trained; None: the file does not say
     gpu: str | None = None  # by the name that `cohort plan` has for it, where the file asks for one
     version: Said | None = None  # of the framework (for open-r1: of TRL), where the file says
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed

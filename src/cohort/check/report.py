@@ -8,6 +8,7 @@ from rich.table import Table
 
 from cohort.check.findings import RULES, Finding
 from cohort.check.judge import FileReport
+from cohort.check.launch import ANY_SETTING
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -27,16 +28,17 @@ def _print_report(report: FileReport, console: Console) -> None:
     console.print(f"[bold]{escape(report.file)}[/bold]", highlight=False, soft_wrap=True)
     launch, judged = report.launch, report.judged
     if launch is not None and judged is not None:
-        lines = [
-            f"{launch.framework} {judged.version} ({judged.version_reason}): {launch.reason}",
-            f"completions are sampled {judged.sampling}",
-        ]
+        lines = [f"{launch.framework} {judged.version} ({judged.version_reason}): {launch.reason}"]
+        if not ANY_SETTING & {unread.key for unread in launch.unread}:
+            lines.append(f"completions are sampled {judged.sampling}")
         if launch.processes is not None:
             lines.append(f"{launch.processes.value} training processes ({launch.processes.where})")
         for line in lines:
             console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     if report.starts:
         console.print(_table(report))
+    if report.memory is not None and not any(finding.code == "CHK019" for finding in report.findings):
+        console.print(f"  memory {escape(report.memory)}", highlight=False, soft_wrap=True)
     for finding in report.findings:
         _print_finding(finding, console)
     console.print()

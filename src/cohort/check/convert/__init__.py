@@ -8,7 +8,7 @@ from cohort.check.convert.draft import Draft
 from cohort.check.convert.swift import from_swift
 from cohort.check.convert.trl import from_trl
 from cohort.check.convert.verl import from_verl
-from cohort.check.launch import Launch
+from cohort.check.launch import ANY_SETTING, Launch
 from cohort.check.readers import read_launch
 from cohort.check.rules import judge
 from cohort.check.rules.cohort import nested
@@ -68,7 +68,7 @@ def _start(draft: Draft, launch: Launch, version: str | None) -> Start | None:
     judged = judge(launch, trl_version=version)
     unread = {unread.key for unread in launch.unread} | {f.field for f in judged.findings if f.code == "CHK010"}
     said = [draft.processes] if draft.processes else []
-    for size in [*said, *range(1, 65)] if not unread & judged.decides else ():
+    for size in [*said, *range(1, 65)] if not unread & (judged.decides | ANY_SETTING) else ():
         start = judged.start(size, judged.knobs)
         if start.starts:
             if size not in said:

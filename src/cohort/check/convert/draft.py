@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from cohort.check.launch import Launch, Settings
+from cohort.check.quantization import COHORT_NAMES, told
 from cohort.check.rules.start import Start
 from cohort.config import ALGORITHMS, COMPONENTS
 
@@ -146,6 +147,13 @@ class Draft:
         if read is not None:
             self.put("model.adapter", read[0])
             self.notes += read[1]
+
+    def quantized(self, bits: int | None) -> None:
+        """The bits that `cohort.check.quantization` has read."""
+        if bits is not None and bits in COHORT_NAMES:
+            self.put("model.quantization", COHORT_NAMES[bits])
+        elif bits is not None:
+            self.note(f"no equivalent: {told(bits)}; here the model's weights keep their dtype")
 
     def algorithm(self, loss: str, parts: Mapping[str, str], *, beta: float, **keys: Any) -> None:
         """The named algorithm that has most of these components, and what differs from it.

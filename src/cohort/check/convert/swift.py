@@ -5,6 +5,7 @@ from typing import Any
 
 from cohort.check.convert.draft import LOSSES, SCALES, Draft
 from cohort.check.lora import SWIFT, read_lora
+from cohort.check.quantization import swift_bits
 from cohort.check.readers.swift import MEGATRON
 from cohort.check.rules.start import Start
 
@@ -44,6 +45,7 @@ def from_swift(draft: Draft, start: Start | None) -> None:
     dtype = settings.text("torch_dtype")
     draft.put("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
     _adapter(draft)
+    draft.quantized(swift_bits(settings))
     if settings.flag("use_vllm"):
         draft.put("rollout.engine", "vllm")
         if settings.text("vllm_mode") == "colocate":

@@ -2,6 +2,7 @@
 
 from cohort.check.convert.draft import LOSSES, SCALES, Draft
 from cohort.check.lora import trl_lora
+from cohort.check.quantization import trl_bits
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl import Version
 
@@ -58,6 +59,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
     _algorithm(draft, version)
     draft.adapter(trl_lora(settings))
+    draft.quantized(trl_bits(settings))
     _precision(draft)
     _engine(draft, version)
 
@@ -88,7 +90,7 @@ def _algorithm(draft: Draft, version: Version) -> None:
 
 
 def _precision(draft: Draft) -> None:
-    dtype = draft.settings.text("torch_dtype", draft.settings.text("dtype"))
+    dtype = draft.settings.text("torch_dtype", draft.settings.text("dtype", draft.settings.text("trainer.dtype")))
     if dtype in ("float32", "bfloat16"):
         draft.put("model.dtype", dtype)
     elif dtype is not None:

@@ -97,7 +97,7 @@ def _launched(launch: Launch, command: str) -> Launch:
         processes=launcher.processes or launch.processes,
         processes_per_node=launcher.per_node if launcher.processes else launch.processes_per_node,
         training_gpus=launcher.gpus or launch.training_gpus,
-        sharded_stage=launch.sharded_stage if launcher.sharded_stage is None else launcher.sharded_stage,
-        offloads_optimizer=launch.offloads_optimizer or launcher.offloads_optimizer,
+        sharding=launcher.sharding or launch.sharding,
+        unread=(*launch.unread, *launcher.unread),
         findings=(*launch.findings, *launcher.findings),
     )

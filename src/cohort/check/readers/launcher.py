@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Said
+from cohort.check.launch import Said, Sharding, Unread
 from cohort.check.readers.files import read_text
 from cohort.check.readers.options import Options, env_count, gpus_of, parse_options
 from cohort.check.readers.shell import Command
@@ -15,6 +16,9 @@ from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
 
 OPEN_R1_GPUS_PER_NODE = 8  # written into its slurm/train.slurm
+_COUNTS = frozenset(("num_processes", "nproc_per_node", "nnodes", "nodes"))
+# options of launchers that decide something here
+_READ = frozenset(("num_processes", "num_machines", "nproc_per_node", "nnodes", "config_file", "nodes", "accelerator"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +28,9 @@ class Launcher:
     processes: Said | None
     per_node: int | None = None  # processes of one machine
     gpus: tuple[str, ...] | None = None
-    sharded_stage: int | None = None  # of ZeRO; FSDP is 3
-    offloads_optimizer: bool = False
+    sharding: Sharding | None = None
     script: tuple[Word, ...] = ()  # the words from the script on, or all where no launcher is known
+    unread: tuple[Unread, ...] = ()  # options that decide and could not be resolved
     findings: tuple[Finding, ...] = ()
 
 
@@ -37,17 +41,20 @@ def _launcher(
     *,
     gpus: tuple[str, ...] | None,
     script: tuple[Word, ...],
-    sharding: tuple[int | None, bool] = (None, False),
+    sharding: Sharding | None = None,
+    unread: tuple[Unread, ...] = (),
     findings: tuple[Finding, ...] = (),
 ) -> Launcher:
-    """A launcher of `count` processes on all nodes together."""
+    """A launcher of `count` processes on all nodes together. Where an option that counts is not read, nobody knows."""
+    if {entry.key for entry in unread} & _COUNTS:
+        count = None
     return Launcher(
         processes=None if count is None else Said(count, where),
         per_node=None if count is None else count // max(nodes, 1),
         gpus=gpus,
         script=script,
-        sharded_stage=sharding[0],
-        offloads_optimizer=sharding[1],
+        sharding=sharding,
+        unread=tuple(entry for entry in unread if entry.key in _READ),
         findings=findings,
     )
 
@@ -65,27 +72,29 @@ def read_launcher(command: Command, where: str, folder: Path, *, uses_vllm: bool
         count, findings = _slurm(options, uses_vllm)
         nodes = (count or 0) // OPEN_R1_GPUS_PER_NODE
         sharding = _sharding(_named_file(folder, options.settings.get("accelerator")))
-        return _launcher(count, nodes, where, gpus=gpus, script=command.words, sharding=sharding, findings=findings)
+        about: dict[str, Any] = {"gpus": gpus, "sharding": sharding, "unread": options.unread}
+        return _launcher(count, nodes, where, script=command.words, findings=findings, **about)
     if "trl" in names and "accelerate" not in names:  # its command line starts accelerate itself
         options = parse_options(command.words, where)
         in_file = _named_file(folder, options.settings.get("accelerate_config"))
         count = _whole(options.settings, "num_processes", _whole(in_file, "num_processes", None))
         nodes = _whole(options.settings, "num_machines", 1) or 1
         sharding = _sharding({**in_file, **options.settings})
-        return _launcher(count, nodes, where, gpus=gpus, script=command.words, sharding=sharding)
+        return _launcher(count, nodes, where, gpus=gpus, script=command.words, sharding=sharding, unread=options.unread)
     if "accelerate" in names and "launch" in names:
         own, script = _before_script(command.words[names.index("launch") + 1 :])
         options = parse_options(own, where)
         count, sharding, findings = _accelerate(options, gpus, folder)
         nodes = _whole(options.settings, "num_machines", 1) or 1
-        return _launcher(count, nodes, where, gpus=gpus, script=script, sharding=sharding, findings=findings)
+        about = {"gpus": gpus, "sharding": sharding, "unread": options.unread}
+        return _launcher(count, nodes, where, script=script, findings=findings, **about)
     if "torchrun" in names:
         own, script = _before_script(command.words[names.index("torchrun") + 1 :])
         options = parse_options(own, where)
         per_node = _whole(options.settings, "nproc_per_node", len(gpus or ()) or None)
         per_node = per_node if "nproc_per_node" in options.settings else 1
         nodes = _whole(options.settings, "nnodes", 1) or 1
-        return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=script)
+        return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=script, unread=options.unread)
     per_node = env_count(command.env, "NPROC_PER_NODE")
     nodes = env_count(command.env, "NNODES") or 1
     return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=command.words)
@@ -108,7 +117,7 @@ def _whole(options: Mapping[str, Said], key: str, default: int | None) -> int | 
 
 def _accelerate(
     options: Options, gpus: tuple[str, ...] | None, folder: Path
-) -> tuple[int | None, tuple[int | None, bool], tuple[Finding, ...]]:
+) -> tuple[int | None, Sharding | None, tuple[Finding, ...]]:
     """The number of processes and how they share the state: of the command line, else of the configuration file.
 
     Where neither says, there are as many processes as visible GPUs.
@@ -127,11 +136,50 @@ def _accelerate(
     return _whole(options.settings, "num_processes", default), _sharding(said), tuple(findings)
 
 
-def _sharding(said: Mapping[str, Said]) -> tuple[int | None, bool]:
-    """ZeRO's stage by accelerate's keys, and whether the optimizer's state is in the host's memory."""
-    names = ("offload_optimizer_device", "fsdp_offload_params")
-    values = [str(entry.value).lower() for key, entry in said.items() if key.rpartition(".")[2] in names]
-    return _sharded_stage(said), bool({"cpu", "nvme", "true"} & set(values))
+def _sharding(said: Mapping[str, Said]) -> Sharding | None:
+    """How processes share the state, by accelerate's keys; None where they do not say."""
+
+    def on_host(*names: str) -> bool:
+        values = [str(entry.value).lower() for key, entry in said.items() if key.rpartition(".")[2] in names]
+        return bool({"cpu", "nvme", "true"} & set(values))
+
+    kind = str(said["distributed_type"].value).upper() if "distributed_type" in said else ""
+    if "FSDP" in kind or "use_fsdp" in said:
+        offloads = on_host("fsdp_offload_params")
+        return Sharding(3, "fsdp", offloads_optimizer=offloads, offloads_weights=offloads)
+    stage = _whole(said, "zero_stage", _whole(said, "deepspeed_config.zero_stage", None))
+    if stage is None:
+        return Sharding(0, "ddp") if "MULTI_GPU" in kind or kind == "NO" or "multi_gpu" in said else None
+    return Sharding(
+        stage,
+        "deepspeed",
+        offloads_optimizer=on_host("offload_optimizer_device"),
+        offloads_weights=on_host("offload_param_device"),
+    )
+
+
+def sharding_of(settings: Mapping[str, Said], folder: Path) -> Sharding | None:
+    """Of `deepspeed` and `fsdp` among a trainer's own settings: names of ms-swift's files, or files on this machine."""
+    fsdp = settings.get("fsdp")
+    if fsdp is not None and str(fsdp.value).lower() not in ("", "false", "none", "[]"):
+        return Sharding(3, "fsdp")
+    name = str(settings["deepspeed"].value) if "deepspeed" in settings else ""
+    named = re.fullmatch(r"zero([0-3])(_offload)?", name)
+    if named:
+        stage, offloads = int(named[1]), named[2] is not None
+        return Sharding(stage, "deepspeed", offloads_optimizer=offloads, offloads_weights=offloads and stage == 3)
+    try:
+        tree = read_yaml_tree(read_text(folder / name)) if name.endswith(".json") else None
+    except ValueError:
+        return None
+    said = (
+        {key.removeprefix("zero_optimization."): str(entry.value) for key, entry in tree.values.items()} if tree else {}
+    )
+    in_file = said.get("stage", "")
+    if not in_file.isdecimal():
+        return None
+    optimizer, weights = (said.get(f"offload_{part}.device", "none") != "none" for part in ("optimizer", "param"))
+    return Sharding(int(in_file), "deepspeed", offloads_optimizer=optimizer, offloads_weights=weights)
 
 
 def _named_file(folder: Path, name: Said | None) -> Mapping[str, Said]:
@@ -147,15 +195,6 @@ def _named_file(folder: Path, name: Said | None) -> Mapping[str, Said]:
         return _accelerate_file(folder, text) if text.endswith((".yaml", ".yml")) else {}
     except UserError:
         return {}
-
-
-def _sharded_stage(said: Mapping[str, Said]) -> int | None:
-    """ZeRO's stage by accelerate's keys."""
-    kind = str(said["distributed_type"].value).upper() if "distributed_type" in said else ""
-    if "FSDP" in kind or "use_fsdp" in said:
-        return 3
-    stage = _whole(said, "zero_stage", _whole(said, "deepspeed_config.zero_stage", None))
-    return 0 if stage is None and ("MULTI_GPU" in kind or kind == "NO" or "multi_gpu" in said) else stage
 
 
 def _accelerate_file(folder: Path, name: str) -> Mapping[str, Said]:

@@ -52,7 +52,8 @@ def on_job(launch: Launch, job: Job) -> Launch:
     if job.gpus_per_node is None:
         return launch
     processes = launch.processes
-    if processes is None and launch.framework in ("trl", "open-r1"):
+    told = not any(unread.key == "(recipe)" for unread in launch.unread)  # otherwise the nodes come with the recipe
+    if told and processes is None and launch.framework in ("trl", "open-r1"):
         processes = Said((job.nodes or 1) * job.gpus_per_node.value, job.gpus_per_node.where)
     others = tuple(on_job(other, job) for other in launch.others)
     return replace(launch, processes=processes, node_gpus=job.gpus_per_node, gpu=job.gpu, others=others)

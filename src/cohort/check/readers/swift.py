@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers.files import read_text
-from cohort.check.readers.launcher import read_launcher
+from cohort.check.readers.launcher import read_launcher, sharding_of
 from cohort.check.readers.options import find_command, gpus_of, parse_options
 from cohort.check.readers.shell import Command, parse_shell
 from cohort.check.readers.trl_yaml import cached_tree, duplicates, nested_once
@@ -44,10 +44,12 @@ def _launch_of(run: Command, commands: Sequence[Command], folder: Path) -> Launc
         settings=settings,
         unread=(
             *options.unread,
+            *launcher.unread,
             *(Unread(name, where, f"{run.env[name].missing[0]} is not assigned in the file") for name in hints),
         ),
         processes=Said(1, f"{where}, which has no NPROC_PER_NODE") if alone else launcher.processes,
         processes_per_node=launcher.per_node,
+        sharding=sharding_of(settings, folder),
         training_gpus=launcher.gpus,
         server_gpus=gpus_of(servers[0].env) if servers else None,
         server=parse_options(servers[0].words, f"line {servers[0].line}").settings if servers else {},
@@ -100,6 +102,7 @@ def read_yaml(path: Path, text: str) -> Launch | None:
         form="yaml",
         reason="YAML with rlhf_type: grpo",
         settings={key: said for key, said in settings.items() if key not in ("gpus", "ENV")},
+        sharding=sharding_of(settings, path.parent),
         processes=Said(int(processes.value), processes.where)
         if processes and str(processes.value).isdecimal()
         else None,

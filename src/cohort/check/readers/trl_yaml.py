@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Framework, Launch, Said
+from cohort.check.readers.launcher import sharding_of
 from cohort.check.readers.yaml_tree import YamlTree, read_yaml_tree
 
 SIGNS = (  # keys that TRL has for GRPO and not for other ways of training
@@ -48,6 +49,7 @@ def read(path: Path, text: str) -> Launch | None:
         form="yaml",
         reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
         settings=nested_once(tree),
+        sharding=sharding_of(tree.values, path.parent),
         version=pinned_version(text),
         findings=duplicates(tree),
     )

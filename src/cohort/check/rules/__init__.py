@@ -1,15 +1,16 @@
 """One module for each framework: pure functions, numbers in, verdict out; `*_run` takes the numbers out of a launch."""
 
-from cohort.check.findings import Finding
 from cohort.check.launch import Launch
 from cohort.check.rules.cohort import judge_cohort
-from cohort.check.rules.memory import USUAL_PROCESSES, cohort_memory, trl_memory
+from cohort.check.rules.memory import MemoryVerdict, cohort_memory, run_memory
+from cohort.check.rules.memory_read import USUAL_PROCESSES, NotJudgedError, swift_estimate, trl_estimate, verl_estimate
 from cohort.check.rules.start import Judged, Start
 from cohort.check.rules.swift_run import judge_swift
 from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import judge_trl
 from cohort.check.rules.verl_run import judge_verl
-from cohort.plan.hardware import hardware
+from cohort.errors import UserError
+from cohort.plan.hardware import GPUS, hardware
 
 __all__ = ["Judged", "Start", "judge", "judge_memory"]
 
@@ -25,8 +26,10 @@ def judge(launch: Launch, *, trl_version: str | None = None) -> Judged:
     return judge_cohort(launch)
 
 
-def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory: str | None) -> list[Finding]:
+def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory: str | None) -> MemoryVerdict | None:
     """Whether memory suffices, on GPUs that are named or that the file names.
+
+    Where none are, only what the largest that is known does not hold is told; None otherwise.
 
     Args:
         launch: what is judged.
@@ -38,12 +41,23 @@ def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory:
         UserError: no such GPU or size.
     """
     name = gpu or launch.gpu
-    if name is None and gpu_memory is None:
-        return []
     processes = int(launch.processes.value) if launch.processes else 0
+    if launch.processes is not None and processes < 1:
+        return None  # nothing trains, which the launcher's own finding says
+    if name is None and gpu_memory is None:
+        largest = max(GPUS, key=lambda known: GPUS[known][1])
+        verdict = judge_memory(launch, judged, gpu=largest, gpu_memory=None) if processes else None
+        return verdict if verdict and verdict.findings else None
     machines = hardware(gpu=name or "h100", gpus=processes or USUAL_PROCESSES, nodes=1, gpu_memory=gpu_memory)
     if launch.framework == "cohort":
         return cohort_memory(launch, machines)
-    if launch.framework in ("trl", "open-r1"):
-        return trl_memory(launch, parse_version(judged.version), machines.num_gpus, machines)
-    return []
+    try:
+        if launch.framework == "ms-swift":
+            estimate = swift_estimate(launch)
+        elif launch.framework == "verl":
+            estimate = verl_estimate(launch)
+        else:
+            estimate = trl_estimate(launch, parse_version(judged.version))
+        return run_memory(estimate, machines)
+    except (NotJudgedError, UserError) as reason:  # UserError: an adapter that cannot be read
+        return MemoryVerdict(f"not judged: {reason}")

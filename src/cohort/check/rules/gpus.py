@@ -3,11 +3,16 @@
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch
 
+_USUAL_SIZES = (8, 4, 2, 1)
 
-def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool = False) -> list[Finding]:
+
+def gpu_findings(
+    launch: Launch, *, local_server: bool, remote_server: bool = False, takes_one_for_vllm: bool = False
+) -> list[Finding]:
     """Overlap and idle GPUs.
 
     `local_server`: completions come from a server on this machine, which needs GPUs besides those that train.
+    `remote_server`: they come from one on another machine, whose GPUs have the same numbers.
     `takes_one_for_vllm`: the trainer itself takes the GPU after its processes for vLLM (TRL before 0.16).
     """
     found: list[Finding] = []
@@ -34,13 +39,15 @@ def gpu_findings(launch: Launch, *, local_server: bool, takes_one_for_vllm: bool
                 (f"{len(gpus) - takes_one_for_vllm} processes",),
             )
         )
-    both = set(gpus or ()) & set(launch.server_gpus or ())
+    both = set(gpus or ()) & set(launch.server_gpus or ()) if not remote_server else set()
     if both:
+        free = [gpu for gpu in gpus or () if gpu not in both]
         found.append(
             Finding(
                 "CHK012",
                 "CUDA_VISIBLE_DEVICES",
                 f"GPU {', '.join(sorted(both))} is given to training and to the sampling server",
+                (f"CUDA_VISIBLE_DEVICES={','.join(free)} for training",) if free else (),
             )
         )
     return found
@@ -68,22 +75,41 @@ def node_gpu_findings(launch: Launch, *, server_elsewhere: bool) -> list[Finding
 def server_size_finding(launch: Launch, prefix: str) -> list[Finding]:
     """Whether the sampling server's parallel sizes fit the GPUs that it is given (`prefix` is that of its options)."""
     gpus = launch.server_gpus
-    sizes = [
-        str(launch.server[key].value) if key in launch.server else "1"
-        for key in (f"{prefix}tensor_parallel_size", f"{prefix}data_parallel_size")
-    ]
+    keys = (f"{prefix}tensor_parallel_size", f"{prefix}data_parallel_size")
+    sizes = [str(launch.server[key].value) if key in launch.server else "1" for key in keys]
     if gpus is None or not all(size.isdecimal() for size in sizes):
         return []
     needed = int(sizes[0]) * int(sizes[1])
     shape = f"the server's tensor parallel {sizes[0]} x data parallel {sizes[1]}"
     if needed > len(gpus):
         text = f"{shape} needs {needed} GPUs and sees {len(gpus)}"
-        return [Finding("CHK012", f"{prefix}tensor_parallel_size", text)]
+        fits = tuple(
+            f"{key}={len(gpus) // int(other)}"
+            for key, other in zip(keys, reversed(sizes), strict=True)
+            if int(other) <= len(gpus)
+        )
+        return [Finding("CHK012", keys[0], text, fits)]
     if needed < len(gpus):
         idle = ", ".join(gpus[needed:])
         text = f"{shape} leaves GPU {idle} without work"
         return [Finding("CHK011", f"{prefix}data_parallel_size", text, (f"{prefix}data_parallel_size={len(gpus)}",))]
     return []
+
+
+def counted(processes: int) -> str:
+    """In words."""
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+def evaluated_sizes(launch: Launch) -> tuple[int, ...]:
+    """Numbers of processes for which an evaluation batch is judged.
+
+    That of the launch; else usual ones, if the file says anything about evaluation batches.
+    """
+    if launch.processes is not None:
+        return (int(launch.processes.value),) if int(launch.processes.value) > 0 else ()
+    said = {"per_device_eval_batch_size", "num_generations_eval"} & set(launch.settings)
+    return _USUAL_SIZES if said else ()
 
 
 def length_finding(

@@ -115,6 +115,9 @@ _OF_MEGATRON = keys_of(
 )
 
 
+_NEW_NAMES = {"train_type": "tuner_type"}  # 4.0 still took the old one
+
+
 def swift_key_findings(launch: Launch) -> list[Finding]:
     """Arguments that `swift rlhf` or `megatron rlhf` does not know. Groups of Ray's files are not judged."""
     on_megatron = launch.settings.get(MEGATRON)
@@ -126,8 +129,10 @@ def swift_key_findings(launch: Launch) -> list[Finding]:
     for key, said in launch.settings.items():
         if key in known or key in (MEGATRON, "config") or "." in key:
             continue
-        nearest = tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8))
+        new = _NEW_NAMES.get(key)
+        nearest = (new,) if new else tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8))
         why = f"ms-swift 4.6 does not know {key} ({said.where})"
+        why += f", which is called {new} from 4.0 on" if new else ""
         if ignores == "true":
             found.append(Finding("CHK005", key, f"{why}, and drops it with a warning", nearest))
         else:

@@ -6,7 +6,7 @@ from typing import Any
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.readers.swift import MEGATRON
-from cohort.check.rules.gpus import gpu_findings, length_finding, server_size_finding
+from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
 from cohort.check.rules.start import Judged, Knobs, Start
 from cohort.check.rules.swift import (
     DEFAULT_VERSION,
@@ -60,7 +60,9 @@ def judge_swift(launch: Launch) -> Judged:
         findings += _evaluation(batch, launch)
     hosts = str(settings.said("vllm_server_base_url") or settings.said("vllm_server_host") or "127.0.0.1")
     local = any(name in hosts for name in ("127.0.0.1", "localhost", "0.0.0.0"))
-    findings += gpu_findings(launch, local_server=mode == "server" and local)
+    findings += gpu_findings(
+        launch, local_server=mode == "server" and local, remote_server=mode == "server" and not local
+    )
     findings += server_size_finding(launch, "vllm_")
 
     def start(world_size: int, changed: Knobs) -> Start:
@@ -208,12 +210,10 @@ def _losses(settings: Settings) -> list[Finding]:
 
 
 def _evaluation(batch: SwiftBatch, launch: Launch) -> list[Finding]:
-    if batch.evaluates or launch.processes is None or batch.generations < 2:
+    told = [size for size in evaluated_sizes(launch) if eval_refusal(batch, size) is not None]
+    if batch.evaluates or batch.generations < 2 or not told:
         return []
-    world_size = int(launch.processes.value)
-    message = eval_refusal(batch, world_size)
-    if message is None:
-        return []
+    world_size, message = told[0], eval_refusal(batch, told[0])
     generations = batch.generations_eval or batch.generations
     sizes = [n for n in range(1, 4 * generations + 1) if n * world_size % generations == 0]
     nearest = sorted(sizes, key=lambda n: abs(n - batch.per_device_eval))[:2]
@@ -221,7 +221,7 @@ def _evaluation(batch: SwiftBatch, launch: Launch) -> list[Finding]:
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"there is no evaluation set; with one ms-swift would refuse: {message}",
+            f"there is no evaluation set; with one and {counted(world_size)} ms-swift would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]

@@ -144,7 +144,7 @@ def key_findings(launch: Launch, version: _Version) -> list[Finding]:
     told = ".".join(map(str, version))
     found: list[Finding] = []
     for key, said in launch.settings.items():
-        if key.startswith("trainer."):  # of GRPOTrainer(...), which other rules look at
+        if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), which other rules look at
             continue
         if key not in known:
             found.append(_unknown(key, said, launch, known, told))

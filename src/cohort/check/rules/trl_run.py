@@ -5,7 +5,9 @@ from typing import Any
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
-from cohort.check.rules.gpus import gpu_findings, length_finding, server_size_finding
+from cohort.check.lora import trl_lora
+from cohort.check.quantization import trl_bits
+from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
 from cohort.check.rules.start import Judged, Knobs, Start
 from cohort.check.rules.trl import (
     BOTH_SET,
@@ -21,8 +23,19 @@ from cohort.check.rules.trl import (
 from cohort.check.rules.trl_keys import key_findings
 
 _OPEN_R1_PINS = "0.18.0"
-_HAS_LOSSES, _KNOWS_CISPO = (0, 17), (0, 26)  # from which version on
-_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+_LOSSES: dict[str, Version] = {  # the first release whose trainer computes it
+    "grpo": (0, 17),
+    "bnpo": (0, 17),
+    "dr_grpo": (0, 17),
+    "dapo": (0, 22),
+    "cispo": (0, 26),
+    "sapo": (0, 26),
+    "luspo": (0, 28),
+    "vespo": (1, 0),
+}
+_HAS_LOSSES, _KNOWS_CISPO = _LOSSES["grpo"], _LOSSES["cispo"]
+_SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
+_CAN_SLEEP = (0, 24)
 _FIELDS = {  # TRL's key: the field of TrlBatch that it is
     "per_device_train_batch_size": "per_device",
     "gradient_accumulation_steps": "accumulation",
@@ -32,6 +45,11 @@ _FIELDS = {  # TRL's key: the field of TrlBatch that it is
 }
 
 
+_PURELY_QUANTIZED = (
+    "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
+    "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
+    "for more details"
+)
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
 
@@ -56,17 +74,22 @@ def judge_trl(launch: Launch, version: str | None = None) -> Judged:
         *_version_findings(told, number),
         *key_findings(launch, number),
         *_contradictions(settings, batch, number),
+        *_quantization(settings, launch, number),
     ]
     blocked = next((f.message for f in findings if f.code == "CHK008"), None)
     mode = _sampling_mode(settings, number)
     findings += [*_without_effect(settings, mode, number), *_losses(settings, number)]
+    findings += _awake(settings, mode, number)
     if settings.readable(*decides):
         findings += [*_steps(settings, batch, number, launch), *_evaluation(settings, batch, number, launch)]
     findings += _lengths(settings, mode, launch)
     host = str(settings.text("vllm_server_base_url") or settings.text("vllm_server_host", "0.0.0.0"))
     local = any(name in host for name in ("0.0.0.0", "localhost", "127.0.0.1"))
     takes_one = mode == "a GPU of its own"
-    findings += gpu_findings(launch, local_server=mode == "server" and local, takes_one_for_vllm=takes_one)
+    serves = mode == "server"
+    findings += gpu_findings(
+        launch, local_server=serves and local, remote_server=serves and not local, takes_one_for_vllm=takes_one
+    )
     findings += server_size_finding(launch, "")
     knobs = {key: value for key, name in _FIELDS.items() if (value := getattr(batch, name)) is not None}
 
@@ -210,9 +233,12 @@ def _losses(settings: Settings, version: Version) -> list[Finding]:
     findings: list[Finding] = []
     if version < _HAS_LOSSES:
         return []  # loss_type has no effect, which is told as that
-    if loss not in _LOSSES:
+    known = tuple(name for name, first in _LOSSES.items() if version >= first)
+    if loss not in known:
         message = f'loss_type: {loss!r}: fails in the first step, after generation: "Unknown loss type: {loss}"'
-        findings.append(Finding("CHK010", "loss_type", message, _LOSSES))
+        if loss in _LOSSES:
+            message += f"; TRL has it from {'.'.join(map(str, _LOSSES[loss]))} on"
+        findings.append(Finding("CHK010", "loss_type", message, known))
     cap = settings.number("epsilon_high", None)
     cap = cap if cap is not None else settings.number("epsilon", 0.2)
     if loss == "cispo" and version >= _KNOWS_CISPO and cap <= 1 and settings.readable("epsilon_high", "epsilon"):
@@ -223,6 +249,30 @@ def _losses(settings: Settings, version: Version) -> list[Finding]:
         )
         findings.append(Finding("CHK015", "epsilon_high", message, ("epsilon_high=5.0",)))
     return findings
+
+
+def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
+    """Quantized weights that nothing trains, or that nobody hands to the model."""
+    bits = trl_bits(settings)
+    if bits is None or not settings.readable("peft_config"):
+        return []
+    key = f"load_in_{bits}bit"
+    if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
+        message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
+        return [Finding("CHK005", key, message, ("--trl-version 0.26",))]
+    if trl_lora(settings) is not None:
+        return []
+    nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
+    return [Finding("CHK008", key, _PURELY_QUANTIZED, (nearest, f"{key}=false"))]
+
+
+def _awake(settings: Settings, mode: str, version: Version) -> list[Finding]:
+    """vLLM inside the training processes that does not sleep meanwhile."""
+    if mode != "colocate" or version < _CAN_SLEEP or settings.flag("vllm_enable_sleep_mode"):
+        return []
+    share = settings.number("vllm_gpu_memory_utilization", 0.3)
+    message = f"vLLM holds {share:.0%} of every GPU while training: vllm_enable_sleep_mode is false"
+    return [Finding("CHK018", "vllm_enable_sleep_mode", message, ("vllm_enable_sleep_mode=true",))]
 
 
 def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
@@ -254,18 +304,20 @@ def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch
 
 def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
     """An evaluation batch that is refused as soon as evaluation is on."""
-    if batch.evaluates or launch.processes is None:
+    if batch.evaluates:
         return []
-    world_size = int(launch.processes.value)
     on = replace(batch, evaluates=True)
-    if version >= (0, 20):
-        message = eval_refusal(on, world_size, version) if world_size else None
-    else:
-        with_eval = trl_start(on, max(world_size, 1), version)
-        without = trl_start(batch, max(world_size, 1), version)
-        message = with_eval.message if without.starts and not with_eval.starts else None
-    if message is None:
+
+    def refusal(processes: int) -> str | None:
+        if version >= (0, 20):
+            return eval_refusal(on, processes, version)
+        with_eval, without = (trl_start(tried, processes, version) for tried in (on, batch))
+        return with_eval.message if without.starts and not with_eval.starts else None
+
+    told = [size for size in evaluated_sizes(launch) if refusal(size) is not None]
+    if not told:
         return []
+    world_size, message = told[0], refusal(told[0])
     generations = (batch.generations_eval if version >= (0, 27) else None) or batch.generations
     sizes = [n for n in range(1, 4 * generations + 1) if n * world_size % generations == 0]
     nearest = sorted(sizes, key=lambda n: abs(n - batch.per_device_eval))[:2]
@@ -273,7 +325,7 @@ def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: L
         Finding(
             "CHK009",
             "per_device_eval_batch_size",
-            f"evaluation is off; with it TRL would refuse: {message}",
+            f"evaluation is off; with it and {counted(world_size)} TRL would refuse: {message}",
             tuple(f"per_device_eval_batch_size={n}" for n in nearest),
         )
     ]

@@ -9,6 +9,7 @@ from typing import Any
 from cohort.check.rules.start import Start, refused
 
 DEFAULT_VERSION = "0.9"
+_USUAL_MICRO_BATCHES = (8, 4, 2, 1)
 _ACTOR_NEEDS_ONE = (
     "[actor] Please set at least one of 'actor.ppo_micro_batch_size' or 'actor.ppo_micro_batch_size_per_gpu' if "
     "use_dynamic_bsz is not enabled."
@@ -44,7 +45,7 @@ def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
     """What verl does with so many GPUs on all nodes together."""
     message = _validated(batch, num_gpus) or _workers(batch, num_gpus)
     if message:
-        return replace(refused(message), nearest=_missing_sizes(batch, num_gpus))
+        return refused(message)
     return Start(
         starts=True,
         generation_batch_size=batch.train_batch_size * batch.generations,
@@ -54,20 +55,35 @@ def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
     )
 
 
-def _missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
+def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
     """The micro-batches of logprobs that nobody has set, as large as the actor's, where that makes it start."""
     whole, size = batch.micro_batch_size, batch.micro_batch_size_per_gpu
     size = size or (max(1, whole // num_gpus) if whole else None)
+    if size is None:
+        return _missing_all(batch, num_gpus)
     wanted = {"rollout": batch.rollout_micro, **({"ref": batch.reference_micro} if batch.uses_reference else {})}
     missing = [name for name, micro in wanted.items() if micro == (None, None)]
     fields = {"rollout": "rollout_micro", "ref": "reference_micro"}
-    if size is None or not missing:
+    if not missing:
         return ()
     given: dict[str, Any] = {fields[name]: (None, size) for name in missing}
     if not verl_start(replace(batch, **given), num_gpus).starts:
         return ()
     keys = (f"actor_rollout_ref.{name}.log_prob_micro_batch_size_per_gpu={size}" for name in missing)
     return (" and ".join(keys),)
+
+
+def _missing_all(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
+    """The actor's micro-batch too: the largest that it starts with."""
+    for size in _USUAL_MICRO_BATCHES:
+        given = replace(batch, micro_batch_size_per_gpu=size)
+        key = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
+        if verl_start(given, num_gpus).starts:
+            return (key,)
+        others = missing_sizes(given, num_gpus)
+        if others:
+            return (f"{key} and {others[0]}",)
+    return ()
 
 
 def _validated(batch: VerlBatch, num_gpus: int) -> str | None:

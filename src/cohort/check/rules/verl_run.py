@@ -7,7 +7,7 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.rules.gpus import gpu_findings, length_finding
 from cohort.check.rules.start import Judged, Knobs, Start
-from cohort.check.rules.verl import DEFAULT_VERSION, VerlBatch, verl_start
+from cohort.check.rules.verl import DEFAULT_VERSION, VerlBatch, missing_sizes, verl_start
 from cohort.check.rules.verl_keys import verl_key_findings
 
 _ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
@@ -47,14 +47,19 @@ def judge_verl(launch: Launch) -> Judged:
     per_node = settings.whole("trainer.n_gpus_per_node", 8)
     findings += gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
+    knobs = {key: getattr(batch, name) for key, name in _FIELDS.items()}
+
     def start(num_gpus: int, changed: Knobs) -> Start:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
-        return verl_start(replace(batch, **fields), num_gpus)
+        result = verl_start(replace(batch, **fields), num_gpus)
+        if result.starts or changed != knobs:
+            return result
+        return replace(result, nearest=missing_sizes(batch, num_gpus))
 
     return Judged(
         version=DEFAULT_VERSION,
         version_reason="the version whose rules are known",
-        knobs={key: getattr(batch, name) for key, name in _FIELDS.items()},
+        knobs=knobs,
         decides=decides,
         start=start,
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
