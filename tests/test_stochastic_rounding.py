@@ -116,9 +116,7 @@ def test_fifty_steps_follow_float32(name: str):
     share = {way: ((x * gone["float32"]).sum() / gone["float32"].square().sum()).item() for way, x in gone.items()}
     assert losses["at random"] == pytest.approx(losses["float32"], abs=0.05 * losses["float32"][0])
     assert share["to nearest"] < 0.5
-    if (
-        name != "adamw_8bit"
-    ):  # whose own rounding depends on the largest moment of a block, and so on the noise of others
+    if name != "adamw_8bit":  # which rounds its moments too, by the largest of their block
         assert share["at random"] == pytest.approx(1, abs=0.2)
 
 
