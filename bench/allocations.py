@@ -1,13 +1,15 @@
-"""What PyTorch's allocator gives and takes back, counted as it does so: nothing here knows what a model is made of.
+"""How much memory PyTorch has given out, found without knowing what a model is made of.
 
-On CPUs every allocation and release is recorded by PyTorch's profiler; on GPUs the caching allocator counts by itself.
+On a CPU PyTorch's profiler records every allocation and release; on GPUs the caching allocator counts by itself. The
+profiler misses what gloo's threads release, so that of several processes on a CPU only what lasts is counted, as the
+storages of all tensors that Python has.
 """
 
+import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -20,78 +22,97 @@ class Phase:
     """Bytes that were allocated since counting began."""
 
     before: int
-    peak: int
+    peak: int | None  # None: not known
     after: int
 
 
-class Allocations:
-    """Counts while it is entered; `phases` are there when it is left.
+class Counted(Protocol):
+    """Counts while phases run. A phase that comes several times keeps its last one."""
 
-    A phase that comes several times keeps its last one.
+    @property
+    def phases(self) -> Mapping[str, Phase]:
+        """By name; to be asked when counting has ended."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count the block under a name."""
+
+
+@contextmanager
+def counting(device: torch.device, *, processes: int = 1) -> Iterator[Counted]:
+    """Count inside of the block.
+
+    Args:
+        device: whose memory.
+        processes: that talk to each other.
     """
+    if device.type == "cuda":
+        yield _OnGpu(device)
+    elif processes > 1:
+        yield _Lasting()
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield _Recorded(profiler)
 
-    phases: Mapping[str, Phase]
 
+class _OnGpu:
     def __init__(self, device: torch.device):
-        """Of that device. On a CPU everything is recorded, which takes memory and time itself."""
+        self.phases: dict[str, Phase] = {}
         self._device = device
-        self._profiler = (
-            None
-            if device.type == "cuda"
-            else profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        )
-        self._began = 0
-        self._on_gpu: dict[str, Phase] = {}
-
-    def __enter__(self) -> Self:
-        if self._profiler is None:
-            self._began = torch.cuda.memory_allocated(self._device)
-        else:
-            self._profiler.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profiler is None:
-            self.phases = self._on_gpu
-            return
-        self._profiler.__exit__(kind, error, trace)
-        if error is None:
-            self.phases = _phases(self._profiler)
+        self._began = torch.cuda.memory_allocated(device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block under a name."""
-        if self._profiler is not None:
-            with record_function(_MARK + name):
-                yield
-            return
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         yield
         peak, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
         began = self._began
-        self._on_gpu[name] = Phase(before=before - began, peak=peak - began, after=after - began)
+        self.phases[name] = Phase(before=before - began, peak=peak - began, after=after - began)
 
 
-def _phases(profiler: profile) -> dict[str, Phase]:
-    """Replays what was recorded."""
-    assert profiler.profiler is not None, "it was entered"
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    marks = [
-        (e.name().removeprefix(_MARK), e.start_ns(), e.start_ns() + e.duration_ns())
-        for e in events
-        if e.name().startswith(_MARK)
-    ]
-    found = {}
-    for name, begin, end in sorted(marks, key=lambda mark: mark[1]):
-        before = peak = sum(size for at, size in changes if at < begin)
-        now = before
-        for at, size in changes:
-            if begin <= at <= end:
-                now += size
-                peak = max(peak, now)
-        found[name] = Phase(before=before, peak=peak, after=now)
-    return found
+class _Lasting:
+    def __init__(self) -> None:
+        self.phases: dict[str, Phase] = {}
+        self._began = _living_bytes()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = _living_bytes()
+        yield
+        self.phases[name] = Phase(before=before - self._began, peak=None, after=_living_bytes() - self._began)
+
+
+class _Recorded:
+    def __init__(self, profiler: profile):
+        self._profiler = profiler
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with record_function(_MARK + name):
+            yield
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Replays what was recorded."""
+        assert self._profiler.profiler is not None, "it was entered"
+        events = self._profiler.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        marks = [(e.start_ns(), e.duration_ns(), e.name()) for e in events if e.name().startswith(_MARK)]
+        found = {}
+        for begin, duration, name in sorted(marks):
+            before = peak = now = sum(size for at, size in changes if at < begin)
+            for at, size in changes:
+                if begin <= at <= begin + duration:
+                    now += size
+                    peak = max(peak, now)
+            found[name.removeprefix(_MARK)] = Phase(before=before, peak=peak, after=now)
+        return found
+
+
+def _living_bytes() -> int:
+    """Of the storages of all tensors; tensors that are made of others have none of their own."""
+    gc.collect()
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [x for x in gc.get_objects() if type(x) in plain and x.device.type == "cpu"]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())

@@ -5,8 +5,9 @@
 Each mode is a configuration that differs from the defaults in a few keys, built as a run builds it, with one thread for
 each process. A step of two micro-batches for each process: 16 completions of 64 tokens after two shared prompts of 256,
 hidden 512, 8 layers, a vocabulary of 8,192. With --json what is in the file is not measured again. Memory is
-what PyTorch's allocator has given on rank 0 when loading, backward and the update are done, and the most in between;
-time is processor time of one more step. A new way to save memory is one more line in `MODES`.
+what PyTorch has given out on rank 0 when loading, backward and the update are done, and the most in between
+(`allocations.py`); time is processor time of one more step, on a GPU (`bench/gpu.sh --modes`) all of it. A new way to
+save memory is one more line in `MODES`.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from allocations import Allocations, Phase
+from allocations import Counted, Phase, counting
 from cohort.config import Config, config_from_dict
 from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
 from cohort.engine import TrainEngine
@@ -57,7 +58,12 @@ MODES: dict[str, dict[str, Any]] = {
     "adapter": {"model.adapter": {"rank": 16}},
     "dora": {"model.adapter": {"rank": 16, "dora": True}},
     "adapter on bfloat16": {"model.adapter": {"rank": 16}, "model.dtype": "bfloat16"},
+    "nf4": {"model.adapter": {"rank": 16}, "model.quantization": "nf4"},
+    "int8": {"model.adapter": {"rank": 16}, "model.quantization": "int8"},
+    "fp8": {"model.adapter": {"rank": 16}, "model.quantization": "fp8"},
+    "nf4 on bfloat16": {"model.adapter": {"rank": 16}, "model.quantization": "nf4", "model.dtype": "bfloat16"},
     "reference": {"algorithm.beta": 0.04},
+    "reference in int8": {"algorithm.beta": 0.04, "reference.quantization": "int8"},
     "reference of an adapter": {"algorithm.beta": 0.04, "model.adapter": {"rank": 16}},
     "critic": {"algorithm.name": "ppo"},
     "stochastic rounding": {"model.dtype": "bfloat16", "optim.stochastic_rounding": True},
@@ -69,6 +75,10 @@ MODES: dict[str, dict[str, Any]] = {
     "two processes, reference": {"hardware.processes": 2, "algorithm.beta": 0.04},
     "two processes, critic": {"hardware.processes": 2, "algorithm.name": "ppo"},
 }
+MODES_OF_GPUS: dict[str, dict[str, Any]] = {  # that have no effect on a CPU
+    "offloaded activations": {"model.activation_offload": True},
+    "offloaded reference": {"algorithm.beta": 0.04, "reference.device": "cpu"},
+}
 # Parts of a plan that are counted together, since the allocator cannot tell them apart.
 STATE = {
     "weights": ("weights", "adapter", "reference weights", "critic weights"),
@@ -76,6 +86,7 @@ STATE = {
     "optimizer": ("optimizer state", "critic optimizer"),
 }
 PARTS = (*STATE, "activations")
+ALL = {**MODES, **MODES_OF_GPUS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +123,10 @@ SIZES = {
 class Measured:
     """Of one process."""
 
-    counted: Mapping[str, int]  # bytes by part, together the most of forward and backward
+    counted: Mapping[str, int]  # bytes by part, together the most of forward and backward; without what is not known
     planned: Mapping[str, int]  # the same in the closed form
-    update_bytes: int  # counted: the most of an update
-    cpu_s: float  # processor time of a step
+    update_bytes: int  # counted: the most of an update; 0: not known
+    seconds: float  # of a step: processor time, on a GPU all
 
     @property
     def peak_bytes(self) -> int:
@@ -126,7 +137,7 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="NAME", help=str([*MODES]))
+    parser.add_argument("--modes", nargs="+", choices=ALL, default=here(), metavar="NAME", help=str([*ALL]))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -137,12 +148,18 @@ def main() -> None:
     if args.json and args.json.exists():
         results = {name: Measured(**found) for name, found in json.loads(args.json.read_text()).items()}
     missing = [name for name in args.modes if name not in results]
-    for processes in sorted({processes_of(MODES[name]) for name in missing}):
-        results |= measure_apart([n for n in missing if processes_of(MODES[n]) == processes], args.size)
+    for processes in sorted({processes_of(ALL[name]) for name in missing}):
+        results |= measure_apart([n for n in missing if processes_of(ALL[n]) == processes], args.size)
         if args.json:
             args.json.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     print(f"{machine('torchao')}; one thread for each process\n\n{SIZES[args.size]}\n")
     print(table({name: results[name] for name in args.modes if name in results}))
+
+
+def here() -> list[str]:
+    """The modes that this machine can run."""
+    gpus = torch.cuda.device_count()
+    return [*MODES] if not gpus else [name for name, mode in ALL.items() if processes_of(mode) <= gpus]
 
 
 def processes_of(mode: Mapping[str, Any]) -> int:
@@ -152,7 +169,7 @@ def processes_of(mode: Mapping[str, Any]) -> int:
 
 def measure_apart(names: Sequence[str], size: str) -> dict[str, Measured]:
     """Modes of as many processes each, one after the other in such processes; none where they cannot be."""
-    (processes,) = {processes_of(MODES[name]) for name in names}
+    (processes,) = {processes_of(ALL[name]) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(SIZES[size].shape, Path(folder) / "model")
         found = run_apart(__file__, {"folder": str(model), "size": size, "modes": names}, processes=processes)
@@ -167,7 +184,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     several = "RANK" in os.environ
     ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else ALONE
     folder, size = Path(job["folder"]), SIZES[job["size"]]
-    configs = {name: configuration(MODES[name], size, folder) for name in job["modes"]}
+    configs = {name: configuration(ALL[name], size, folder) for name in job["modes"]}
     found = {name: asdict(measure(config, size, ranks)) for name, config in configs.items()}
     if several:
         leave_ranks()
@@ -184,20 +201,27 @@ def measure(config: Config, size: Size, ranks: Ranks = ALONE) -> Measured:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sequences = make_step(size, 2 * ranks.world_size)
-    with Allocations(device) as counted:
+    with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):
             crew = build_crew(config, ranks, _order(config), device=device, tokenizer=_TOKENIZER)
         train(crew, make_step(replace(size, prompt_tokens=3, completion_tokens=2), 2), counted, "first ")
         train(crew, sequences, counted, "")
-    begun = time.process_time()
+    phases, begun = counted.phases, _now(device)
     train(crew, sequences, None, "")
-    seconds = time.process_time() - begun
+    seconds = _now(device) - begun
     return Measured(
-        counted=counted_parts(counted.phases),
+        counted=counted_parts(phases),
         planned=planned_parts(config, device),
-        update_bytes=max(phase.peak for name, phase in counted.phases.items() if name.startswith("update")),
-        cpu_s=seconds,
+        update_bytes=max(phase.peak or 0 for name, phase in phases.items() if name.startswith("update")),
+        seconds=seconds,
     )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 _TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)
@@ -231,7 +255,7 @@ def make_step(size: Size, num_groups: int) -> list[TrainSequence]:
     ]
 
 
-def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Allocations | None, step: str) -> None:
+def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Counted | None, step: str) -> None:
     """A step as a run does it, on every rank: the critic's update, where there is one, and the policy's."""
     parts: list[tuple[str, TrainEngine, PerTokenLoss, Any]] = []
     if crew.critic is not None and crew.algorithm.critic is not None:
@@ -244,7 +268,7 @@ def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Allocations |
             engine.optim_step()
 
 
-def _phase(counted: Allocations | None, name: str) -> AbstractContextManager[None]:
+def _phase(counted: Counted | None, name: str) -> AbstractContextManager[None]:
     return nullcontext() if counted is None else counted.phase(name)
 
 
@@ -253,12 +277,9 @@ def counted_parts(phases: Mapping[str, Phase]) -> dict[str, int]:
     weights, done = phases["build"].after, phases["first update policy"].after
     backward = [phase for name, phase in phases.items() if name.startswith("train")]
     gradients = max(phase.after - phase.before for phase in backward)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": done - weights,
-        "activations": max(phase.peak - phase.before for phase in backward) - gradients,
-    }
+    lasting = {"weights": weights, "gradients": gradients, "optimizer": done - weights}
+    peaks = [phase.peak - phase.before for phase in backward if phase.peak is not None]
+    return {**lasting, "activations": max(peaks) - gradients} if peaks else lasting
 
 
 def planned_parts(config: Config, device: torch.device) -> dict[str, int]:
@@ -300,18 +321,16 @@ def _written(value: Any) -> str:
 
 
 def table(results: Mapping[str, Measured]) -> str:
-    """Of each mode megabytes by part, planned against counted, and peak and time as shares of the first."""
+    """Of each mode megabytes by part, and peak and time as shares of the first."""
     first = next(iter(results.values()))
 
     def rows() -> Iterable[list[str]]:
         for name, r in results.items():
-            sizes = [f"{r.counted[part] / 1e6:.1f}" for part in PARTS]
-            shares = (r.peak_bytes / first.peak_bytes, r.cpu_s / first.cpu_s)
-            peak, seconds = (f"{share:.2f}x" for share in shares)
-            planned = f"{sum(r.planned.values()) / sum(r.counted.values()):.2f}x"
-            yield [title(MODES[name]), *sizes, f"{r.peak_bytes / 1e6:.1f}", peak, seconds, planned]
+            sizes = [f"{r.counted[part] / 1e6:.1f}" if part in r.counted else "" for part in PARTS]
+            peak = f"{r.peak_bytes / first.peak_bytes:.2f}x" if "activations" in r.counted else ""
+            yield [title(ALL[name]), *sizes, peak, f"{r.seconds:.2f}", f"{r.seconds / first.seconds:.2f}x"]
 
-    return markdown(["keys", *PARTS, "peak MB", "peak", "time", "planned"], rows())
+    return markdown(["keys", *(f"{part}, MB" for part in PARTS), "peak", "seconds", "time"], rows())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import modes
-from allocations import Allocations
+from allocations import counting
 from harness import write_model
 from modes import MODES, PARTS, SIZES, Measured, configuration, measure, measure_apart, processes_of
 
@@ -39,8 +39,8 @@ def compare(measured: Measured) -> None:
     """Every part that lasts, and the most of forward and backward."""
     for part in PARTS[:-1]:
         assert measured.counted[part] == pytest.approx(measured.planned[part], rel=CLOSE, abs=2048), part
-    peak = sum(measured.counted.values())
-    assert peak == pytest.approx(sum(measured.planned.values()), rel=CLOSE)
+    if "activations" in measured.counted:
+        assert sum(measured.counted.values()) == pytest.approx(sum(measured.planned.values()), rel=CLOSE)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -51,7 +51,9 @@ def test_memory_is_what_the_plan_says(name: str, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_several_processes_is_what_the_plan_says() -> None:
+def test_memory_of_several_processes_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lasts; `cohort plan --verify` and its tests compare the most of a step with several processes."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     found = measure_apart(APART, "tiny")
     assert list(found) == APART
     for measured in found.values():
@@ -81,9 +83,18 @@ def test_a_copy_that_nobody_foresaw_is_found(model: Path, monkeypatch: pytest.Mo
         compare(measure(configuration({}, SIZE, model), SIZE))
 
 
+def test_the_table_compares_with_the_first() -> None:
+    """Literal numbers, and no share where nothing is known of a peak."""
+    first = Measured(counted=dict.fromkeys(PARTS, 10**6), planned={}, update_bytes=0, seconds=2.0)
+    second = Measured(counted={"weights": 5 * 10**5}, planned={}, update_bytes=0, seconds=3.0)
+    *_, one, two = modes.table({"float32": first, "two processes": second}).splitlines()
+    assert one == "| the defaults | 1.0 | 1.0 | 1.0 | 1.0 | 1.00x | 2.00 | 1.00x |"
+    assert two == "| `hardware.processes: 2` | 0.5 |  |  |  |  | 3.00 | 1.50x |"
+
+
 def test_allocations_are_counted_to_the_byte() -> None:
     """Literal: 1,000 numbers of 4 bytes, twice as many, and for a moment three times."""
-    with Allocations(torch.device("cpu")) as counted:
+    with counting(torch.device("cpu")) as counted:
         kept = torch.zeros(1000)
         with counted.phase("some"):
             x = kept * 2

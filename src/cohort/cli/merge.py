@@ -28,6 +28,12 @@ def merge(
         told = partial(_tell, bar, task)
         write_folder_atomically(out, lambda folder: policy.merge(source, folder, on_progress=told))
     typer.echo(f"merged: {source}\nmodel:  {out}")
+    quantized = policy.saved_quantization(source)
+    if quantized is not None:
+        typer.echo(
+            f"note:   the adapter was trained on its base in {quantized} and is merged into the base's own weights, so "
+            f"that logprobs differ from those in training by what {quantized} rounds"
+        )
 
 
 def _tell(bar: Progress, task: TaskID, done: int, total: int) -> None:

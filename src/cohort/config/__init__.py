@@ -15,6 +15,7 @@ from cohort.config.optim import (
     ParameterGroup,
     SgdConfig,
 )
+from cohort.config.quantization import Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
@@ -53,6 +54,7 @@ __all__ = [
     "NamedAlgorithm",
     "OptimConfig",
     "ParameterGroup",
+    "Quantization",
     "ReferenceConfig",
     "RewardConfig",
     "RolloutConfig",

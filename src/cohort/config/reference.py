@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from cohort.config.quantization import KINDS, Quantization
 from cohort.config.section import Section
 
 
@@ -15,6 +16,9 @@ class ReferenceConfig(Section):
         description="Where its weights lie between uses. auto: beside the policy's. cpu: in host memory, from where "
         "they are copied to the GPU for the one forward pass of a step, while there are no gradients; one process "
         "on a GPU.",
+    )
+    quantization: Quantization | None = Field(
+        None, description=f"Its weights in fewer bits, on one process; KL is then measured from these. {KINDS}."
     )
     refresh_every: int = Field(
         0, ge=0, description="Every so many steps the reference moves towards the policy (TR-DPO); 0: never."
@@ -31,6 +35,20 @@ class ReferenceConfig(Section):
     def _fill_in(cls, values: Any) -> Any:
         refreshes = isinstance(values, dict) and values.get("refresh_every") not in (None, 0)
         return {**values, "mix": 0.6} if refreshes and values.get("mix") is None else values
+
+    @model_validator(mode="after")
+    def _quantized_weights_stay(self) -> Self:
+        if self.quantization is not None and self.refresh_every:
+            raise ValueError(
+                f"quantization: {self.quantization} with refresh_every: {self.refresh_every}: weights in so few bits "
+                f"cannot move towards the policy; remove one of the two"
+            )
+        if self.quantization is not None and self.device == "cpu":
+            raise ValueError(
+                f"quantization: {self.quantization} with device: cpu saves the same memory twice; use device: auto, or "
+                f"no quantization"
+            )
+        return self
 
     @model_validator(mode="after")
     def _mix_has_an_effect(self) -> Self:

@@ -10,10 +10,11 @@ from cohort.config.catalogue import in_place_of, with_a_critic, with_one_complet
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
+from cohort.config.quantization import KINDS, Quantization, check_base, check_run
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
-from cohort.config.sizes import Size, parse_size
+from cohort.config.sizes import Size
 
 
 class ModelConfig(Section):
@@ -55,6 +56,9 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
     adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
+    quantization: Quantization | None = Field(
+        None, description=f"With an adapter (QLoRA), on one process: the frozen weights in fewer bits. {KINDS}."
+    )
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
@@ -62,6 +66,12 @@ class ModelConfig(Section):
         if isinstance(value, bool) or value == "selective":
             return value
         raise ValueError("must be true, false or selective")
+
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> Self:
+        if self.quantization is not None:
+            check_base(self.quantization, has_adapter=self.adapter is not None, dtype=self.dtype)
+        return self
 
     @model_validator(mode="after")
     def _freeze_has_an_effect(self) -> Self:
@@ -221,11 +231,6 @@ class RunConfig(Section):
         (), description="Send the metrics there too, where the package is installed."
     )
 
-    @property
-    def max_shard_bytes(self) -> int:
-        """Bytes of `max_shard_size`."""
-        return parse_size(self.max_shard_size)
-
     @model_validator(mode="after")
     def _keep_what_is_made(self) -> Self:
         # the default may be written out: a run's own config.yaml has every key
@@ -362,6 +367,18 @@ class Config(Section):
                 f"run.max_shard_size: {size} has no effect with model.adapter, which is saved in one file; remove it"
             )
         return self
+
+    @model_validator(mode="after")
+    def _quantization_suits_the_run(self) -> Self:
+        for field, kind in self.quantized():
+            check_run(field, kind, processes=self.hardware.processes, engine=self.rollout.engine)
+        return self
+
+    def quantized(self) -> list[tuple[str, Quantization]]:
+        """The keys that ask for weights in fewer bits, and what they ask for."""
+        reference = None if self.reference is None else self.reference.quantization
+        keys = (("model.quantization", self.model.quantization), ("reference.quantization", reference))
+        return [(field, kind) for field, kind in keys if kind is not None]
 
     @model_validator(mode="after")
     def _routers_are_trained(self) -> Self:

@@ -9,7 +9,11 @@ from cohort.plan.flops import ModelFlops, model_flops, peak_flops
 
 def flops_of(model: Any) -> ModelFlops:
     """The costs of a loaded Hugging Face model; of a sharded one, those of the whole."""
-    parameters = ((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
+    # of 4-bit weights the parameter is two numbers a byte, in one column; its state has the shape of the weight
+    parameters = (
+        (name, tuple(getattr(getattr(p, "quant_state", p), "shape", p.shape)), p.requires_grad)
+        for name, p in model.named_parameters()
+    )
     return model_flops(parameters, model.config.get_text_config().to_dict())
 
 

@@ -142,6 +142,29 @@ def _adapter(config: Config, plan: Plan) -> Iterator[Changes]:
             yield {"model.adapter": {"rank": _RANKS[-1]}, **in_bfloat16}
 
 
+def _quantized_reference(config: Config, plan: Plan) -> Iterator[Changes]:
+    kept = config.reference is None or (config.reference.quantization is None and not config.reference.refresh_every)
+    if plan.work.has_reference and config.model.adapter is None and kept:
+        for kind in ("int8", "nf4"):
+            yield {"reference.quantization": kind}
+
+
+def _quantized(config: Config, plan: Plan) -> Iterator[Changes]:
+    """Where what samples has the quantized weights too."""
+    model = config.model
+    if model.quantization is not None or config.rollout.engine != "local" or model.dtype == "float64":
+        return
+    if model.adapter is not None:
+        if not model.adapter.dora:
+            yield {"model.quantization": "int8"}
+            yield {"model.quantization": "nf4"}
+        return
+    adapter = {"model.adapter": {"rank": _RANKS[-1]}, "model.quantization": "nf4"}
+    yield adapter
+    if model.dtype == "float32":
+        yield {**adapter, "model.dtype": "bfloat16"}
+
+
 def _narrower_adapter(config: Config, plan: Plan) -> Iterator[Changes]:
     if config.model.adapter is not None and config.model.adapter.path is None:
         for rank in _halves(config.model.adapter.rank, least=4):
@@ -169,6 +192,10 @@ _LORA = (
     "the experiment: only a sum of low rank is learned; give it a learning rate some 10 times as high (a base in "
     "bfloat16 is rounded, the adapter is not)"
 )
+_QLORA = (
+    "the experiment: the adapter learns on weights that are rounded to fewer bits (QLoRA), and more time, which is not "
+    "predicted; needs cohort-rl[quantization]"
+)
 _KINDS = (  # those that cost the experiment the least come first
     _Kind(_budget, "nothing: the gradient is the same"),
     _Kind(_sampled, "time; the gradient is the same"),
@@ -194,6 +221,12 @@ _KINDS = (  # those that cost the experiment the least come first
         "the optimizer's rounding: moments in 8 bits; needs the package torchao",
         changes_gradient=True,
     ),
+    _Kind(
+        _quantized_reference,
+        "the experiment: KL is measured from rounded weights, and more time, which is not predicted; needs "
+        "cohort-rl[quantization]",
+        changes_gradient=True,
+    ),
     _Kind(_dtype, "precision: needs a learning rate of 1e-5 or more", changes_gradient=True),
     _Kind(
         _adafactor,
@@ -202,6 +235,7 @@ _KINDS = (  # those that cost the experiment the least come first
     ),
     _Kind(_narrower_adapter, "the experiment: a sum of lower rank is learned", changes_gradient=True),
     _Kind(_adapter, _LORA, changes_gradient=True),
+    _Kind(_quantized, _QLORA, changes_gradient=True),
     _Kind(_shorter, "the experiment: completions are cut off earlier", changes_gradient=True),
     _Kind(_smaller_groups, "the experiment: groups are smaller", changes_gradient=True),
 )

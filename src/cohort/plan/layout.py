@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.critic import critic_shape
@@ -158,6 +159,16 @@ def check_resharding(config: Config, processes: int) -> None:
             f"hardware.reshard_after_forward: {wanted} has to divide the {processes} training processes, and be less "
             f"than them; use {', '.join([*divisors, 'true'])} or false"
         )
+
+
+def check_undivided(config: Config, *, processes: int) -> None:
+    """Compare quantized weights with the number of training processes.
+
+    Raises:
+        UserError: they would have to be spread.
+    """
+    for field, kind in config.quantized() if processes > 1 else ():
+        raise UserError(f"{field}: {kind} {ONE_PROCESS}. This run would have {processes}")
 
 
 def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:

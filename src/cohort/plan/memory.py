@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cohort.config import AdamwConfig, OptimConfig
+from cohort.config import AdamwConfig, OptimConfig, Quantization
 from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape
 from cohort.plan.optimizer import state_bytes
+from cohort.plan.quantization import dequantized_bytes, model_bytes
 from cohort.plan.shape import ModelShape, WeightShape
 
 Checkpointing = bool | Literal["selective"]
@@ -60,6 +61,8 @@ class Work:
     masters_on_host: bool = False  # and the optimizer's state; weights are kept as they are computed with
     parameters_on_host: bool = False  # and gradients, and the optimizer's state
     reshard_after_forward: bool | int = True  # False: gathered layers stay; a number: spread over so many
+    quantization: Quantization | None = None  # of frozen weights, on one process
+    reference_quantization: Quantization | None = None
     critic: "Work | None" = None  # of a second model, of `critic_work`
 
     @property
@@ -117,6 +120,7 @@ def critic_work(policy: Work, shape: ModelShape) -> Work:
         gradients_in_forward=False,
         has_reference=False,
         reference_visits=False,
+        quantization=None,
         critic=None,
     )
 
@@ -204,7 +208,10 @@ def _moment_bytes(work: Work) -> int:
 
 
 def _always(work: Work) -> dict[str, int]:
-    parts = {"weights": _shard(work, work.shape.num_parameters, work.held_bytes)}
+    held = _shard(work, work.shape.num_parameters, work.held_bytes)
+    if work.quantization is not None:
+        held = -(-model_bytes(work.shape, work.quantization, work.weight_bytes) // work.processes)
+    parts = {"weights": held}
     if work.adapter is not None:
         parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
     parts["optimizer state"] = _optimizer_bytes(work)
@@ -214,6 +221,8 @@ def _always(work: Work) -> dict[str, int]:
     if work.has_reference:
         kept = work.trained_parameters  # of an adapter, what it was at the start
         parts["reference weights"] = _shard(work, kept, work.held_bytes if work.adapter is None else work.trained_bytes)
+        if work.reference_quantization is not None:
+            parts["reference weights"] = model_bytes(work.shape, work.reference_quantization, work.weight_bytes)
     if work.on_gpu:
         context = CUDA_BYTES if work.framework_bytes is None else work.framework_bytes
         parts["framework"] = context + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
@@ -244,7 +253,7 @@ def _sampling(work: Work) -> dict[str, int]:
     shape, a = work.shape, work.compute_bytes
     copied = work.gathers or a != work.held_bytes
     return {
-        "gathered weights": a * shape.num_parameters * copied,
+        "gathered weights": _gathered(work, backward=False) if work.quantization else a * shape.num_parameters * copied,
         "keys and values": shape.kv_bytes(a) * work.sampled_tokens,
         "logits": 8 * shape.vocabulary * work.sampled_sequences,  # and a copy, sorted or scaled
     }
@@ -336,12 +345,13 @@ def _autocasts(work: Work) -> bool:
 
 
 def _gathered(work: Work, *, backward: bool) -> int:
-    """Copies of weights: gathered ones of FSDP2, or what autocast casts them to."""
+    """Copies of weights: gathered ones of FSDP2, what autocast casts them to, or one that is not quantized."""
     shape, a = work.shape, work.compute_bytes
+    if work.quantization is not None:
+        return dequantized_bytes(shape, work.quantization, a)
     if work.gathers:
-        visiting = _shard(
-            work, shape.layer_parameters, work.weight_bytes * work.parameters_on_host
-        )  # before it is cast
+        # before they are cast
+        visiting = _shard(work, shape.layer_parameters, work.weight_bytes * work.parameters_on_host)
         return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters) + visiting + _stays(work)
     if not _autocasts(work):
         return 0
@@ -388,13 +398,17 @@ def _head_gradient(work: Work) -> int:
     gradient = parameters * (work.compute_bytes if work.gathers or work.masters_on_host else work.trained_bytes)
     if work.masters_on_host and not work.gathers:  # cast before it is added
         gradient += parameters * work.trained_bytes
-    return gradient + 4 * parameters * work.gradients_in_forward
+    return gradient
 
 
 def _backward(work: Work) -> dict[str, int]:
     """The largest of: the head, a layer in its midst and at its end, the embedding, the reduction of the rest."""
     shape, a = work.shape, work.compute_bytes
     gathered, head, activations = _gathered(work, backward=True), _head_gradient(work), activation_bytes(work)
+    of_head = head_bytes(work, backward=True)
+    if work.gradients_in_forward:  # summed in float32 from forward on, and that is the gradient or is rounded to it
+        summed = max(4 * work.trained_head_parameters, head)
+        of_head = summed - head + max(of_head, head if head < summed else 0)
     last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     passing = 2 * a * (shape.experts_per_token * shape.mlp + shape.hidden) * work.row_tokens
@@ -403,12 +417,13 @@ def _backward(work: Work) -> dict[str, int]:
     outer_only = (a * shape.outer_parameters + _stays(work)) * work.gathers
     # most models have wider MLPs than attention; of the others attention's backward is the peak
     at_attention = activations - passing + (_attention_passing(work) - _mlp_bytes_per_token(work)) * work.row_tokens
-    activations = max(activations, at_attention)
+    # of quantized weights none is there whole in attention, nor in the head
+    activations = max(activations, at_attention - gathered * (work.quantization is not None))
     candidates = [
         {
-            "gathered weights": outer_only if work.gathers else gathered,
+            "gathered weights": outer_only if work.gathers else gathered * (work.quantization is None),
             "activations": at_head,
-            "logprob head": head + head_bytes(work, backward=True),
+            "logprob head": head + of_head,
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]

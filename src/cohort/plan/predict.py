@@ -16,6 +16,7 @@ from cohort.plan.layout import (
     Rows,
     check_host_memory,
     check_resharding,
+    check_undivided,
     group_share_tokens,
     plan_layout,
     plan_rows,
@@ -173,6 +174,7 @@ def predict_run(
     check_spread(config.optim, layout.num_training)
     check_host_memory(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
     check_resharding(config, layout.num_training)
+    check_undivided(config, processes=layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)
@@ -250,6 +252,8 @@ def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout,
         masters_on_host=config.optim.offload,
         parameters_on_host=model.parameter_offload,
         reshard_after_forward=True if resharding == "auto" or layout.num_training == 1 else resharding,
+        quantization=model.quantization,
+        reference_quantization=config.reference.quantization if config.reference else None,
     )
     second = critic_shape(config, shape)
     return work if second is None else replace(work, critic=critic_work(work, second))

@@ -1,7 +1,7 @@
 """The policy: a Hugging Face model, its logprobs, and its files."""
 
 from cohort.policy.activations import check_offload
-from cohort.policy.adapter_folder import AdapterSpec, saved_rank, with_base
+from cohort.policy.adapter_folder import AdapterSpec, saved_quantization, saved_rank, with_base
 from cohort.policy.critic import Critic
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.limits import check_lengths, check_router_loss, check_vocabulary, end_token_ids, trained_weights
@@ -10,6 +10,7 @@ from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
 from cohort.policy.merge import merge
 from cohort.policy.model_folder import check_model_folder, load_tokenizer
 from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.quantization import check_quantization
 from cohort.policy.routers import Router, RouterLogits, find_routers
 from cohort.policy.saving import Saving, save_policy
 from cohort.policy.sharding import Collectives
@@ -34,6 +35,7 @@ __all__ = [
     "check_lengths",
     "check_model_folder",
     "check_offload",
+    "check_quantization",
     "check_router_loss",
     "check_vocabulary",
     "end_token_ids",
@@ -47,6 +49,7 @@ __all__ = [
     "quiet_transformers",
     "resolve_device",
     "save_policy",
+    "saved_quantization",
     "saved_rank",
     "stream_weights",
     "trained_weights",

@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.policy.adapter_folder import PREFIX, WEIGHTS_FILE, AdapterSpec, adapter_spec, read_adapter
+from cohort.policy.adapter_folder import (
+    BASE_QUANTIZATION,
+    PREFIX,
+    WEIGHTS_FILE,
+    AdapterSpec,
+    adapter_spec,
+    read_adapter,
+)
 from cohort.policy.sharding import own_part
 
 _CURRENT, _START = "default", "start"  # peft's names of the adapter that is trained, and of what it started from
@@ -99,7 +106,8 @@ class Adapter:
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(weights), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        quantized = {} if self.spec.quantization is None else {BASE_QUANTIZATION: self.spec.quantization}
+        save_file(dict(weights), folder / WEIGHTS_FILE, metadata={"format": "pt", **quantized})
         config = _peft_config(self.spec, self.spec.names)
         config.inference_mode = True
         config.save_pretrained(str(folder))

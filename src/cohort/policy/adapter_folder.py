@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cohort.config import AdapterConfig, ModelConfig
+from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
 from cohort.policy.routers import find_routers
 from cohort.policy.weights import StoredTensor, stored_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in a saved adapter
+BASE_QUANTIZATION = "base_quantization"  # in the metadata of the weights' file: peft has no place for it
 _FIELD = "model.adapter.path"
 # What of peft's LoraConfig changes the computation in ways that are not trained here, if it is not as given.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -43,6 +44,7 @@ class AdapterSpec:
     rslora: bool
     dora: bool
     base: str  # folder or id of the model
+    quantization: Quantization | None = None  # of the model's own weights while this is trained
 
     @property
     def scaling(self) -> float:
@@ -95,9 +97,15 @@ def adapter_spec(config: ModelConfig, model: Any) -> AdapterSpec:
         rslora=rslora,
         dora=dora,
         base=config.path,
+        quantization=config.quantization,
     )
     if adapter.path is not None:
         _check_tensors(stored, spec, model, Path(adapter.path), _FIELD)
+    if spec.dora and config.quantization is not None:
+        raise UserError(
+            f"model.quantization: {config.quantization} with model.adapter.dora: true: DoRA wants the lengths of whole "
+            f"rows in every forward pass, so that each weight would be there unquantized; use dora: false"
+        )
     return spec
 
 
@@ -111,6 +119,14 @@ def read_adapter(folder: Path, spec: AdapterSpec, model: Any, *, field: str = _F
 
     _check_tensors(_stored(folder, field), spec, model, folder, field)
     return load_file(folder / WEIGHTS_FILE)
+
+
+def saved_quantization(folder: Path) -> str | None:
+    """What the base's weights were quantized to while a saved adapter was trained; None: not, or it does not say."""
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        return (file.metadata() or {}).get(BASE_QUANTIZATION)
 
 
 def saved_rank(path: str) -> int:

@@ -89,8 +89,13 @@ def agreed_places(config: ModelConfig, model: Any, files: str | None, ranks: Ran
     return places if ranks.smallest(same) else None
 
 
-def library_model(kind: type[Policy], config: ModelConfig) -> Any:
-    """The model as the library loads it, in host memory, as its kind has it.
+def library_model(kind: type[Policy], config: ModelConfig, **options: Any) -> Any:
+    """The model as the library loads it, as its kind has it; in host memory, unless told otherwise.
+
+    Args:
+        kind: what to make of it.
+        config: the `model` section.
+        options: of the library's `from_pretrained`, besides.
 
     Raises:
         UserError: it cannot be loaded, or some of its weights are missing from the files.
@@ -104,6 +109,7 @@ def library_model(kind: type[Policy], config: ModelConfig) -> Any:
                 dtype=getattr(torch, config.dtype),
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **options,
             )
     except Exception as error:  # the loader raises many types; all mean the same to the user
         raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error

@@ -18,6 +18,7 @@ from cohort.policy.critic import Critic
 from cohort.policy.frozen import freeze
 from cohort.policy.masters import Masters, round_weights
 from cohort.policy.policy import ModelTraits, Policy
+from cohort.policy.quantization import adopt, check_quantization, loading_options
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import digest, empty_model, keep_first_layers, local_weights, match
 
@@ -114,12 +115,7 @@ def _load(kind: type[_Kind], request: LoadRequest) -> _Kind:
         start = request.ranks.first(lambda: _adapter_start(request))
     if request.is_sharded:
         return _load_sharded(kind, request, start)
-    model = _empty(kind, request.config)
-    places = match(model, local_weights(request.config.path, download=True))
-    if places is None:
-        model = library_model(kind, request.config).to(request.device)
-    else:
-        fill_model(model, places, request.device)
+    model = _whole(kind, request) if request.config.quantization is None else _quantized(kind, request)
     adapter = _prepare(model, request, start)
     if adapter is not None:
         adapter.fill()
@@ -209,6 +205,26 @@ def _look_at_model(
     return policy.traits, pad, None if places is None else digest(places)
 
 
+def _whole(kind: type[Policy], request: LoadRequest) -> Any:
+    """The model with its weights, read one tensor after another where the files allow it."""
+    model = _empty(kind, request.config)
+    places = match(model, local_weights(request.config.path, download=True))
+    if places is None:
+        return library_model(kind, request.config).to(request.device)
+    fill_model(model, places, request.device)
+    return model
+
+
+def _quantized(kind: type[Policy], request: LoadRequest) -> Any:
+    """The model with its layers' weights in fewer bits. The library reads and quantizes one tensor after another."""
+    assert request.config.quantization is not None and request.ranks.world_size == 1, "it has been checked"
+    check_quantization(request.config.quantization)
+    options = loading_options(request.config.quantization, request.device, request.compute_dtype)
+    model = library_model(kind, request.config, **options)
+    adopt(model, request.compute_dtype)
+    return model
+
+
 def _empty(kind: type[Policy], config: ModelConfig) -> Any:
     """The model without memory for its weights, as its kind has it."""
     model = empty_model(config)
@@ -236,7 +252,7 @@ def _adapted(kind: type[Policy], request: LoadRequest, start: AdapterStart | Non
 
 def _prepare(model: Any, request: LoadRequest, start: AdapterStart | None) -> Adapter | None:
     """Have the model compute gradients of what is trained, if anything is; its adapter, still without values."""
-    model.requires_grad_(request.trainable)
+    model.requires_grad_(request.trainable and start is None)
     if request.trainable:
         freeze(model, request.config.freeze)
     adapter = None if start is None else Adapter(model, start, trainable=request.trainable)

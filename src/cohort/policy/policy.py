@@ -21,6 +21,7 @@ from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
 from cohort.policy.masters import Masters
 from cohort.policy.parking import Parking
+from cohort.policy.quantization import told
 from cohort.policy.routers import remove_noise
 from cohort.policy.sharding import Sharding
 from cohort.policy.stream import Branch, OpenPrompt
@@ -114,7 +115,7 @@ class Policy:
             notes.append(
                 "the model computes its full logits, because its head is not a linear layer that is known here"
             )
-        return notes
+        return notes + told(self.model)
 
     @property
     def shares_prompts(self) -> bool:

@@ -49,16 +49,35 @@ def empty_model(config: ModelConfig) -> Any:
 
     try:
         with quiet_transformers(), _parameters_on_meta():
+            own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+            _check_plain(own, config.path)
             model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code),
+                own,
                 dtype=getattr(torch, config.dtype),
                 trust_remote_code=config.trust_remote_code,
             )
+    except UserError:
+        raise
     except Exception as error:  # the loader raises many types; all mean the same to the user
         raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error
     with suppress(OSError):  # there is none; the model has made one
         model.generation_config = GenerationConfig.from_pretrained(config.path)
     return model
+
+
+def _check_plain(own: Any, path: str) -> None:
+    """Look whether the files hold numbers.
+
+    Raises:
+        UserError: they hold what somebody has quantized.
+    """
+    how = getattr(own, "quantization_config", None)
+    if how is not None:
+        method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", how)
+        raise UserError(
+            f"model.path: {path!r} is quantized already (quantization_config in its config.json: {method}); give the "
+            f"model that it was made from, and model.quantization where it is to take less memory"
+        )
 
 
 def local_weights(path: str, *, download: bool = False) -> dict[str, StoredTensor]:
@@ -193,7 +212,6 @@ def _is_loaded_as_stored(model: Any) -> bool:
     in_float32 = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     return (
         type(model).__module__.startswith("transformers.models.")
-        and getattr(config, "quantization_config", None) is None
         and getattr(config, "transformers_weights", None) is None
         and (not in_float32 or dtype not in (torch.float16, torch.bfloat16))
         and all(parameter.dtype == dtype for parameter in model.parameters())

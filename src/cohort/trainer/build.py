@@ -11,6 +11,7 @@ import torch
 from cohort.algorithms import Algorithm, build_algorithm
 from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
+from cohort.config.sizes import parse_size
 from cohort.distributed import Ranks, Stopped
 from cohort.engine import CriticEngine, TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
@@ -89,7 +90,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
-        saving=Saving(max_shard_bytes=config.run.max_shard_bytes),
+        saving=Saving(max_shard_bytes=parse_size(config.run.max_shard_size)),
     )
     if order.checkpoint is not None:
         engine_state = crew.engine_state()
@@ -109,7 +110,8 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder,
     path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
     try:
         # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        config = request.config.model_copy(update={"path": path, "adapter": None, "freeze": ()})
+        own_way = {"adapter": None, "quantization": None, "freeze": ()}
+        config = request.config.model_copy(update={"path": path, **own_way})
         critic = load_critic(replace(request, config=config))
     except UserError as error:
         if critic_config.path is None:
@@ -222,7 +224,8 @@ def build_reference(config: Config, algorithm: Algorithm, policy: Policy, reques
         return None
     if config.model.adapter is not None:
         return policy.as_reference()
-    reference = load_policy(replace(request, trainable=False))
+    fewer_bits = {} if config.reference is None else {"quantization": config.reference.quantization}
+    reference = load_policy(replace(request, config=request.config.model_copy(update=fewer_bits), trainable=False))
     if config.reference is not None and config.reference.device == "cpu":
         reference.park()
     return reference

@@ -15,10 +15,11 @@ from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.plan import RunPlan
-from cohort.plan.layout import check_host_memory, check_resharding
+from cohort.plan.layout import check_host_memory, check_resharding, check_undivided
 from cohort.policy import (
     Policy,
     check_offload,
+    check_quantization,
     check_vocabulary,
     resolve_device,
 )
@@ -106,6 +107,9 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     check_offload(config.model, device)
     check_host_memory(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
     check_resharding(config, ranks.world_size)
+    check_undivided(config, processes=ranks.world_size)
+    for field, kind in config.quantized():
+        check_quantization(kind, field=field)
     if device.type == "cuda" and ranks.world_size > 1:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:

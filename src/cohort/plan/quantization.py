@@ -1,0 +1,40 @@
+"""What frozen weights in fewer bits take, in closed form, as bitsandbytes and torchao store them.
+
+nf4: 4 bits each, a byte for the scale of 64, a float32 for the scales of 256 such bytes, a float32 for their mean and
+tables of 16 and 256: 4.127 bits for each weight of a large matrix. int8 and fp8: 8 bits each, a float32 for each row.
+"""
+
+import math
+
+from cohort.config import Quantization
+from cohort.plan.shape import ModelShape, WeightShape
+
+_BLOCK, _BLOCKS = 64, 256
+_TABLE_BYTES = 4 * (1 + 16 + 256)
+
+
+def matrix_bytes(kind: Quantization, weight: WeightShape) -> int:
+    """Of one weight [out, in]."""
+    number = math.prod(weight)
+    if kind != "nf4":
+        return number + 4 * weight[0]
+    blocks = -(-number // _BLOCK)
+    return -(-number // 2) + blocks + 4 * -(-blocks // _BLOCKS) + _TABLE_BYTES
+
+
+def model_bytes(shape: ModelShape, kind: Quantization | None, bytes_each: int) -> int:
+    """Of a model whose layers' linear weights are quantized and whose others take `bytes_each`."""
+    whole = bytes_each * shape.num_parameters
+    if kind is None:
+        return whole
+    return whole + shape.layers * sum(matrix_bytes(kind, w) - bytes_each * math.prod(w) for w in _matrices(shape))
+
+
+def dequantized_bytes(shape: ModelShape, kind: Quantization, compute_bytes: int) -> int:
+    """Of the largest weight while it is computed with. torchao's products with scales are in float32."""
+    each = {"nf4": compute_bytes, "int8": compute_bytes + 4, "fp8": max(8, compute_bytes + 4)}[kind]
+    return each * max(map(math.prod, _matrices(shape)))
+
+
+def _matrices(shape: ModelShape) -> list[WeightShape]:
+    return [(out, into) for into, out in shape.linear_layers.values()]
