@@ -5,7 +5,9 @@ from cohort.config.algorithm import AlgorithmConfig
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
+from cohort.config.hardware import HardwareConfig
 from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
+from cohort.config.model import ModelConfig
 from cohort.config.optim import (
     AdafactorConfig,
     Adamw8bitConfig,
@@ -24,13 +26,7 @@ from cohort.config.rollout import (
     SamplingConfig,
     VllmRolloutConfig,
 )
-from cohort.config.schema import (
-    Config,
-    HardwareConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from cohort.config.schema import Config, RunConfig, TrainConfig
 
 __all__ = [
     "ALGORITHMS",

@@ -4,95 +4,18 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
 from cohort.config.catalogue import in_place_of, with_a_critic, with_one_completion
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
+from cohort.config.hardware import HardwareConfig
+from cohort.config.model import ModelConfig
 from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
-from cohort.config.quantization import KINDS, Quantization, check_base, check_run
+from cohort.config.quantization import Quantization, check_run
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
 from cohort.config.sizes import Size
-
-
-class ModelConfig(Section):
-    """The policy: a Hugging Face causal language model."""
-
-    path: str = Field(
-        min_length=1, description="Model folder (safetensors, config.json, tokenizer) or Hugging Face model id."
-    )
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32",
-        description="Dtype of the trained weights and of the optimizer state. bfloat16 halves both, and updates that "
-        "are small beside a weight are rounded away: it needs a learning rate of 1e-5 or more.",
-    )
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="Dtype of matrix products (autocast; with several processes, of the gathered weights). auto: "
-        "bfloat16 on GPUs, the weights' dtype on CPU. Logits and logprobs are float32 or wider always.",
-    )
-    gradient_checkpointing: bool | Literal["selective"] = Field(
-        False,
-        description="Recompute activations in backward: less memory, about a third more time. selective: keep "
-        "attention, whose cost is quadratic in the length, and the products around it; recompute the rest.",
-    )
-    activation_offload: bool = Field(
-        False,
-        description="Keep what layers save for backward in pinned host memory (GPUs only). With gradient_checkpointing "
-        "that is each layer's input.",
-    )
-    parameter_offload: bool = Field(
-        False,
-        description="Keep weights, gradients and the optimizer's state in host memory (GPUs only); each layer's "
-        "weights visit the GPU when it computes, in forward and in backward, and updates are made on the host. In "
-        "place of `optim.offload`; not with muon.",
-    )
-    freeze: tuple[str, ...] = Field(
-        (),
-        description="Weights that are not trained, and have no gradient and no optimizer state: patterns for their "
-        "names, such as `model.embed_tokens.*`. `routers` stands for those of a mixture of experts.",
-    )
-    trust_remote_code: bool = Field(False, description="Run model code that comes with the model folder.")
-    adapter: AdapterConfig | None = Field(None, description="Train an adapter, and leave the model's weights frozen.")
-    quantization: Quantization | None = Field(
-        None, description=f"With an adapter (QLoRA), on one process: the frozen weights in fewer bits. {KINDS}."
-    )
-
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _on_off_or_selective(cls, value: Any) -> Any:
-        if isinstance(value, bool) or value == "selective":
-            return value
-        raise ValueError("must be true, false or selective")
-
-    @model_validator(mode="after")
-    def _quantized_weights_are_frozen(self) -> Self:
-        if self.quantization is not None:
-            check_base(self.quantization, has_adapter=self.adapter is not None, dtype=self.dtype)
-        return self
-
-    @model_validator(mode="after")
-    def _freeze_has_an_effect(self) -> Self:
-        if self.freeze and self.adapter is not None:
-            raise ValueError(
-                "freeze has no effect with adapter, which leaves all of the model's own weights as they are; remove "
-                "one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _autocast_has_an_effect(self) -> Self:
-        if self.compute_dtype not in ("auto", self.dtype) and (self.dtype, self.compute_dtype) != (
-            "float32",
-            "bfloat16",
-        ):
-            raise ValueError(
-                f"compute_dtype: {self.compute_dtype} has no effect on weights of dtype: {self.dtype}; use auto, "
-                f"{self.dtype}, or dtype: float32 with compute_dtype: bfloat16"
-            )
-        return self
 
 
 class TrainConfig(Section):
@@ -144,73 +67,6 @@ class TrainConfig(Section):
             raise ValueError("steps and epochs say the same thing twice; remove one of the two")
         if self.steps is not None and self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps: {self.warmup_steps} is more than steps: {self.steps}")
-        return self
-
-
-class HardwareConfig(Section):
-    """Where the run runs."""
-
-    processes: int | Literal["auto"] = Field(
-        1,
-        description="Training processes on this machine, one per GPU, or that many on its CPU. auto: every GPU; 1 "
-        "without GPUs. The model, its gradients and the optimizer's state are spread over them (FSDP2). Changes speed "
-        "and memory, never the gradient.",
-    )
-    rollout_gpus: int | Literal["shared", "auto"] = Field(
-        "auto",
-        description="With `rollout.engine: vllm`: GPUs of this machine that only sample; with processes: auto the "
-        "others train. shared: every GPU does both in turn, vLLM sleeping while the policy trains. auto: picks a "
-        "split, and says why.",
-    )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
-    reshard_after_forward: bool | int | Literal["auto"] = Field(
-        "auto",
-        description="With several processes: whether a layer's gathered weights are freed after its forward pass and "
-        "gathered again in backward (true), or stay from forward to backward (false: no second gathering, and the "
-        "whole model in `model.compute_dtype` on every GPU). A number N that divides the processes: they stay, spread "
-        "over N neighbours. auto: true.",
-    )
-    timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Longest wait of a process for another one, in seconds; after that the run ends or restarts, and "
-        "names who did not answer. Rewards have deadlines of their own (`rewards.timeout_s`).",
-    )
-    max_restarts: int = Field(
-        0,
-        ge=0,
-        description="How often the run starts again from its last checkpoint after a process died, failed or did not "
-        "answer. A rank that fails twice with no step between is left out.",
-    )
-
-    @field_validator("processes", mode="before")
-    @classmethod
-    def _a_number_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            return value
-        raise ValueError("must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)")
-
-    @field_validator("reshard_after_forward", mode="before")
-    @classmethod
-    def _on_off_or_a_number(cls, value: Any) -> Any:
-        if value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value >= 2):
-            return value
-        raise ValueError("must be auto, true, false or a whole number of at least 2 that divides the processes")
-
-    @field_validator("rollout_gpus", mode="before")
-    @classmethod
-    def _gpus_shared_or_auto(cls, value: Any) -> Any:
-        if value in ("shared", "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            return value
-        raise ValueError("must be a whole number of at least 1, shared or auto")
-
-    @model_validator(mode="after")
-    def _one_process_per_gpu(self) -> Self:
-        if ":" in self.device and self.processes != 1:
-            raise ValueError(
-                f"device: {self.device} names one GPU, and processes: {self.processes} would share it; use "
-                f"device: cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs"
-            )
         return self
 
 
