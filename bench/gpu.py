@@ -5,8 +5,9 @@
 First what is fast is compared with what is plain (`gpu_checks.py`). Then whole training steps: forward, backward,
 AdamW, each case in a process of its own, the better of two steps after one. `tokens/s` counts the tokens of all
 sequences, a prompt once for each of its completions; the share of the peak counts the operations that the step needs,
-without those of recomputed activations and logits and without those that shared prompts save. `--tiny` tries every part
-on a CPU.
+without those of recomputed activations and logits and without those that shared prompts save. Beside the peak of the
+GPU's memory (`torch.cuda.max_memory_allocated`) stands what `cohort plan` says of the same step. `--tiny` tries every
+part on a CPU, where there is no peak to compare.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from cohort.policy import Policy
 from cohort.policy.activations import enable_gradient_checkpointing
 from cohort.records import TrainSequence
 from gpu_checks import run_checks
+from gpu_predicted import add_adapter, predicted_bytes
 from harness import (
     FailedError,
     ModelShape,
@@ -69,6 +71,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool = True
     trl: bool = False  # compare with TRL's loss path
+    rank: int = 0  # of LoRA on all linear layers; 0: every weight is trained
+    most_bytes: int | None = None  # of the GPU's memory that may be used
 
 
 CASES = (
@@ -84,8 +88,22 @@ CASES = (
         name="Qwen2.5-7B, 8 x 4k", shape=QWEN25_7B, prompt_tokens=1024, completion_tokens=(3072,) * 8, trl=True,
     ),
     Case(name="Qwen3-4B, 16k", shape=QWEN3_4B, prompt_tokens=512, completion_tokens=(15_872,)),
+    Case(
+        name="Qwen2.5-7B, LoRA, 4 x 1k, on 24 GB", shape=QWEN25_7B, prompt_tokens=512, completion_tokens=(1024,) * 4,
+        rank=16, most_bytes=24 * 10**9,
+    ),
+    Case(  # without the optimizer's state where 141 GB are not there
+        name="Qwen2.5-7B, float32 weights, 4k", shape=QWEN25_7B, prompt_tokens=512, completion_tokens=(3584,),
+        dtype=torch.float32,
+    ),
 )  # fmt: skip
-TINY_CASES = (Case(name="tiny", shape=TINY, prompt_tokens=16, completion_tokens=(8, 6), dtype=torch.float32, trl=True),)
+TINY_CASES = (
+    Case(name="tiny", shape=TINY, prompt_tokens=16, completion_tokens=(8, 6), dtype=torch.float32, trl=True),
+    Case(
+        name="tiny, LoRA", shape=TINY, prompt_tokens=16, completion_tokens=(8, 6), dtype=torch.float32, rank=2,
+        most_bytes=10**9,
+    ),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -129,12 +147,17 @@ def main() -> None:
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """The checks, or one case by one method."""
     device = torch.device("cpu" if job["tiny"] else "cuda")
+    on_gpu = device.type == "cuda"
     if "checks" in job:
         return run_checks(device, tiny=job["tiny"])
     case = (TINY_CASES if job["tiny"] else CASES)[job["case"]]
+    if on_gpu and case.most_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case.most_bytes / torch.cuda.mem_get_info()[1]))
     with device:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(case.shape.config(), dtype=case.dtype)
+    if case.rank:
+        add_adapter(model, case.rank)
     model.train()
     if case.checkpointing:
         enable_gradient_checkpointing(model)
@@ -153,8 +176,18 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         step()
         _wait(device)
         seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {"seconds": min(seconds), "peak_bytes": peak, "updates": job["updates"], "layout": layout}
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    predicted = predicted_bytes(
+        model.config, case.prompt_tokens, case.completion_tokens, dtype=case.dtype, compute=compute,
+        checkpointing=case.checkpointing, rank=case.rank, updates=job["updates"], on_gpu=on_gpu,
+    )  # fmt: skip
+    return {
+        "seconds": min(seconds),
+        "peak_bytes": peak,
+        "predicted_bytes": predicted if job["method"] == "ours" else None,
+        "updates": job["updates"],
+        "layout": layout,
+    }
 
 
 def _our_step(
@@ -194,6 +227,10 @@ def _trl_step(
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _gibibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**30:.1f}"
 
 
 class Report:
@@ -250,15 +287,18 @@ class Report:
         for case in self._found["cases"]:
             name = f"{case['name']}: {case['method']}"
             if "seconds" not in case:
-                rows.append([f"{name} ({case.get('skipped', 'failed')})", "", "", "", ""])
+                rows.append([f"{name} ({case.get('skipped', 'failed')})", "", "", "", "", ""])
                 continue
             name += f", {case['layout']}"
             name += "" if case["updates"] else ", without the optimizer: its state does not fit"
             share = "" if case["peak_share"] is None else f"{case['peak_share']:.1%}"
-            peak = "" if case["peak_bytes"] is None else f"{case['peak_bytes'] / 2**30:.1f}"
-            rows.append([name, f"{case['tokens_per_s']:,.0f}", share, peak, f"{case['seconds']:.2f}"])
-        rows += [[*row, ""] for row in PUBLISHED]
-        return markdown(["training step", "tokens/s", "share of bf16 peak", "peak GiB", "seconds"], rows)
+            peak, predicted = (_gibibytes(case[key]) for key in ("peak_bytes", "predicted_bytes"))
+            if peak and predicted:
+                predicted += f" ({case['predicted_bytes'] / case['peak_bytes']:.2f} x)"
+            rows.append([name, f"{case['tokens_per_s']:,.0f}", share, peak, predicted, f"{case['seconds']:.2f}"])
+        rows += [[*row, "", ""] for row in PUBLISHED]
+        header = ["training step", "tokens/s", "share of bf16 peak", "peak GiB", "planned GiB", "seconds"]
+        return markdown(header, rows)
 
     def _write(self) -> None:
         (self._folder / "gpu.json").write_text(json.dumps(self._found, indent=1))

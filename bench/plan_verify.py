@@ -19,8 +19,9 @@ from typing import Any
 from cohort.cli.plan_verify import track_step
 from cohort.config.adapter import AdapterConfig
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.memory import Work, plan_memory
+from cohort.plan.memory import plan_memory
 from cohort.plan.shape import PRESETS, preset_shape, shape_of
+from cohort.plan.work import Work
 
 SHAPES = ("0.5b", "qwen3-0.6b", "llama3-1b", "7b", "llama3-70b")
 PROCESSES = (2, 8, 64)
@@ -82,6 +83,7 @@ def measure(
         sampled_tokens=0,
         vllm_bytes=0,
         on_gpu=False,
+        shares_prompts=False,
         adapter=adapter_shape(adapter, shape) if adapter else None,
     )
     predicted = plan_memory(work).total("backward")

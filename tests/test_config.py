@@ -20,6 +20,8 @@ def test_defaults(tmp_path, monkeypatch):
             "activation_offload": False,
             "trust_remote_code": False,
             "adapter": None,
+            "freeze": [],
+            "quantization": None,
         },
         "data": {
             "path": "d.jsonl",
@@ -58,6 +60,7 @@ def test_defaults(tmp_path, monkeypatch):
             "lr_schedule": "constant",
             "warmup_steps": 0,
             "max_grad_norm": 1.0,
+            "router_aux_loss_coef": 0.0,
             "seed": 0,
         },
         "optim": {

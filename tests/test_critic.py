@@ -20,7 +20,7 @@ from cohort.config import AdamwConfig, AlgorithmConfig, ModelConfig, config_from
 from cohort.distributed import ALONE
 from cohort.engine import find_budget
 from cohort.errors import UserError
-from cohort.policy import Critic, load_critic
+from cohort.policy import Critic, LoadRequest, load_critic, save_policy
 from cohort.policy.layout import Layout
 from cohort.records import Estimates
 from critics import CPU, PPO, engine_of, make_critic, naive_values
@@ -242,7 +242,8 @@ def test_a_critic_begins_at_0_and_comes_back_as_it_was_saved(tmp_path: Path, kin
     else:
         save_model_folder(folder, tie=kind == "tied")
     tokenizer = make_tokenizer()
-    critic = load_critic(ModelConfig(path=str(folder)), device=CPU, tokenizer=tokenizer)
+    request = LoadRequest(ModelConfig(path=str(folder)), device=CPU, tokenizer=tokenizer)
+    critic = load_critic(request)
     names = {name for name, _ in critic.model.named_parameters()}
     assert not any("lm_head" in name for name in names) and {"value_head.weight", "value_head.bias"} < names
     engine = engine_of(critic, learning_rate=0.01)
@@ -255,8 +256,8 @@ def test_a_critic_begins_at_0_and_comes_back_as_it_was_saved(tmp_path: Path, kin
         engine.optim_step()
     learned = engine.estimate(sequences, {"values"})["values"]
     assert all(v.all() for v in learned.values())
-    critic.model.save_pretrained(tmp_path / "critic")
-    again = load_critic(ModelConfig(path=str(tmp_path / "critic")), device=CPU, tokenizer=tokenizer)
+    save_policy(critic, tokenizer, tmp_path / "critic")
+    again = load_critic(replace(request, config=ModelConfig(path=str(tmp_path / "critic"))))
     values = engine_of(again).estimate(sequences, {"values"})["values"]
     assert all(torch.equal(values[n], learned[n]) for n in learned)
 

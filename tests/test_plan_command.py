@@ -17,7 +17,7 @@ from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.data import count_prompts
 from cohort.plan.hardware import hardware
-from cohort.plan.layout import plan_rows
+from cohort.plan.rows import plan_rows
 from cohort.plan.shape import PRESETS, preset_shape
 from cohort.trainer.foresee import compared, plan_on
 from plans import EIGHT, config

@@ -23,9 +23,11 @@ from cohort.config import (
     SgdConfig,
 )
 from cohort.engine.optimizer import Optimizers
+from cohort.plan.activations import activation_bytes
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.memory import Work, activation_bytes, critic_work, plan_memory
+from cohort.plan.memory import plan_memory
 from cohort.plan.shape import ModelShape, preset_shape, shape_of
+from cohort.plan.work import Work, critic_work
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
 from rank_engine import OPTIMIZERS

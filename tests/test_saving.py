@@ -16,6 +16,7 @@ from cohort.errors import TrainingError
 from cohort.policy import Saving, TensorSpec, save_policy
 from cohort.policy.saving import plan_files
 from cohort.policy.weights import INDEX, SINGLE, stored_weights
+from configs import MINIMAL, message
 from live_bytes import LiveBytes
 from tiny import make_model, make_policy, make_tokenizer, policy_of
 
@@ -131,10 +132,25 @@ def test_only_a_save_that_takes_long_has_a_bar(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0GB", "'0GB' is not a size; write it as 5GB or 500MB"), ("5", "'5' has no unit; write 5GB or 5MB")]
-    + [(text, "write it as 5GB or 500MB") for text in ("", "0", "-1GB", "much", "5 GBit")],
+    [("5", "has no unit; write 5GB or 5MB")]
+    + [(text, "is not a size; write it as 5GB or 500MB") for text in ("", "0", "0GB", "-1GB", "much", "5 GBit")],
 )
 def test_what_is_no_size(text, message):
     with pytest.raises(ValueError, match=message):
         parse_size(text)
     assert parse_size("500MB") == 500_000_000
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"run": {"max_shard_size": "0GB"}}, "run.max_shard_size: '0GB': is not a size; write it as 5GB or 500MB"),
+        ({"run": {"max_shard_size": "5"}}, "run.max_shard_size: '5': has no unit; write 5GB or 5MB"),
+        (
+            {"run": {"max_shard_size": "1GB"}, "model": {"path": "m", "adapter": {}}},
+            "run.max_shard_size: 1GB has no effect with model.adapter, which is saved in one file; remove it",
+        ),
+    ],
+)
+def test_a_shard_size_that_is_none_or_has_no_effect(section, expected):
+    assert expected in message({**MINIMAL, **section})

@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.config import Config, VllmRolloutConfig, config_from_dict
+from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
-from cohort.plan.estimate import Sizes, predict, why_it_does_not_fit
 from cohort.plan.flops import memory_bandwidth
+from cohort.plan.hardware import Hardware
+from cohort.plan.layout import Layout
+from cohort.plan.predict import predict_run
+from cohort.plan.room import why_it_does_not_fit
+from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit, split_gpus
+from cohort.plan.timing import StepTimes, step_times
 
 H100 = "NVIDIA H100 80GB HBM3"
 AUTO = "hardware.processes=auto"
@@ -21,19 +26,26 @@ def config_with(*overrides: str) -> Config:
     return config_from_dict(raw | {"rollout": {"engine": "vllm"}}, overrides)
 
 
-def sizes_of(billions: float, *, gpu: str = H100, gigabytes: float = 80) -> Sizes:
-    number = round(billions * 1e9)
-    return Sizes(gpu_name=gpu, gpu_memory_bytes=round(gigabytes * 1e9), num_parameters=number, active_parameters=number)
+def gpus_of(gigabytes: float, *, gpu: str = H100) -> Hardware:
+    return Hardware(gpu_name=gpu, gpu_memory_bytes=round(gigabytes * 1e9), gpus_per_node=1, nodes=1)
 
 
-def split(num_gpus: int, *overrides: str, sizes: Sizes | None = None) -> GpuSplit:
-    return split_gpus(config_with(*overrides), num_gpus=num_gpus, sizes=sizes or sizes_of(1.5))
+EIGHTY = gpus_of(80)
 
 
-def message(num_gpus: int, *overrides: str, sizes: Sizes | None = None) -> str:
+def split(num_gpus: int, *overrides: str, model: str = "1.5b", hardware: Hardware = EIGHTY) -> GpuSplit:
+    return split_gpus(config_with(*overrides), num_gpus=num_gpus, shape=preset_shape(model), hardware=hardware)
+
+
+def message(num_gpus: int, *overrides: str, model: str = "1.5b", hardware: Hardware = EIGHTY) -> str:
     with pytest.raises(UserError) as caught:
-        split(num_gpus, *overrides, sizes=sizes)
+        split(num_gpus, *overrides, model=model, hardware=hardware)
     return str(caught.value)
+
+
+def times(model: str, *overrides: str, training: int = 1, sampling: int = 1) -> StepTimes:
+    settings, shape = config_with(*overrides), preset_shape(model)
+    return step_times(settings, shape, EIGHTY, num_training=training, num_sampling=sampling)
 
 
 # The numbers of the configuration are kept
@@ -80,121 +92,94 @@ def test_the_reason_says_who_does_what():
 # What auto compares
 
 
-def test_the_times_of_a_step():
-    """16 prompts of 512 tokens, 8 completions of 256 each: 16 x (512 + 8 x 256) = 40,960 tokens to train on."""
-    times = predict(config_with(), sizes_of(1), num_training=3, num_sampling=2)
-    assert times.training_s == pytest.approx(6e9 * 40960 / (3 * 0.4 * 989.4e12))
-    # a server has 8 prompts, so 64 completions in flight: reading 2 GB takes longer than computing for 64
-    assert times.sampling_s == pytest.approx(256 * 2e9 / (0.6 * 3.35e12) + 2e9 * 8 * 512 / (0.4 * 989.4e12))
-    assert times.step_s == times.training_s + times.sampling_s
-
-
-def test_servers_of_a_float64_model_read_float32():
-    """vLLM has no float64, so that reading 1 billion weights is 4 GB."""
-    model, hungry = "model.dtype=float64", "rollout.max_num_seqs=1"
-    times = predict(config_with(model, hungry), sizes_of(1), num_training=1, num_sampling=1)
-    assert times.sampling_s == pytest.approx(16 * 8 * 256 * 4e9 / (0.6 * 3.35e12), rel=0.01)  # and prompts
-
-
-def test_the_times_of_a_large_asynchronous_step():
-    overrides = ("train.prompts_per_step=64", "rollout.max_staleness=1", "train.updates_per_rollout=2")
-    times = predict(config_with(*overrides), sizes_of(1), num_training=1, num_sampling=1)
-    assert times.training_s == pytest.approx(2 * 6e9 * 64 * 2560 / (0.4 * 989.4e12))
-    # 512 completions, 256 at a time: computing for 256 takes longer than reading 2 GB
-    assert times.sampling_s == pytest.approx((2 * 256 * 2e9 * 256 + 2e9 * 64 * 512) / (0.4 * 989.4e12))
-    assert times.step_s == max(times.training_s, times.sampling_s)
-
-
-def test_experts_are_read_and_not_all_computed_with():
-    dense, experts = (
-        Sizes(gpu_name=H100, gpu_memory_bytes=1, num_parameters=30_000, active_parameters=a) for a in (30_000, 3_000)
-    )
-    slow, fast = (predict(config_with(), s, num_training=1, num_sampling=1) for s in (dense, experts))
-    assert fast.training_s == pytest.approx(slow.training_s / 10)
-    assert fast.sampling_s > 0.5 * slow.sampling_s
-
-
 def test_servers_that_are_idle_do_not_help():
     """Groups stay whole: of 2 prompts, a third server gets none."""
-    two, three = (
-        predict(config_with("train.prompts_per_step=2"), sizes_of(1), num_training=1, num_sampling=n) for n in (2, 3)
-    )
+    two, three = (times("1b", "train.prompts_per_step=2", sampling=n) for n in (2, 3))
     assert two.sampling_s == three.sampling_s
 
 
 def test_auto_takes_the_shortest_step():
-    def step_s(num_sampling: int) -> float:
-        return predict(config_with(), sizes_of(7), num_training=8 - num_sampling, num_sampling=num_sampling).step_s
-
-    found = split(8, AUTO, sizes=sizes_of(7))
-    assert min(range(1, 8), key=step_s) == 2 == len(found.server_gpus)
+    found = split(8, AUTO, model="7b")
+    every = {n: times("7b", training=8 - n, sampling=n) for n in range(1, 8)}
+    best = min(every, key=lambda n: every[n].step_s)
+    assert 1 < best == len(found.server_gpus) < 7
+    near = " and ".join(f"{8 - n} + {n} would take {every[n].step_s:.3g} s" for n in (best - 1, best + 1))
     assert found.reason == (
-        "GPUs 0-5 train, GPUs 6-7 sample (2 vLLM servers): 0.724 s of training and 1.93 s of sampling a step, in turn: "
-        "2.65 s predicted; 7 + 1 would take 2.69 s and 5 + 3 would take 2.76 s"
+        f"GPUs 0-{7 - best} train, GPUs {8 - best}-7 sample ({best} vLLM servers): {every[best].told()} predicted; "
+        f"{near}"
     )
 
 
 def test_auto_balances_phases_that_overlap():
     """Long completions of many prompts: both phases take as long as their GPUs are few."""
-    overrides = ("rollout.max_completion_tokens=8192", "train.prompts_per_step=128", "rollout.num_generations=16")
-    found = split(8, AUTO, *overrides, "rollout.max_staleness=1", sizes=sizes_of(7))
-    assert (found.num_processes, len(found.server_gpus)) == (6, 2)
-    assert "298 s of training and 298 s of sampling a step, at the same time: 298 s predicted" in found.reason
+    overrides = ("rollout.max_completion_tokens=8192", "train.prompts_per_step=128", "rollout.max_staleness=1")
+    found = split(8, AUTO, *overrides, "model.gradient_checkpointing=true", model="7b")
+    every = {
+        n: times("7b", *overrides, "model.gradient_checkpointing=true", training=8 - n, sampling=n) for n in range(1, 8)
+    }
+    best = every[len(found.server_gpus)]
+    assert best.step_s == max(best.training_s, best.sampling_s) == min(t.step_s for t in every.values())
+    assert "at the same time" in found.reason
 
 
-def test_auto_makes_room_for_the_training_state():
-    """7B in float32 with AdamW is 112 GB: 2 training GPUs of 80 GB hold it in 64 GB each, one does not."""
-    assert why_it_does_not_fit(config_with(), config_with().rollout, sizes_of(7), 2) is None
-    assert why_it_does_not_fit(config_with(), config_with().rollout, sizes_of(7), 1) == (
-        "training on 1 GPU takes 126 GB of each for weights, gradients and optimizer, and 64 GB are there for them"
-    )  # 112 GB, and 14 GB that autocast keeps
-    hungry = ("train.prompts_per_step=1000", "rollout.max_num_seqs=1", "rollout.num_generations=2")
-    assert split(4, AUTO, *hungry, sizes=sizes_of(1)).num_processes == 1
-    assert split(4, AUTO, *hungry, sizes=sizes_of(7)).num_processes == 2
+def test_auto_makes_room_for_what_training_takes():
+    """7.6B in float32 with AdamW is 122 GB of state: 2 training GPUs of 80 GB hold it, one does not."""
+    shape, hungry = preset_shape("7b"), ("train.prompts_per_step=1000", "rollout.num_generations=2")
+    wanted = config_with(*hungry)
+    assert why_it_does_not_fit(wanted, wanted.rollout, shape, EIGHTY, 2) is None
+    assert (why_it_does_not_fit(wanted, wanted.rollout, shape, EIGHTY, 1) or "").endswith(
+        "GB of each in forward, backward, and each has 80 GB"
+    )
+    fast = ("rollout.max_num_seqs=1", AUTO, *hungry)  # sampling takes the longest by far
+    assert split(4, *fast, model="1b").num_processes == 1
+    assert split(4, *fast, model="7b").num_processes == 2
 
 
-def test_a_reference_takes_memory():
-    """5 copies of 2.4 billion float32 weights are 48 GB; with autocast's 4.8 GB, 52.8 GB of 64."""
-    with_reference = config_with("algorithm.beta=0.1")
-    fits = [why_it_does_not_fit(with_reference, with_reference.rollout, sizes_of(n), 1) is None for n in (2.9, 2.95)]
-    assert fits == [True, False]
+def test_a_split_and_a_plan_count_the_same_memory():
+    """What the split says of 7 training GPUs is what the plan says of the same ones."""
+    wanted = config_with("hardware.processes=auto", "algorithm.beta=0.1", "train.micro_batch_tokens=auto")
+    layout = Layout(num_training=7, num_sampling=1, shared=False, reason="")
+    for gigabytes in (20, 60):
+        hardware = gpus_of(gigabytes)
+        plan = predict_run(wanted, preset_shape("14b"), hardware, layout=layout)
+        why = why_it_does_not_fit(wanted, wanted.rollout, preset_shape("14b"), hardware, 7)
+        assert (why is None) == plan.fits
+        if why is not None:
+            assert f"takes {plan.memory.peak_bytes / 1e9:.3g} GB of each" in why
 
 
 def test_auto_shares_the_gpus_where_separate_ones_do_not_fit():
-    """2.2B: 44 GB on one GPU of 48 GB, and 22 GB on each of two that vLLM leaves 26 GB of."""
-    found = split(2, AUTO, sizes=sizes_of(2.2, gigabytes=48))
+    """3.1B in float32 with AdamW: 37 GB and more on one GPU of 48 GB, half of that on each of two."""
+    found = split(2, AUTO, model="3b", hardware=gpus_of(48))
     assert found.shared and found.num_processes == 2
-    assert found.reason == (
+    assert found.reason.startswith(
         "GPUs 0-1 train and sample in turn, vLLM sleeping during training: with separate GPUs, training on 1 GPU takes "
-        "39.6 GB of each for weights, gradients and optimizer, and 38.4 GB are there for them"
     )
+    assert found.reason.endswith("in forward, backward, and each has 48 GB")
 
 
 def test_what_does_not_fit_is_refused_with_what_does():
-    assert message(8, AUTO, sizes=sizes_of(32)) == (
-        "hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs takes 73.1 GB of each for "
-        "weights, gradients and optimizer, and 64 GB are there for them; use model.dtype: bfloat16 with "
-        "rollout.tensor_parallel: 2 or a number for rollout_gpus, which is not compared with the memory"
+    refused = message(8, AUTO, model="32b")
+    assert refused.startswith("hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs takes ")
+    assert refused.endswith(
+        "use model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number for rollout_gpus, which is not compared "
+        "with the memory"
     )
-    split(8, AUTO, "model.dtype=bfloat16", "rollout.tensor_parallel=2", sizes=sizes_of(32))
-    assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, sizes=sizes_of(32))
-    split(16, AUTO, "rollout.tensor_parallel=2", sizes=sizes_of(32))
-    assert "use more GPUs or" in message(8, AUTO, sizes=sizes_of(400))
+    split(8, AUTO, "model.dtype=bfloat16", "rollout.tensor_parallel=2", model="32b")
+    assert "use rollout.tensor_parallel: 2 or" in message(16, AUTO, model="32b")
+    split(16, AUTO, "rollout.tensor_parallel=2", model="32b")
+    assert "use more GPUs or" in message(4, AUTO, model="70b")
+    long = "rollout.max_completion_tokens=16384"
+    assert "use model.gradient_checkpointing: true or" in message(8, AUTO, long, model="7b")
+    split(8, AUTO, long, "model.gradient_checkpointing=true", model="7b")
 
 
 def test_a_model_that_is_not_there_yet():
-    found = split_gpus(config_with(AUTO), num_gpus=8, sizes=None)
-    assert found.num_processes == 6
+    found = split_gpus(config_with(AUTO), num_gpus=8, shape=None, hardware=EIGHTY)
+    assert found == split_gpus(config_with(AUTO), num_gpus=8, shape=preset_shape("7b"), hardware=None)
     assert found.reason.endswith(
         "(for a model of 1 billion weights on H100s, since its size is not known yet; memory was not looked at)"
     )
-
-
-def test_an_unknown_gpu_is_taken_for_the_usual_one():
-    known, unknown = (
-        predict(config_with(), sizes_of(1, gpu=gpu), num_training=1, num_sampling=1) for gpu in (H100, "AMD MI300X")
-    )
-    assert known == unknown
 
 
 @pytest.mark.parametrize(
@@ -314,9 +299,9 @@ NUMBERS = st.one_of(st.just("auto"), st.integers(1, 9))
     rollout_gpus=st.one_of(st.just("shared"), NUMBERS),
     servers=NUMBERS,
     tensor_parallel=st.integers(1, 4),
-    billions=st.sampled_from([0.5, 7, 70]),
+    model=st.sampled_from(["0.5b", "7b", "70b"]),
 )
-def test_a_split_is_whole_or_refused(num_gpus, processes, rollout_gpus, servers, tensor_parallel, billions):
+def test_a_split_is_whole_or_refused(num_gpus, processes, rollout_gpus, servers, tensor_parallel, model):
     overrides = (
         f"hardware.processes={processes}",
         f"hardware.rollout_gpus={rollout_gpus}",
@@ -324,7 +309,7 @@ def test_a_split_is_whole_or_refused(num_gpus, processes, rollout_gpus, servers,
         f"rollout.tensor_parallel={tensor_parallel}",
     )
     try:
-        found = split(num_gpus, *overrides, sizes=sizes_of(billions))
+        found = split(num_gpus, *overrides, model=model)
     except UserError as error:
         assert re.match(r"(hardware|rollout)\.\w+: .*; (use|remove) ", str(error))
         return
@@ -342,20 +327,3 @@ def test_a_split_is_whole_or_refused(num_gpus, processes, rollout_gpus, servers,
         assert not set(sampling) & set(found.training_gpus)
         idle = num_gpus - found.num_processes - len(sampling)
         assert idle == 0 or "auto" not in (processes, rollout_gpus) or servers != "auto" or idle < tensor_parallel
-
-
-def test_a_critic_and_the_optimizer_are_in_the_state():
-    """Literal: 4e9 weights on 1 GPU take 16 bytes each and 2 for casts; a critic 12 more, adamw_8bit 6 less each."""
-    sizes = sizes_of(4, gigabytes=10)
-    expected = {"": 72, "ppo": 120, "8bit": 72 - 4 * 5.97, "both": 120 - 8 * 5.97}
-    told = {
-        "": config_with(),
-        "ppo": config_with("algorithm.name=ppo"),
-        "8bit": config_with("optim.name=adamw_8bit"),
-        "both": config_with("algorithm.name=ppo", "optim.name=adamw_8bit"),
-    }
-    for name, some in told.items():
-        assert isinstance(some.rollout, VllmRolloutConfig)
-        why = why_it_does_not_fit(some, some.rollout, sizes, 1) or ""
-        found = re.search(r"takes ([\d.]+) GB", why)
-        assert found and float(found[1]) == pytest.approx(expected[name], rel=2e-3), why

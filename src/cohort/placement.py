@@ -12,8 +12,8 @@ import torch
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.plan.calibration import calibration_of
-from cohort.plan.estimate import Sizes
-from cohort.plan.flops import model_flops
+from cohort.plan.hardware import Hardware
+from cohort.plan.shape import ModelShape, known_shape, similar_shape
 from cohort.plan.split import GpuSplit, split_gpus
 
 PLACEMENT = "COHORT_SERVER_GPUS"  # environment variable: a Placement as JSON
@@ -66,7 +66,12 @@ def split_machine(config: Config) -> GpuSplit | None:
         return None
     num = num_gpus(config)
     decides = config.hardware.rollout_gpus == config.hardware.processes == "auto" and num > 1
-    return split_gpus(config, num_gpus=num, sizes=_sizes(config) if decides else None)
+    return split_gpus(
+        config,
+        num_gpus=num,
+        shape=_shape(config.model.path) if decides else None,
+        hardware=_hardware(num) if decides else None,
+    )
 
 
 def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
@@ -125,26 +130,36 @@ def _check_several_machines(config: Config, num_here: int) -> None:
     )
 
 
-def _sizes(config: Config) -> Sizes | None:
-    """Of the GPUs and the model; None where the model is not on this machine yet, or the driver does not answer."""
-    from cohort.policy.skeleton import local_weights  # slow to import, and needed for `auto` only
+def _shape(path: str) -> ModelShape | None:
+    """Of the model; None where it is not known and not on this machine yet."""
+    known = known_shape(path)
+    if known is not None:
+        return known
+    from cohort.policy.skeleton import local_weights  # slow to import, and needed for what the name does not tell only
 
-    weights = local_weights(config.model.path)
-    gpu = _look_at_gpu()
-    if not weights or gpu is None:
+    weights = local_weights(path)
+    if not weights:
         return None
-    settings = next(iter(weights.values())).file.parent / "config.json"
+    folder = next(iter(weights.values())).file.parent
     try:
-        whole = json.loads(settings.read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        whole = {}  # what is wrong with it, loading the model says
-    costs = model_flops(((name, w.shape, True) for name, w in weights.items()), whole.get("text_config", whole))
+        return None  # what is wrong with it, loading the model says
+    number = sum(math.prod(w.shape) for w in weights.values())
+    return known_shape(str(folder)) or similar_shape(config, name=path, num_parameters=number)
+
+
+def _hardware(num: int) -> Hardware | None:
+    """The GPUs of this machine; None where the driver does not answer."""
+    gpu = _look_at_gpu()
+    if gpu is None:
+        return None
     name, memory_bytes = gpu
-    return Sizes(
+    return Hardware(
         gpu_name=name,
         gpu_memory_bytes=memory_bytes,
-        num_parameters=sum(math.prod(w.shape) for w in weights.values()),
-        active_parameters=int(costs.body_forward + costs.head_forward) // 2,
+        gpus_per_node=num,
+        nodes=1,
         measured=calibration_of(name),
     )
 

@@ -19,7 +19,11 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="GPUs of each node. Default: hardware.processes, or 8 where that is auto.")
+        int | None,
+        typer.Option(
+            help="GPUs of each node. Default: hardware.processes, or 8 where that is auto. Where the file does not set "
+            "that, it is planned as auto."
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     gpu: Annotated[
@@ -38,7 +42,9 @@ def plan(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run the step symbolically, with torch, and compare its memory.")
     ] = False,
-    layers: Annotated[int, typer.Option(min=0, help="That --verify runs, as all are alike; 0: all of them.")] = 4,
+    layers: Annotated[
+        int | None, typer.Option(min=0, help="That --verify runs, 4 by default, as all are alike; 0: all of them.")
+    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine once, with torch, for later plans of its hardware."),
@@ -60,15 +66,38 @@ def plan(
         if calibrate:
             return
         raise UserError("CONFIG is missing: give a YAML file, or --calibrate to measure this machine")
+    if layers is not None and not verify:
+        raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
+    notes: list[str] = []
+    if (gpus or 1) > 1 or nodes > 1:
+        settings, notes = _on_all_gpus(settings)
     processes = settings.hardware.processes
     gpus = gpus if gpus is not None else 8 if processes == "auto" else processes
     machines = hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
-    _show(settings, predicted, max_=max_, price=price, verified_layers=layers if verify else None, as_json=json_)
+    verified_layers = (4 if layers is None else layers) if verify else None
+    if price is not None and predicted.num_steps is None:
+        notes.append("--price: neither the configuration nor the data says how many steps the run has; set train.steps")
+    _show(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
+
+
+def _on_all_gpus(settings: "Config") -> "tuple[Config, list[str]]":
+    """The settings with `hardware.processes: auto` where they do not say how many, and what is to be said of that.
+
+    By default a run has one process, and whoever plans for several GPUs wants them used.
+    """
+    if "processes" in settings.hardware.model_fields_set or ":" in settings.hardware.device:
+        return settings, []
+    hardware = settings.hardware.model_copy(update={"processes": "auto"})
+    note = (
+        "hardware.processes is not set, and 1 by default; to use all GPUs, as planned here, the configuration needs "
+        "hardware: {processes: auto}"
+    )
+    return settings.model_copy(update={"hardware": hardware}), [note]
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:
@@ -94,6 +123,7 @@ def _calibrate(*, as_json: bool, alone: bool) -> None:
 def _show(
     settings: "Config",
     predicted: "Plan",
+    notes: list[str],
     *,
     max_: str | None,
     price: float | None,
@@ -104,7 +134,8 @@ def _show(
     from cohort.plan.advice import advise
 
     advice = advise(settings, predicted)
-    answer: dict[str, Any] = {**predicted.as_json(), "notes": predicted.notes, "advice": [a.as_json() for a in advice]}
+    answer: dict[str, Any] = {**predicted.as_json(), "advice": [a.as_json() for a in advice]}
+    answer["notes"] = [*notes, *answer["notes"]]
     if max_ is not None:
         answer["max"] = {max_: _largest(settings, predicted, max_)}
     if price is not None and "gpu_hours" in answer["timing"]:

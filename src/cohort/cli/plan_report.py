@@ -10,14 +10,19 @@ from rich.table import Table
 
 from cohort.plan.advice import Advice
 from cohort.plan.calibration import Calibration
+from cohort.plan.memory import PHASES
 from cohort.plan.predict import Plan
 
-_PHASES = {
-    "sampling": "sampling",
-    "logprobs": "logprobs",
-    "backward": "forward, backward",
-    "optimizer": "optimizer",
-    "publish": "publish",
+_LABELS = {
+    "products_tflops": "matrix products, TFLOP/s",
+    "memory_gbytes/s": "memory, GB/s",
+    "training_s": "training, s",
+    "gathering_s": "gathering weights, s",
+    "offloading_s": "offloading activations, s",
+    "sampling_s": "sampling, s",
+    "step_s": "step, s",
+    "run_hours": "run, hours",
+    "gpu_hours": "run, GPU hours",
 }
 
 
@@ -61,12 +66,12 @@ def print_plan(
     table.add_column("")
     parts = list(dict.fromkeys(part for phase in memory.phases.values() for part in phase))
     for phase in memory.phases:
-        table.add_column(_PHASES[phase], justify="right")
+        table.add_column(PHASES[phase], justify="right")
     table.add_column("")
     for part in parts:
         sizes = (memory.phases[phase].get(part, 0) for phase in memory.phases)
         origin = plan.memory_origins[part].origin
-        table.add_row(part, *(f"{size / 1e9:.1f}" if size else "" for size in sizes), f"[dim]{origin}[/dim]")
+        table.add_row(part, *(_cell(size) for size in sizes), f"[dim]{origin}[/dim]")
     table.add_row("[bold]total[/bold]", *(f"[bold]{memory.total(phase) / 1e9:.1f}[/bold]" for phase in memory.phases))
     console.print(table)
     if "framework" in parts:
@@ -77,8 +82,16 @@ def print_plan(
 
 def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     layout, rows = plan.layout, plan.rows
+    updates = f"{plan.updates_per_step} update{'s' * (plan.updates_per_step > 1)} of the optimizer"
+    yield (
+        "one step, of all processes together",
+        f"{plan.prompts_per_step} prompts x {plan.num_generations} = "
+        f"{plan.prompts_per_step * plan.num_generations} completions, {updates}",
+    )
     sampling = "the same ones" if layout.shared else str(layout.num_sampling or "other people's")
     yield "GPUs that train / that sample", f"{layout.num_training} / {sampling} ({layout.reason})"
+    if plan.num_idle:
+        yield "GPUs that stand idle", f"{plan.num_idle} of {plan.hardware.num_gpus}"
     if rows.completions == rows.prompts:
         yield "prompts per step, of one process", f"{rows.prompts:.4g}, with one completion each"
     else:
@@ -98,28 +111,30 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.steps_per_epoch is not None:
         yield "steps per epoch", f"{plan.steps_per_epoch:.4g} ({plan.num_prompts} prompts)"
     if plan.num_steps is not None:
-        yield "steps of the run", str(plan.num_steps)
+        yield "steps, updates of the run", f"{plan.num_steps}, {plan.num_updates}"
     for name, number in plan.timing.items():
-        label, _, unit = name.rpartition("_")
-        yield f"{label}, {unit}", f"{number.value:.3g}  [dim]{number.origin}: {number.how}[/dim]"
+        yield _LABELS[name], f"{_digits(number.value, 3)}  [dim]{number.origin}: {number.how}[/dim]"
 
 
 def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, with_vllm: bool) -> Iterator[str]:
     memory, headroom = plan.memory, plan.headroom_bytes
-    peak = f"peak {_gb(memory.peak_bytes)} in {_PHASES[memory.peak_phase]}"
+    peak = f"peak {_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}"
     if plan.fits:
         yield f"\n[green]fits[/green]: {peak}, {_gb(headroom)} to spare"
     elif headroom < 0:
         yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
     else:
         yield f"\n[red]does not fit[/red]: {peak} of training, and servers do not fit beside it"
-    for note in plan.notes:
+    for note in answer["notes"]:
         yield f"note: {escape(note)}"
-    yield f"the same completions at a time, padded and with whole logits (TRL's default): {_gb(plan.trl_bytes)}"
+    trl = _gb(plan.trl_bytes)
+    yield f"the same completions at a time, padded and with whole logits (TRL's default): {trl}, derived"
     if advice:
         yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
         for change in advice:
-            seconds = f"{abs(change.saved_seconds):.2g} s a step {'less' if change.saved_seconds > 0 else 'more'}"
+            seconds = (
+                f"{_digits(abs(change.saved_seconds), 2)} s a step {'less' if change.saved_seconds > 0 else 'more'}"
+            )
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
             yield f"  {change.told()}: {size}, {seconds}; costs {change.costs}"
     elif not plan.fits:
@@ -130,13 +145,23 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
     for name, value in answer.get("max", {}).items():
         yield f"\nlargest {name} that fits: {value if value is not None else 'none'}"
     if "cost" in answer:
-        yield f"\ncost: {answer['cost']:.2f}"
+        yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours at the price that was given"
     if "verified" in answer:
         found = answer["verified"]
         yield (
             f"\nsymbolic run of {found['layers']} layers: {_gb(found['tracked_bytes'])} in backward, and "
             f"{_gb(found['predicted_bytes'])} by the closed form ({found['ratio']:.3f})"
         )
+
+
+def _cell(size: int) -> str:
+    """Of the table in GB."""
+    return "" if size == 0 else "<0.1" if size < 50_000_000 else f"{size / 1e9:.1f}"
+
+
+def _digits(value: float, number: int) -> str:
+    """So many digits that say something, and no exponent."""
+    return f"{float(f'{value:.{number}g}'):,g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 
 def _gb(size: int) -> str:

@@ -26,8 +26,9 @@ from cohort.batch import MicroBatch
 from cohort.config import AdamwConfig, AdapterConfig, Config, ModelConfig
 from cohort.errors import UserError
 from cohort.packing import collate
+from cohort.plan.backward import CPU_BLOCK
 from cohort.plan.defaults import compute_dtype
-from cohort.plan.memory import CPU_BLOCK, plan_memory
+from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
 from cohort.plan.shape import PRESETS, shape_of
 from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs
@@ -235,6 +236,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
         row_tokens=rollout.max_prompt_tokens + completions * (rollout.max_completion_tokens - 1),
         scored_tokens=completions * rollout.max_completion_tokens,
         kept_prompt_tokens=0,
+        shares_prompts=completions > 1,
         on_gpu=False,
         optim=AdamwConfig(),
         critic=None,

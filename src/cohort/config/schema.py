@@ -14,7 +14,7 @@ from cohort.config.quantization import KINDS, Quantization, check_base, check_ru
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
 from cohort.config.section import Section
-from cohort.config.sizes import Size, parse_size
+from cohort.config.sizes import Size
 
 
 class ModelConfig(Section):
@@ -210,11 +210,6 @@ class RunConfig(Section):
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="Send the metrics there too, where the package is installed."
     )
-
-    @property
-    def max_shard_bytes(self) -> int:
-        """Bytes of `max_shard_size`."""
-        return parse_size(self.max_shard_size)
 
     @model_validator(mode="after")
     def _keep_what_is_made(self) -> Self:

@@ -12,13 +12,13 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB (5,000,000,000 bytes) or 500MiB.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is no size; what is wrong, to be read after the value.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is not None and not match[2] and float(match[1]):
-        raise ValueError(f"{text!r} has no unit; write {match[1]}GB or {match[1]}MB")
+        raise ValueError(f"has no unit; write {match[1]}GB or {match[1]}MB")
     if match is None or match[2].lower() not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2].lower()])):
-        raise ValueError(f"{text!r} is not a size; write it as 5GB or 500MB")
+        raise ValueError("is not a size; write it as 5GB or 500MB")
     return size
 
 

@@ -33,12 +33,11 @@ class AdapterShape:
     head_weights: tuple[WeightShape, ...]  # on the head
     embedding_weights: tuple[WeightShape, ...]
     share_of_layers: float  # that the layers' weights are in: 1 where each layer has them
-    # of one token and layer: inputs of frozen products that only the adapter's gradient wants; of DoRA also what the
-    # product and the addition come to, each of which its magnitude's gradient wants
-    kept_features: int
+    kept_features: int  # of one token and layer: inputs of frozen products that only the adapter's gradient wants
     rank_features: int  # of one token and layer: what lies between the two factors
     early_features: int  # of one token and layer: outputs of both factors of queries, keys and values
     dropout_features: int  # of one token and layer: inputs after dropout, and one byte each for what was dropped
+    turned_layers: tuple[tuple[int, int], ...] = ()  # inputs and outputs of each that DoRA gives a direction
     note: str | None = None  # what could not be told from the shape
 
     def num_parameters(self, layers: int) -> int:
@@ -97,11 +96,11 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
         embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in meant else (),
         kept_features=shape.hidden * bool(early)
         + shape.hidden * bool({"gate_proj", "up_proj"} & set(chosen))
-        + shape.mlp * ("down_proj" in chosen)
-        + 2 * dora * sum(out for _, out in chosen.values()),
+        + shape.mlp * ("down_proj" in chosen),
         rank_features=rank * len(chosen),
         early_features=sum(rank + out for out in early),
         dropout_features=sum(into for into, _ in chosen.values()) * bool(config.dropout),
+        turned_layers=tuple(chosen.values()) if dora else (),
         note=f"model.adapter.targets: {unknown}: which layers these are cannot be told from the shape of {shape.name}; "
         f"the adapter is counted as if on all of its linear layers"
         if unknown

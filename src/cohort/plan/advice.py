@@ -64,6 +64,11 @@ _NODE_GPUS = 8  # the most that is proposed for one machine
 _RANKS = (64, 16)  # of adapters
 
 
+def _idle_gpus(config: Config, plan: Plan) -> Iterator[Changes]:
+    if plan.num_idle and config.hardware.processes != "auto":
+        yield {"hardware.processes": "auto"}
+
+
 def _budget(config: Config, plan: Plan) -> Iterator[Changes]:
     if config.train.micro_batch_tokens != "auto":
         yield {"train.micro_batch_tokens": "auto"}
@@ -94,15 +99,23 @@ def _parked_reference(config: Config, plan: Plan) -> Iterator[Changes]:
 
 def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
-        if plan.hardware.on_gpu and number > plan.hardware.gpus_per_node:
-            processes = {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
-            yield {"--gpus": number, **processes}
+        if _wants_more_gpus(config, plan) and number > plan.hardware.gpus_per_node:
+            yield {"--gpus": number, **_on_all(config)}
 
 
 def _nodes(config: Config, plan: Plan) -> Iterator[Changes]:
     more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
-    for factor in (2, 4, 8) if plan.hardware.on_gpu else ():
-        yield {"--nodes": plan.hardware.nodes * factor, **more}
+    for factor in (2, 4, 8) if _wants_more_gpus(config, plan) else ():
+        yield {"--nodes": plan.hardware.nodes * factor, **more, **_on_all(config)}
+
+
+def _wants_more_gpus(config: Config, plan: Plan) -> bool:
+    """Not where those that are there stand idle."""
+    return plan.hardware.on_gpu and not [*_idle_gpus(config, plan)]
+
+
+def _on_all(config: Config) -> Changes:
+    return {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
 
 
 def _moments_in_8_bits(config: Config, plan: Plan) -> Iterator[Changes]:
@@ -181,7 +194,10 @@ _QLORA = (
     "the experiment: the adapter learns on weights that are rounded to fewer bits (QLoRA), and more time, which is not "
     "predicted; needs cohort-rl[quantization]"
 )
+_TURNS = "GPUs' memory, which servers and training then share in turn; the gradient is the same"
+_USES_ALL = "nothing: GPUs stand idle, and the gradient is the same"
 _KINDS = (  # those that cost the experiment the least come first
+    _Kind(_idle_gpus, _USES_ALL),
     _Kind(_budget, "nothing: the gradient is the same"),
     _Kind(_sampled, "time; the gradient is the same"),
     _Kind(_checkpointing, "time; the gradient is the same"),
@@ -257,12 +273,14 @@ def _smallest_of_each_kind(found: list[Advice]) -> list[Advice]:
 
 
 def _faster(config: Config, plan: Plan) -> list[Advice]:
-    options: list[tuple[Changes, str]] = []
+    options: list[tuple[Changes, str]] = [(changes, _USES_ALL) for changes in _idle_gpus(config, plan)]
     if config.model.gradient_checkpointing:
         kept = {"model.gradient_checkpointing": False}
         options.append((kept, _MEMORY))
         if config.train.micro_batch_tokens != "auto":  # where the budget is too large without
             options.append(({**kept, "train.micro_batch_tokens": "auto"}, _MEMORY))
+    if config.rollout.engine == "vllm" and not plan.layout.shared and config.hardware.rollout_gpus == "auto":
+        options.append(({"hardware.rollout_gpus": "shared"}, _TURNS))
     options += [(changes, _GPUS) for changes in [*_gpus(config, plan)][:1] or [*_nodes(config, plan)][:1]]
     tried = (_try(config, plan, changes, costs) for changes, costs in options)
     return [a for a in tried if a is not None and a.fits and a.saved_seconds > 0.01 * plan.timing["step_s"].value]

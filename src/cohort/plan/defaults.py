@@ -4,6 +4,7 @@ from typing import Literal
 
 from cohort.config import Config, ModelConfig, VllmRolloutConfig
 
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # of one number
 _SHARE_OF_OWN_GPU = 0.9
 _SHARE_OF_SHARED_GPU = 0.45
 

@@ -85,4 +85,4 @@ def parse_bytes(text: str, *, option: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise UserError(f"{option}: {error}") from None
+        raise UserError(f"{option}: {text!r} {error}") from None

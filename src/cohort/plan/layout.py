@@ -1,20 +1,15 @@
-"""Where a run computes what: GPUs that train and that sample, and how a step's completions become micro-batches.
+"""Where a run computes what: GPUs that train and that sample."""
 
-All sequences are taken to have the longest length. P prompt tokens, C completion tokens, G generations.
-"""
-
-import math
 from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
-from cohort.plan.adapter import adapter_shape
-from cohort.plan.critic import critic_shape
-from cohort.plan.estimate import Sizes, predict, why_it_does_not_fit
 from cohort.plan.hardware import Hardware
+from cohort.plan.room import why_it_does_not_fit
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus
+from cohort.plan.timing import step_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +22,10 @@ class Layout:
     reason: str
     problem: str | None = None  # why no split of these GPUs fits; the numbers are then those of shared ones
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What one process computes in a step."""
-
-    budget_tokens: int  # `train.micro_batch_tokens`, where that is auto what was found
-    completions: float  # of the step on one process, in the mean
-    prompts: float
-    row_tokens: int  # of the largest micro-batch
-    row_completions: int
-    scored_tokens: int
-    kept_prompt_tokens: int  # of a group that is computed in parts; 0 where whole groups fit
-    num_micro_batches: int
+    @property
+    def num_used(self) -> int:
+        """GPUs that have something to do."""
+        return self.num_training + self.num_sampling * (not self.shared)
 
 
 def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
@@ -58,7 +44,8 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
         number = hardware.gpus_per_node if processes == "auto" else processes
         # a run on several nodes has as many processes on each
         number = min(number * hardware.nodes, hardware.num_gpus)
-        return Layout(num_training=number, num_sampling=number, shared=True, reason="training processes sample")
+        why = "training processes sample" + ("" if processes == "auto" else f"; hardware.processes: {processes}")
+        return Layout(num_training=number, num_sampling=number, shared=True, reason=why)
     if rollout.urls:
         number = hardware.num_gpus if processes == "auto" else processes
         return Layout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
@@ -66,7 +53,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
         return _whole_nodes(config, shape, hardware)
     num_gpus = hardware.gpus_per_node
     try:
-        split = split_gpus(config, num_gpus=num_gpus, sizes=sizes_of(config, shape, hardware))
+        split = split_gpus(config, num_gpus=num_gpus, shape=shape, hardware=hardware)
     except DoesNotFitError as error:
         return Layout(
             num_training=num_gpus, num_sampling=num_gpus, shared=True, reason="no split fits", problem=str(error)
@@ -84,26 +71,23 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
 
     The fastest split of those that fit, and of all where none does.
     """
-    per_node, sizes, rollout = hardware.gpus_per_node, sizes_of(config, shape, hardware), config.rollout
+    per_node, rollout = hardware.gpus_per_node, config.rollout
     assert isinstance(rollout, VllmRolloutConfig)
     tensor_parallel = rollout.tensor_parallel
     if tensor_parallel > per_node:
         raise UserError(f"rollout.tensor_parallel: {tensor_parallel} is more than the {per_node} GPUs of a node")
     numbers = range(1, hardware.nodes)
-    fitting = [n for n in numbers if not why_it_does_not_fit(config, rollout, sizes, (hardware.nodes - n) * per_node)]
+    training = {number: (hardware.nodes - number) * per_node for number in numbers}
+    sampling = {number: number * (per_node // tensor_parallel) * tensor_parallel for number in numbers}
+    fitting = [n for n in numbers if not why_it_does_not_fit(config, rollout, shape, hardware, training[n])]
     times = {
-        number: predict(
-            config,
-            sizes,
-            num_training=(hardware.nodes - number) * per_node,
-            num_sampling=number * (per_node // tensor_parallel) * tensor_parallel,
-        ).step_s
-        for number in fitting or numbers
+        n: step_times(config, shape, hardware, num_training=training[n], num_sampling=sampling[n]).step_s
+        for n in fitting or numbers
     }
     number = min(times, key=lambda n: times[n])
     return Layout(
-        num_training=(hardware.nodes - number) * per_node,
-        num_sampling=number * (per_node // tensor_parallel) * tensor_parallel,
+        num_training=training[number],
+        num_sampling=sampling[number],
         shared=False,
         reason=f"--rollout-nodes {number} of {hardware.nodes} nodes is the fastest split",
     )
@@ -137,60 +121,3 @@ def check_undivided(config: Config, *, processes: int) -> None:
     """
     for field, kind in config.quantized() if processes > 1 else ():
         raise UserError(f"{field}: {kind} {ONE_PROCESS}. This run would have {processes}")
-
-
-def sizes_of(config: Config, shape: ModelShape, hardware: Hardware) -> Sizes:
-    """What a split has to fit."""
-    adapter, critic = config.model.adapter, critic_shape(config, shape)
-    return Sizes(
-        gpu_name=hardware.gpu_name,
-        gpu_memory_bytes=hardware.gpu_memory_bytes,
-        num_parameters=shape.num_parameters,
-        active_parameters=shape.active_parameters,
-        on_gpu=hardware.on_gpu,
-        measured=hardware.measured,
-        adapter_parameters=adapter_shape(adapter, shape).num_parameters(shape.layers) if adapter else 0,
-        critic=(critic.num_parameters, critic.active_parameters) if critic else None,
-    )
-
-
-def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
-    """Micro-batches of one process under a budget, when all sequences have the longest length."""
-    rollout, prompts = config.rollout, config.train.prompts_per_step
-    (before, after), group = _tokens(config), rollout.num_generations
-    group_tokens = before + group * after
-    share = prompts / num_training
-    if group_tokens <= budget_tokens or group == 1:
-        groups = max(1, min(budget_tokens // group_tokens, math.ceil(share)))
-        row, completions, kept = groups * group_tokens, groups * group, 0
-        number = math.ceil(math.ceil(share) / groups)
-    else:
-        completions = min(group, max(1, (budget_tokens - before) // after))
-        row = completions * after
-        kept = before
-        number = math.ceil(share) * math.ceil(group / completions)
-    return Rows(
-        budget_tokens=budget_tokens,
-        completions=share * group,
-        prompts=share,
-        row_tokens=row,
-        row_completions=completions,
-        scored_tokens=completions * rollout.max_completion_tokens,
-        kept_prompt_tokens=kept,
-        num_micro_batches=number,
-    )
-
-
-def group_share_tokens(config: Config, num_training: int) -> int:
-    """Tokens of a whole step's share of one process: no budget needs to be larger."""
-    before, after = _tokens(config)
-    group = before + config.rollout.num_generations * after
-    return math.ceil(config.train.prompts_per_step / num_training) * group
-
-
-def _tokens(config: Config) -> tuple[int, int]:
-    """Of a group's prompt, computed once, and of each completion. With dropout every completion has its own prompt."""
-    rollout = config.rollout
-    if config.model.adapter is not None and config.model.adapter.dropout:
-        return 0, rollout.max_prompt_tokens + rollout.max_completion_tokens
-    return rollout.max_prompt_tokens, max(1, rollout.max_completion_tokens - 1)  # the last token is not an input

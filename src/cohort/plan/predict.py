@@ -1,31 +1,20 @@
 """The plan of a run: layout, memory and time together, from the configuration and a model's shape alone."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.config import Config, VllmRolloutConfig
-from cohort.plan.adapter import adapter_shape
-from cohort.plan.critic import critic_shape
-from cohort.plan.defaults import compute_dtype, memory_share
+from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import (
-    Layout,
-    Rows,
-    check_parking,
-    check_undivided,
-    group_share_tokens,
-    plan_layout,
-    plan_rows,
-)
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, Work, critic_work, plan_memory
+from cohort.plan.layout import Layout, check_parking, check_undivided, plan_layout
+from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, plan_memory
 from cohort.plan.optimizer import check_spread
+from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
 from cohort.plan.shape import ModelShape
-from cohort.plan.timing import Number, plan_timing
+from cohort.plan.timetable import Number, plan_timing
+from cohort.plan.work import Work, critic_work, work_of
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _TRL_LOGITS = 3  # copies of padded logits in float32: logits, their gradient, a temporary
 
 
@@ -37,6 +26,9 @@ class Plan:
     hardware: Hardware
     layout: Layout
     rows: Rows
+    prompts_per_step: int  # of all processes together
+    num_generations: int
+    updates_per_step: int
     longest_tokens: int  # of a prompt with its completion
     work: Work  # of one training process
     memory: MemoryPlan
@@ -54,6 +46,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether every phase fits, on some split of the GPUs."""
         return self.headroom_bytes >= 0 and self.layout.problem is None
+
+    @property
+    def num_idle(self) -> int:
+        """GPUs that neither train nor sample."""
+        return max(0, self.hardware.num_gpus - self.layout.num_used)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,11 +81,12 @@ class Plan:
     @property
     def steps_per_epoch(self) -> float | None:
         """Steps in which every prompt is seen once."""
-        return None if self.num_prompts is None else self.num_prompts / self._prompts_per_step
+        return None if self.num_prompts is None else self.num_prompts / self.prompts_per_step
 
     @property
-    def _prompts_per_step(self) -> float:
-        return self.rows.prompts * self.layout.num_training
+    def num_updates(self) -> int | None:
+        """Of the optimizer, in the whole run."""
+        return None if self.num_steps is None else self.num_steps * self.updates_per_step
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -107,16 +105,21 @@ class Plan:
             "layout": {
                 "training_gpus": self.layout.num_training,
                 "sampling_gpus": self.layout.num_sampling,
+                "idle_gpus": self.num_idle,
                 "shared": self.layout.shared,
                 "reason": self.layout.reason,
                 "micro_batch_tokens": self.rows.budget_tokens,
                 "micro_batches_per_step": self.rows.num_micro_batches,
                 "completions_per_micro_batch": self.rows.row_completions,
+                "prompts_per_step": self.prompts_per_step,
+                "completions_per_step": self.prompts_per_step * self.num_generations,
+                "updates_per_step": self.updates_per_step,
                 "completions_per_process_and_step": self.rows.completions,
                 "prompts_per_process_and_step": self.rows.prompts,
                 "num_prompts": self.num_prompts,
                 "steps_per_epoch": self.steps_per_epoch,
                 "num_steps": self.num_steps,
+                "num_updates": self.num_updates,
             },
             "memory": {
                 "origins": {part: {"origin": n.origin, "how": n.how} for part, n in self.memory_origins.items()},
@@ -172,6 +175,9 @@ def predict_run(
         hardware=hardware,
         layout=layout,
         rows=rows,
+        prompts_per_step=config.train.prompts_per_step,
+        num_generations=config.rollout.num_generations,
+        updates_per_step=config.train.updates_per_rollout,
         longest_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         work=work,
         memory=plan_memory(work),
@@ -190,7 +196,7 @@ def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layou
         needed = plan_memory(_work(config, shape, hardware, layout, rows)).total("backward")
         return needed <= hardware.gpu_memory_bytes
 
-    low = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    low = smallest_budget(config)
     if not fits(low) or most <= low:
         return low
     if fits(most):
@@ -203,40 +209,7 @@ def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layou
 
 
 def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, rows: Rows) -> Work:
-    rollout, model, adapter = config.rollout, config.model, config.model.adapter
-    vllm_bytes = sampled = sampled_tokens = 0
-    if isinstance(rollout, VllmRolloutConfig):
-        if layout.shared:
-            vllm_bytes = int(memory_share(rollout, shared=True) * hardware.gpu_memory_bytes)
-    else:
-        sampled = min(rollout.max_num_seqs, math.ceil(rows.prompts) * rollout.num_generations)
-        prompts = math.ceil(sampled / rollout.num_generations)
-        sampled_tokens = sampled * rollout.max_completion_tokens + prompts * rollout.max_prompt_tokens
-    work = Work(
-        shape=shape,
-        processes=layout.num_training,
-        weight_bytes=_BYTES[model.dtype],
-        compute_bytes=_BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
-        checkpointing=model.gradient_checkpointing,
-        offload=model.activation_offload,
-        gradients_in_forward=config.train.gradients_in_forward,
-        has_reference=config.keeps_reference and (adapter is None or adapter.path is not None),
-        row_tokens=rows.row_tokens,
-        scored_tokens=rows.scored_tokens,
-        kept_prompt_tokens=rows.kept_prompt_tokens,
-        sampled_sequences=sampled,
-        sampled_tokens=sampled_tokens,
-        vllm_bytes=vllm_bytes,
-        on_gpu=hardware.on_gpu,
-        adapter=adapter_shape(adapter, shape) if adapter else None,
-        framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
-        optim=config.optim,
-        reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
-        quantization=model.quantization,
-        reference_quantization=config.reference.quantization if config.reference else None,
-    )
-    second = critic_shape(config, shape)
-    return work if second is None else replace(work, critic=critic_work(work, second))
+    return work_of(config, shape, hardware, rows, num_training=layout.num_training, shared=layout.shared)
 
 
 def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:

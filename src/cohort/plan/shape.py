@@ -211,6 +211,23 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
         raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a number above 0") from error
 
 
+def similar_shape(config: Mapping[str, Any], *, name: str, num_parameters: int) -> ModelShape | None:
+    """A decoder with the sizes and as many parameters as a model whose architecture is not known here; None: no sizes.
+
+    Args:
+        config: content of the model's config.json, that of the text where it has several parts.
+        name: of the model, for a person.
+        num_parameters: of its files.
+    """
+    try:
+        like = shape_of({**config.get("text_config", config), "model_type": "llama"}, name=name)
+    except UserError:
+        return None
+    layer = max(0, num_parameters - like.outer_parameters) // like.layers
+    active = layer if like.experts == 1 else min(layer, like.active_layer_parameters)
+    return replace(like, layer_parameters=layer, active_layer_parameters=active)
+
+
 def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     key_heads = _number(config, "num_key_value_heads", heads)

@@ -1,7 +1,7 @@
 """Which GPUs of a machine train and which sample for them, with `rollout.engine: vllm`, and why.
 
 Numbers in the configuration are kept, and `auto` is what they leave over. Where both sides are `auto`, every split is
-compared by `cohort.plan.estimate`.
+compared by how long a step takes (`cohort.plan.timing`), among those that fit (`cohort.plan.room`).
 """
 
 import math
@@ -10,10 +10,15 @@ from dataclasses import dataclass
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.estimate import USUAL_GPU, Sizes, predict, why_it_does_not_fit
+from cohort.plan.hardware import Hardware
+from cohort.plan.rates import USUAL_GPU
+from cohort.plan.room import why_it_does_not_fit
+from cohort.plan.shape import ModelShape, preset_shape
+from cohort.plan.timing import step_times
 
 # Which split is the fastest depends little on the model's size and the kind of GPU, and on both phases alike.
-_STAND_IN = Sizes(gpu_name=USUAL_GPU, gpu_memory_bytes=1 << 60, num_parameters=10**9, active_parameters=10**9)
+_STAND_IN_SHAPE = "llama3-1b"
+_STAND_IN_MEMORY = 1 << 60
 
 
 class DoesNotFitError(UserError):
@@ -31,13 +36,14 @@ class GpuSplit:
     reason: str  # for a person: what was chosen, and why
 
 
-def split_gpus(config: Config, *, num_gpus: int, sizes: Sizes | None) -> GpuSplit:
+def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None) -> GpuSplit:
     """Split a machine between training and the servers that the run starts.
 
     Args:
         config: of a run with `rollout.engine: vllm` and without `rollout.urls`.
         num_gpus: of this machine; 0: everything is on CPU.
-        sizes: None where they are not known, as of a model before it is downloaded: memory is not looked at then.
+        shape: of the model; None where it is not known, as before it is downloaded.
+        hardware: the kind of GPU; None where it is not known. Without either, memory is not looked at.
 
     Raises:
         UserError: the numbers contradict each other or the machine.
@@ -60,7 +66,7 @@ def split_gpus(config: Config, *, num_gpus: int, sizes: Sizes | None) -> GpuSpli
     if wanted == "auto" and processes == num_gpus:
         return _shared(config, rollout, num_gpus, f"hardware.processes: {processes} leaves no GPU to sample only")
     if wanted == "auto" and processes == "auto":
-        return _best(config, rollout, num_gpus, sizes)
+        return _best(config, rollout, num_gpus, shape, hardware)
     num_sampling = _num_sampling(config, rollout, num_gpus)
     num_training = num_gpus - num_sampling if processes == "auto" else int(processes)
     kept = " and ".join(
@@ -197,7 +203,9 @@ def _separate(rollout: VllmRolloutConfig, num_gpus: int, num_training: int, num_
 # What `auto` compares
 
 
-def _best(config: Config, rollout: VllmRolloutConfig, num_gpus: int, sizes: Sizes | None) -> GpuSplit:
+def _best(
+    config: Config, rollout: VllmRolloutConfig, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None
+) -> GpuSplit:
     """The separate split with the shortest step among those that fit; shared GPUs where none does.
 
     Raises:
@@ -213,25 +221,28 @@ def _best(config: Config, rollout: VllmRolloutConfig, num_gpus: int, sizes: Size
             f"{servers}rollout.tensor_parallel: {size} on {_count(num_gpus, 'GPU')} leaves none to train; use at most "
             f"{_count(num_gpus - 1, 'GPU')} for the servers, such as tensor_parallel: 1 with servers: auto"
         )
-    facts = sizes or _STAND_IN
-    problems = {n: why_it_does_not_fit(config, rollout, facts, num_gpus - n) for n in candidates}
+    is_known = shape is not None and hardware is not None
+    if shape is None or hardware is None:
+        shape = preset_shape(_STAND_IN_SHAPE)
+        hardware = Hardware(gpu_name=USUAL_GPU, gpu_memory_bytes=_STAND_IN_MEMORY, gpus_per_node=num_gpus, nodes=1)
+    problems = {n: why_it_does_not_fit(config, rollout, shape, hardware, num_gpus - n) for n in candidates}
     fitting = [n for n in candidates if problems[n] is None]
     if not fitting:
-        return _shared_if_it_fits(config, rollout, facts, num_gpus, str(problems[candidates[0]]))
-    times = {n: predict(config, facts, num_training=num_gpus - n, num_sampling=n) for n in fitting}
+        return _shared_if_it_fits(config, rollout, shape, hardware, num_gpus, str(problems[candidates[0]]))
+    times = {n: step_times(config, shape, hardware, num_training=num_gpus - n, num_sampling=n) for n in fitting}
     best = min(fitting, key=lambda n: (times[n].step_s, n))
     why = f"{times[best].told()} predicted"
     near = [
         f"{num_gpus - n} + {n} would take {times[n].step_s:.3g} s" for n in (best - size, best + size) if n in times
     ]
     why += f"; {' and '.join(near)}" if near else ""
-    if sizes is None:
+    if not is_known:
         why += " (for a model of 1 billion weights on H100s, since its size is not known yet; memory was not looked at)"
     return _separate(rollout, num_gpus, num_gpus - best, best, why)
 
 
 def _shared_if_it_fits(
-    config: Config, rollout: VllmRolloutConfig, sizes: Sizes, num_gpus: int, problem: str
+    config: Config, rollout: VllmRolloutConfig, shape: ModelShape, hardware: Hardware, num_gpus: int, problem: str
 ) -> GpuSplit:
     """Shared GPUs, where no separate ones fit.
 
@@ -239,23 +250,27 @@ def _shared_if_it_fits(
         DoesNotFitError: shared ones do not fit either.
     """
     may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
-    if may_share and why_it_does_not_fit(config, rollout, sizes, num_gpus, shared=True) is None:
+    if may_share and why_it_does_not_fit(config, rollout, shape, hardware, num_gpus, shared=True) is None:
         return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
-    ways = _what_fits(config, rollout, sizes, num_gpus)
+    ways = _what_fits(config, rollout, shape, hardware, num_gpus)
     raise DoesNotFitError(
-        f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {sizes.gpu_memory_bytes / 1e9:.3g} GB: "
+        f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {hardware.gpu_memory_bytes / 1e9:.3g} GB: "
         f"{problem}; use {_either([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
     )
 
 
-def _what_fits(config: Config, rollout: VllmRolloutConfig, sizes: Sizes, num_gpus: int) -> list[str]:
-    """Changes that let one server and training on the other GPUs fit: one key, two, or more GPUs."""
-    in_bfloat16 = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+def _what_fits(
+    config: Config, rollout: VllmRolloutConfig, shape: ModelShape, hardware: Hardware, num_gpus: int
+) -> list[str]:
+    """Changes that let one server and training on the other GPUs fit, those that change no gradient first."""
     parallel = sorted({rollout.tensor_parallel, 1, 2, 4, 8})
-    for changed, words in ((config, []), (in_bfloat16, ["model.dtype: bfloat16"])):
+    keeping_less = {"gradient_checkpointing": True}
+    for changes in ({}, keeping_less, {"dtype": "bfloat16"}, {**keeping_less, "dtype": "bfloat16"}):
+        changed = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+        words = [f"model.{key}: {str(value).lower()}" for key, value in changes.items()]
         for size in parallel:
             other = rollout.model_copy(update={"tensor_parallel": size})
-            if size < num_gpus and why_it_does_not_fit(changed, other, sizes, num_gpus - size) is None:
+            if size < num_gpus and why_it_does_not_fit(changed, other, shape, hardware, num_gpus - size) is None:
                 size_words = [] if size == rollout.tensor_parallel else [f"rollout.tensor_parallel: {size}"]
                 return [" with ".join([*words, *size_words])]
     return ["more GPUs"]

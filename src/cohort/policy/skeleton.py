@@ -48,9 +48,9 @@ def empty_model(config: ModelConfig) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
-        own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-        _check_plain(own, config.path)
         with quiet_transformers(), _parameters_on_meta():
+            own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+            _check_plain(own, config.path)
             model = AutoModelForCausalLM.from_config(
                 own,
                 dtype=getattr(torch, config.dtype),

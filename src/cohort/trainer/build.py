@@ -11,6 +11,7 @@ import torch
 from cohort.algorithms import Algorithm, build_algorithm
 from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
+from cohort.config.sizes import parse_size
 from cohort.distributed import Ranks, Stopped
 from cohort.engine import CriticEngine, TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
@@ -86,7 +87,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
-        saving=Saving(max_shard_bytes=config.run.max_shard_bytes),
+        saving=Saving(max_shard_bytes=parse_size(config.run.max_shard_size)),
     )
     if order.checkpoint is not None:
         engine_state = crew.engine_state()

@@ -13,9 +13,12 @@ from typing import Literal
 
 from cohort.check.launch import Sharding
 from cohort.config.adapter import AdapterConfig
+from cohort.plan.activations import activation_bytes
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, Work, activation_bytes, head_bytes
+from cohort.plan.backward import head_bytes
+from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES
 from cohort.plan.shape import ModelShape
+from cohort.plan.work import Work
 
 Phase = Literal["training", "sampling"]
 _BITS_OF_SCALES = {4: 0.127, 8: 0.0}  # of one weight: bitsandbytes' nf4 with its scales quantized too; rows' scales

@@ -1,0 +1,73 @@
+"""What `cohort plan` says a benchmark's training step needs, to be compared with what the GPU reports."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from cohort.config import AdamwConfig, AdapterConfig, ModelConfig, SgdConfig
+from cohort.plan.adapter import adapter_shape
+from cohort.plan.memory import plan_memory
+from cohort.plan.shape import shape_of
+from cohort.plan.work import Work
+from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter_folder import adapter_spec
+
+
+def predicted_bytes(
+    config: PretrainedConfig,
+    prompt_tokens: int,
+    completion_tokens: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+    checkpointing: bool,
+    rank: int,
+    updates: bool,
+    on_gpu: bool,
+) -> int:
+    """The peak of one process's tensors while it trains on one group; CUDA's own memory is no tensor.
+
+    Args:
+        config: of the model.
+        prompt_tokens: of the group's prompt, which is computed once.
+        completion_tokens: of each completion.
+        dtype: of weights.
+        compute: of products.
+        checkpointing: whether layers are computed again.
+        rank: of LoRA on all linear layers; 0: every weight is trained.
+        updates: whether AdamW's moments are there.
+        on_gpu: where it runs.
+    """
+    shape = shape_of(config.to_dict(), name="bench")
+    work = Work(
+        shape=shape,
+        processes=1,
+        weight_bytes=dtype.itemsize,
+        compute_bytes=compute.itemsize,
+        checkpointing=checkpointing,
+        offload=False,
+        gradients_in_forward=False,
+        has_reference=False,
+        row_tokens=prompt_tokens + sum(completion_tokens) - len(completion_tokens),
+        scored_tokens=sum(completion_tokens),
+        kept_prompt_tokens=0,
+        sampled_sequences=0,
+        sampled_tokens=0,
+        vllm_bytes=0,
+        framework_bytes=0,
+        on_gpu=on_gpu,
+        shares_prompts=len(completion_tokens) > 1,
+        adapter=adapter_shape(AdapterConfig(rank=rank), shape) if rank else None,
+        optim=AdamwConfig() if updates else SgdConfig(),
+    )
+    phases = plan_memory(work)
+    return max(phases.total("backward"), phases.total("optimizer"))
+
+
+def add_adapter(model: Any, rank: int) -> None:
+    """LoRA on all linear layers, as a run has it."""
+    wanted = ModelConfig(path="m", adapter=AdapterConfig(rank=rank))
+    start = AdapterStart(spec=adapter_spec(wanted, model), seed=0, weights=None, reference=None)
+    Adapter(model, start, trainable=True).fill()

@@ -1,0 +1,106 @@
+"""How long a step takes and what a run costs, with the origin of every number.
+
+A prediction (`cohort.plan.timing`), good to tell which phase dominates and what a change is worth; a run's own metrics
+are the truth.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cohort.config import Config, VllmRolloutConfig
+from cohort.plan.activations import kept_bytes_per_token
+from cohort.plan.defaults import compute_dtype
+from cohort.plan.hardware import Hardware
+from cohort.plan.layout import Layout
+from cohort.plan.rates import Rate, computing_rate, reading_rate
+from cohort.plan.rows import Rows
+from cohort.plan.timing import step_times, training_operations
+from cohort.plan.work import Work
+
+Origin = Literal["measured", "assumed", "derived"]
+_REDUCED_BYTES = 4  # of a gradient on its way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A number of a plan, and where it comes from."""
+
+    value: float
+    origin: Origin
+    how: str
+
+
+def plan_timing(
+    config: Config, hardware: Hardware, layout: Layout, rows: Rows, work: Work, *, num_steps: int | None
+) -> dict[str, Number]:
+    """Seconds by phase, what they were worked out from, and the GPU hours of the run where its steps are known."""
+    computing = computing_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
+    reading = reading_rate(hardware)
+    num_sampling = layout.num_sampling
+    if isinstance(config.rollout, VllmRolloutConfig) and config.rollout.urls:
+        # servers of other people are taken to be as many GPUs as names
+        num_sampling = len(config.rollout.urls) * config.rollout.tensor_parallel
+    times = step_times(
+        config,
+        work.shape,
+        hardware,
+        num_training=layout.num_training,
+        num_sampling=num_sampling,
+        shared=layout.shared,
+    )
+    coming = 0.0  # once per step
+    if work.reference_visits and hardware.measured and hardware.measured.host_bandwidth:
+        coming = work.weight_bytes * work.shape.num_parameters / hardware.measured.host_bandwidth
+        times = replace(times, training_s=times.training_s + coming)
+    operations = ", ".join(training_operations(config, work.shape))
+    used = f"at {computing.share:.0%} of that (assumed)" + ", and the reference's weights from host memory" * (
+        coming > 0
+    )
+    sampler = (
+        f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
+        f"{computing.share:.0%}"
+    )
+    if config.rollout.engine == "local":
+        sampler += "; PyTorch's own sampling is slower than that"
+    numbers = {
+        "products_tflops": _rate(computing, hardware, 1e-12),
+        "memory_gbytes/s": _rate(reading, hardware, 1e-9),
+        "training_s": _derived(times.training_s, f"{operations} {used}"),
+        **dict(_transfers(hardware, rows, work)),
+        "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
+        "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
+    }
+    if num_steps is not None:
+        hours = times.step_s * num_steps / 3600
+        gpus = layout.num_used
+        numbers["run_hours"] = _derived(hours, f"{num_steps} steps")
+        numbers["gpu_hours"] = _derived(hours * gpus, f"{gpus} GPU{'s' * (gpus > 1)}")
+    return numbers
+
+
+def _derived(value: float, how: str) -> Number:
+    return Number(value=value, origin="derived", how=how)
+
+
+def _rate(rate: Rate, hardware: Hardware, unit: float) -> Number:
+    if rate.is_measured and hardware.measured is not None:
+        return Number(value=rate.best * unit, origin="measured", how=hardware.measured.told())
+    return Number(value=rate.best * unit, origin="assumed", how="the maker's data sheet")
+
+
+def _transfers(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str, Number]]:
+    """What goes over wires that were measured. It goes on beside the computation, and is no part of the step's time."""
+    measured = hardware.measured
+    if measured is None:
+        return
+    if measured.collective_bandwidth is not None and work.processes > 1:
+        gathered = sum(
+            2 * model.compute_bytes * model.shape.num_parameters + _REDUCED_BYTES * model.trained_parameters
+            for model in work.models
+        )
+        seconds = rows.num_micro_batches * gathered / measured.collective_bandwidth
+        yield "gathering_s", _derived(seconds, "two gathers and a reduction of every micro-batch, beside training")
+    if measured.host_bandwidth is not None and work.offload:
+        moved = 2 * kept_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
+        yield "offloading_s", _derived(moved / measured.host_bandwidth, "activations out and back, beside training")

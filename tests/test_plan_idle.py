@@ -1,0 +1,116 @@
+"""GPUs that a plan was asked for and that the configuration leaves idle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cohort.cli.app import app
+from cohort.config import config_from_dict
+from cohort.plan.advice import advise, replan
+from cohort.plan.hardware import hardware
+from cohort.plan.predict import predict_run
+from cohort.plan.shape import preset_shape
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1"}\n' * 100)
+    file.write_text(
+        f"model: {{path: Qwen/Qwen2.5-7B}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\nrewards: [{{use: math}}]\n"
+        "train: {prompts_per_step: 10, updates_per_rollout: 2, micro_batch_tokens: auto}\n"
+    )
+    return file
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["plan", *arguments, "--json"]).output)
+    return found
+
+
+def shown(*arguments: str) -> str:
+    return " ".join(CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"}).output.split())
+
+
+def test_processes_that_are_not_set_are_planned_as_auto(run_file: Path) -> None:
+    plan = planned(str(run_file), "--gpus", "8")
+    assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"]) == (8, 0)
+    assert "needs hardware: {processes: auto}" in plan["notes"][0]
+    assert "note: hardware.processes is not set, and 1 by default" in shown(str(run_file), "--gpus", "8")
+    for arguments in ((), ("--gpus", "1")):
+        plan = planned(str(run_file), *arguments)
+        assert (plan["layout"]["training_gpus"], plan["notes"]) == (1, [])
+    assert planned(str(run_file), "--nodes", "2")["layout"]["training_gpus"] == 16
+
+
+def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path) -> None:
+    arguments = (str(run_file), "--gpus", "8", "hardware.processes=1")
+    plan = planned(*arguments)
+    assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"], plan["notes"]) == (1, 7, [])
+    first = plan["advice"][0]
+    assert first["changes"] == {"hardware.processes": "auto"}
+    assert first["costs"].startswith("nothing")
+    told = shown(*arguments)
+    assert "GPUs that stand idle 7 of 8" in told
+    assert "(training processes sample; hardware.processes: 1)" in told
+
+
+@pytest.mark.parametrize("memory", ["80GB", "600GB"])
+def test_idle_gpus_are_the_first_advice_whether_it_fits_or_not(memory: str) -> None:
+    wanted = config_from_dict(
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d.jsonl"},
+            "rewards": [{"use": "math"}],
+            "hardware": {"processes": 1},
+        }
+    )
+    machines = hardware(gpu="h100", gpus=8, nodes=1, gpu_memory=memory)
+    plan = predict_run(wanted, preset_shape("7b"), machines)
+    assert plan.fits is (memory == "600GB") and plan.num_idle == 7
+    advice = advise(wanted, plan)
+    assert advice[0].changes == {"hardware.processes": "auto"} and advice[0].saved_seconds > 0
+    better = replan(wanted, preset_shape("7b"), machines, advice[0].changes)
+    assert better.num_idle == 0
+    every = wanted.model_copy(update={"hardware": wanted.hardware.model_copy(update={"processes": "auto"})})
+    assert not [a for a in advise(every, better) if "hardware.processes" in a.changes]
+
+
+def test_a_step_and_its_updates_are_told(run_file: Path) -> None:
+    """100 prompts, 10 a step with 8 completions each, and two updates of each step."""
+    layout = planned(str(run_file))["layout"]
+    expected = {
+        "prompts_per_step": 10,
+        "completions_per_step": 80,
+        "updates_per_step": 2,
+        "steps_per_epoch": 10.0,
+        "num_steps": 10,
+        "num_updates": 20,
+    }
+    assert {key: layout[key] for key in expected} == expected
+    told = shown(str(run_file))
+    assert "10 prompts x 8 = 80 completions, 2 updates of the optimizer" in told
+    assert "steps, updates of the run 10, 20" in told
+
+
+def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
+    """Long completions: eight servers in turn with training beat the best split."""
+    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
+    more = ("hardware.processes=auto", "train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
+    wanted = config_from_dict({**raw, "rollout": {"engine": "vllm", "max_completion_tokens": 16384}}, more)
+    plan = predict_run(wanted, preset_shape("7b"), hardware(gpu="h100", gpus=8, nodes=1, gpu_memory=None))
+    (shared,) = [a for a in advise(wanted, plan) if a.changes == {"hardware.rollout_gpus": "shared"}]
+    assert shared.fits and shared.saved_seconds > 0
+
+
+def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
+    refused = CliRunner().invoke(app, ["plan", str(run_file), "--layers", "2"])
+    assert refused.exit_code == 2
+    assert "--layers: 2 has no effect without --verify" in refused.output
+    priced = planned(str(run_file), "--price", "2")
+    assert priced["cost"] == pytest.approx(2 * priced["timing"]["gpu_hours"]["value"])
+    unknown = planned(str(run_file), "--price", "2", "data.path=somewhere.csv")
+    assert "cost" not in unknown and unknown["notes"][0].startswith("--price: neither the configuration nor the data")
