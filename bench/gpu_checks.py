@@ -7,6 +7,7 @@ logits. Where a product rounds to bfloat16, the plain way in bfloat16 is measure
 import copy
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -14,12 +15,15 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from cohort.config import AdamwConfig
+from cohort.engine.optimizer import Optimizers
 from cohort.packing import collate
 from cohort.policy import Policy, linear_logprobs, linear_loss, logit_tiles
 from cohort.policy.attention import interface
+from cohort.policy.masters import Masters
 from cohort.records import TrainSequence
 from harness import ModelShape, forward_backward, make_engine, make_group
 
@@ -48,7 +52,8 @@ class Check:
 
 def run_checks(device: torch.device, *, tiny: bool) -> dict[str, Any]:
     """Every check, as JSON. Those of bfloat16 and of kernels that only GPUs have are left out on a CPU."""
-    checks = [*_products(device), *_head(device, tiny), *_attention(device, tiny), *_stream(device, tiny)]
+    parts = (_products(device), _head(device, tiny), _attention(device, tiny), _stream(device, tiny))
+    checks = [check for part in (*parts, _offload(device, tiny)) for check in part]
     return {"checks": [asdict(check) | {"passed": check.passed} for check in checks]}
 
 
@@ -60,6 +65,33 @@ def _products(device: torch.device) -> Iterator[Check]:
     a, b = (torch.randn(512, 512, device=device, generator=generator).bfloat16() for _ in range(2))
     product = torch.mm(a, b, out_dtype=torch.float32)
     yield Check(name="torch.mm, out_dtype float32", error=_error(product, a.double() @ b.double()), limit=1e-5)
+
+
+def _offload(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """Updates on the host, by gradients of the device: three, and the time of the last one."""
+    width, layers = (64, 3) if tiny else (4096, 16)
+    generator = torch.Generator().manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(width, width, bias=n % 2 == 0) for n in range(layers)))
+    moved = copy.deepcopy(plain).to(device)
+    masters = Masters(moved, torch.float32)
+    optimizers = [Optimizers(plain, AdamwConfig()), Optimizers(moved, AdamwConfig(), masters=masters)]
+    seconds = 0.0
+    for _ in range(3):
+        for here, there in zip(plain.parameters(), moved.parameters(), strict=True):
+            here.grad = torch.randn(here.shape, generator=generator)
+            there.grad = here.grad.to(device)
+        for optimizer in optimizers:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            optimizer.step(1e-3)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+    error = max(_error(a, e) for a, e in zip(moved.parameters(), plain.parameters(), strict=True))
+    moved_bytes = 8 * sum(p.numel() for p in plain.parameters())  # a gradient and a weight of float32 each
+    note = f"{moved_bytes / 1e9:.2f} GB over the bus in {seconds:.3f} s"
+    yield Check(name="optim.offload: three updates of AdamW", error=error, limit=1e-7, note=note)
 
 
 def _head(device: torch.device, tiny: bool) -> Iterator[Check]:

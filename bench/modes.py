@@ -66,6 +66,7 @@ MODES: dict[str, dict[str, Any]] = {
     "reference in int8": {"algorithm.beta": 0.04, "reference.quantization": "int8"},
     "reference of an adapter": {"algorithm.beta": 0.04, "model.adapter": {"rank": 16}},
     "critic": {"algorithm.name": "ppo"},
+    "stochastic rounding": {"model.dtype": "bfloat16", "optim.stochastic_rounding": True},
     "two processes": {"hardware.processes": 2},
     "two processes, bfloat16 products": {"hardware.processes": 2, "model.compute_dtype": "bfloat16"},
     "two processes, adamw_8bit": {"hardware.processes": 2, "optim.name": "adamw_8bit"},

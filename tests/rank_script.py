@@ -13,6 +13,7 @@ import rank_critic
 import rank_engine
 import rank_loading
 import rank_moe
+import rank_offload
 import rank_saving
 from cohort.distributed import join_ranks, leave_ranks
 
@@ -23,6 +24,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_crew.JOBS,
     **rank_adapter.JOBS,
     **rank_critic.JOBS,
+    **rank_offload.JOBS,
     **rank_moe.JOBS,
 }
 

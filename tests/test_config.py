@@ -18,9 +18,9 @@ def test_defaults(tmp_path, monkeypatch):
             "compute_dtype": "auto",
             "gradient_checkpointing": False,
             "activation_offload": False,
+            "freeze": [],
             "trust_remote_code": False,
             "adapter": None,
-            "freeze": [],
             "quantization": None,
         },
         "data": {
@@ -59,8 +59,8 @@ def test_defaults(tmp_path, monkeypatch):
             "learning_rate": 1e-6,
             "lr_schedule": "constant",
             "warmup_steps": 0,
-            "max_grad_norm": 1.0,
             "router_aux_loss_coef": 0.0,
+            "max_grad_norm": 1.0,
             "seed": 0,
         },
         "optim": {

@@ -85,7 +85,7 @@ def test_a_loss_that_forgets_who_shares_a_prompt_is_seen(monkeypatch: pytest.Mon
     assert largest_error(gradients(engine), expected) > 0.01
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "Granite-MoE", "GPT-OSS", "Qwen3-Next", "Phi-3.5-MoE"])
 def test_transformers_gives_the_same_number(kind: str):
     """Of one padded batch with its attention mask, which is all of the step."""
     model = moe_model(kind, torch.float32)

@@ -216,6 +216,13 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
         ) from error
 
 
+def join_oneself(device: Any) -> None:
+    """Make this process a world of its own, for what torch does among ranks only. Nothing is connected to."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def leave_ranks() -> None:
     """Close the connections to the other ranks."""
     if dist.is_available() and dist.is_initialized():

@@ -28,6 +28,8 @@ _MAY_CHANGE = (
     "eval.before_training",
     "train.micro_batch_tokens",
     "rollout.max_num_seqs",
+    "optim.offload",
+    "model.parameter_offload",
     # a job that is started again has its servers on other machines
     *(f"rollout.{key}" for key in ("urls", "urls.", "vllm_python", "servers", "tensor_parallel")),
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),

@@ -98,7 +98,7 @@ def track_step(
             patch.dict(logit_tiles.BLOCK_ELEMENTS, cpu=CPU_BLOCK),  # fewer operations to follow
         ):
             assert policy.sharding is not None
-            policy.sharding.allocate(torch.device("cpu"))
+            policy.sharding.allocate()
             policy.sharding.ready()
             return _track(policy, micro_batch.to(torch.device("cpu"), torch.float32))
 

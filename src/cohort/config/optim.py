@@ -1,10 +1,15 @@
 """The `optim` section: one class for each optimizer, so that a key that it does not have is an error."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cohort.config.section import Section
+
+MUON_ON_HOST = (
+    "updates would be made on the host, and Muon's takes 15 products of each whole matrix, which a processor needs "
+    "minutes for; use adamw, adamw_8bit or sgd, or leave the state on the GPU"
+)
 
 
 class ParameterGroup(Section):
@@ -28,9 +33,34 @@ class BaseOptimConfig(Section):
         0.0, ge=0, description="Decoupled weight decay. Vectors (norms, biases) do not decay, unless a group says so."
     )
     groups: tuple[ParameterGroup, ...] = Field((), description="Weights that learn otherwise than the rest.")
+    offload: bool = Field(
+        False,
+        description="Keep the weights in `model.dtype` and the optimizer's state in host memory, and update them "
+        "there; the GPU keeps a copy of the weights in `model.compute_dtype`. On GPUs; not with muon, nor with an "
+        "adapter.",
+    )
 
 
-class AdamConfig(BaseOptimConfig):
+class RoundedConfig(BaseOptimConfig):
+    """What optimizers have whose updates can be rounded at random."""
+
+    stochastic_rounding: bool = Field(
+        False,
+        description="Round updated bfloat16 weights up or down at random, right in the mean, so that small updates are "
+        "not lost. With `model.dtype: bfloat16`; the optimizer's state is float32 then (adamw_8bit: 8 bits).",
+    )
+
+    @model_validator(mode="after")
+    def _rounds_once(self) -> Self:
+        if self.stochastic_rounding and self.offload:
+            raise ValueError(
+                "stochastic_rounding is for bfloat16 weights without a wider copy, and offload: true has room for one "
+                "in host memory; remove stochastic_rounding, and use model.dtype: float32"
+            )
+        return self
+
+
+class AdamConfig(RoundedConfig):
     """What AdamW's forms have in common."""
 
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
@@ -48,11 +78,6 @@ class Adamw8bitConfig(AdamConfig):
     """AdamW with two bytes for each weight: its moments in 8 bits, by blocks of 256 (arXiv:2110.02861), by torchao."""
 
     name: Literal["adamw_8bit"] = Field("adamw_8bit", description="The optimizer.")
-    stochastic_rounding: bool = Field(
-        False,
-        description="Round updated bfloat16 weights up or down at random, right in the mean, so that small updates are "
-        "not lost. With `model.dtype: bfloat16`.",
-    )
 
 
 class AdafactorConfig(BaseOptimConfig):
@@ -77,8 +102,14 @@ class MuonConfig(AdamConfig):
     name: Literal["muon"] = Field("muon", description="The optimizer.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Of the matrices' gradients, with Nesterov's look ahead.")
 
+    @model_validator(mode="after")
+    def _updates_on_the_gpu(self) -> Self:
+        if self.offload:
+            raise ValueError(f"offload: true with name: muon: {MUON_ON_HOST}")
+        return self
 
-class SgdConfig(BaseOptimConfig):
+
+class SgdConfig(RoundedConfig):
     """Stochastic gradient descent: nothing, or one number, for each weight."""
 
     name: Literal["sgd"] = Field("sgd", description="The optimizer.")

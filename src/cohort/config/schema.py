@@ -9,7 +9,7 @@ from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
 from cohort.config.catalogue import in_place_of, with_a_critic, with_one_completion
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
-from cohort.config.optim import AdamwConfig, OptimConfig
+from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
 from cohort.config.quantization import KINDS, Quantization, check_base, check_run
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
@@ -42,6 +42,12 @@ class ModelConfig(Section):
         False,
         description="Keep what layers save for backward in pinned host memory (GPUs only). With gradient_checkpointing "
         "that is each layer's input.",
+    )
+    parameter_offload: bool = Field(
+        False,
+        description="Keep weights, gradients and the optimizer's state in host memory (GPUs only); each layer's "
+        "weights visit the GPU when it computes, in forward and in backward, and updates are made on the host. In "
+        "place of `optim.offload`; not with muon.",
     )
     freeze: tuple[str, ...] = Field(
         (),
@@ -157,6 +163,13 @@ class HardwareConfig(Section):
         "split, and says why.",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
+    reshard_after_forward: bool | int | Literal["auto"] = Field(
+        "auto",
+        description="With several processes: whether a layer's gathered weights are freed after its forward pass and "
+        "gathered again in backward (true), or stay from forward to backward (false: no second gathering, and the "
+        "whole model in `model.compute_dtype` on every GPU). A number N that divides the processes: they stay, spread "
+        "over N neighbours. auto: true.",
+    )
     timeout_s: float = Field(
         600.0,
         gt=0,
@@ -176,6 +189,13 @@ class HardwareConfig(Section):
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
             return value
         raise ValueError("must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)")
+
+    @field_validator("reshard_after_forward", mode="before")
+    @classmethod
+    def _on_off_or_a_number(cls, value: Any) -> Any:
+        if value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value >= 2):
+            return value
+        raise ValueError("must be auto, true, false or a whole number of at least 2 that divides the processes")
 
     @field_validator("rollout_gpus", mode="before")
     @classmethod
@@ -306,6 +326,35 @@ class Config(Section):
             raise ValueError(
                 f"reference.device: cpu works in one process, and hardware.processes is {self.hardware.processes}, "
                 f"over which the reference is spread already; use reference.device: auto, or hardware.processes: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_has_an_effect(self) -> Self:
+        if self.optim.offload and self.model.adapter is not None:
+            raise ValueError(
+                "optim.offload: true with model.adapter: only the adapter is trained, and its state is small beside "
+                "the model, which stays on the GPU; remove optim.offload, or the adapter"
+            )
+        if not self.model.parameter_offload:
+            return self
+        if self.model.adapter is not None:
+            raise ValueError(
+                "model.parameter_offload: true with model.adapter: every micro-batch would bring the frozen weights "
+                "from host memory twice; use model.dtype: bfloat16, which halves them, and remove "
+                "model.parameter_offload"
+            )
+        if self.optim.offload:
+            raise ValueError(
+                "optim.offload has no effect with model.parameter_offload: true, which has the optimizer's state in "
+                "host memory too; remove one: with optim.offload alone the weights stay on the GPU, which is faster"
+            )
+        if self.optim.name == "muon":
+            raise ValueError(f"model.parameter_offload: true with optim.name: muon: {MUON_ON_HOST}")
+        if self.reference is not None and self.reference.device == "cpu":
+            raise ValueError(
+                "reference.device: cpu has no effect with model.parameter_offload: true, where the reference waits in "
+                "host memory too; remove it"
             )
         return self
 

@@ -16,6 +16,7 @@ class Section(BaseModel):
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, bool) and key in cls.model_fields:
                 annotation = cls.model_fields[key].annotation
-                if {int, float} & {annotation, *get_args(annotation)}:
+                kinds = {annotation, *get_args(annotation)}
+                if {int, float} & kinds and bool not in kinds:
                     raise ValueError(f"{key}: {value!r}: must be a number")
         return values

@@ -75,7 +75,7 @@ class AloneAccumulation:
         self._added = set(done)
         for weight in self._added_to:
             if weight.grad is None:  # what is sparse is added to what is dense; else it would be the gradient itself
-                weight.grad = torch.zeros_like(weight)
+                weight.grad = no_gradient(weight)
         for number in done:
             self._parameters[number].requires_grad_(False)
 
@@ -111,6 +111,11 @@ class ShardedAccumulation:
         torch.cuda.empty_cache()  # what was gathered is free by now
         compute_nothing()
         return reduced
+
+
+def no_gradient(parameter: Tensor) -> Tensor:
+    """Zeros, in the dtype that the parameter's gradients are added up in."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def attempt(

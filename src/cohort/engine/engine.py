@@ -23,11 +23,13 @@ from cohort.engine.accumulation import (
     AloneAccumulation,
     ShardedAccumulation,
     is_out_of_memory,
+    no_gradient,
 )
 from cohort.engine.balance import Balance
 from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
-from cohort.engine.optimizer import Optimizers, local
+from cohort.engine.offload import local
+from cohort.engine.optimizer import Optimizers
 from cohort.engine.passes import Passes
 from cohort.engine.totals import COUNTS
 from cohort.engine.work import Piece, Sequences, Turn, Work
@@ -122,7 +124,7 @@ class TrainEngine:
         self._reference_changes = reference_changes
         self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
-        self._optimizer = Optimizers(policy.model, optim or AdamwConfig())
+        self._optimizer = Optimizers(policy.model, optim or AdamwConfig(), masters=policy.masters, seed=config.seed)
         coefficient = config.router_aux_loss_coef
         self._balance = Balance(policy, coefficient) if coefficient else None
 
@@ -218,8 +220,9 @@ class TrainEngine:
 
     @property
     def num_state_bytes(self) -> int:
-        """What the optimizer keeps on this rank."""
-        return self._optimizer.state_bytes()
+        """What the optimizer keeps on this rank's device."""
+        on_host = self.policy.masters is not None and self.policy.device.type != "cpu"
+        return 0 if on_host else self._optimizer.state_bytes()
 
     def fits(self, sequences: Sequences, per_token_loss: PerTokenLoss, *, reserved_bytes: int = 0) -> bool:
         """Whether a micro-batch of these sequences fits into the memory of every rank; nothing is learned.
@@ -236,7 +239,7 @@ class TrainEngine:
         try:
             room = torch.empty(states, dtype=torch.uint8, device=self.policy.device)  # for the optimizer's state
             for parameter in self._parameters:  # and for the gradients, which all micro-batches but the first find
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = no_gradient(parameter)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -289,7 +292,7 @@ class TrainEngine:
         learning_rate = self._learning_rate(self.updates_done)
         for parameter in self._parameters:
             if parameter.grad is None:  # of a weight that no token of the step went through
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = no_gradient(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
@@ -298,7 +301,7 @@ class TrainEngine:
                 f"changed. Lower train.learning_rate (now {learning_rate:.3g}) or look at the completions"
             )
         if learning_rate > 0 and grad_norm > 0:
-            self._optimizer.step(learning_rate)
+            self._optimizer.step(learning_rate, update=self.updates_done)
         self._optimizer.zero_grad()
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)

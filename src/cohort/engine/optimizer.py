@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
 from cohort.config import (
     AdafactorConfig,
@@ -19,8 +18,13 @@ from cohort.config import (
     OptimConfig,
     SgdConfig,
 )
+from cohort.config.optim import RoundedConfig
+from cohort.engine.offload import HostUpdates, local
+from cohort.engine.rounding import noise_key, round_at_random
 from cohort.errors import UserError
 from cohort.plan.optimizer import check_spread, state_bytes
+from cohort.policy.masters import Masters
+from cohort.policy.sharding import own_part
 
 Group = dict[str, Any]  # of a torch optimizer
 
@@ -46,7 +50,7 @@ def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:
         UserError: a group matches none of them, or a key has no effect on their dtype.
     """
     _grouped(config, weights)
-    if isinstance(config, Adamw8bitConfig) and config.stochastic_rounding:
+    if isinstance(config, RoundedConfig) and config.stochastic_rounding:
         dtypes = {p.dtype for p in weights.values()}
         if torch.bfloat16 not in dtypes:
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -59,36 +63,87 @@ def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:
 class Optimizers:
     """One or two torch optimizers that are one to whoever uses them."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig):
+    def __init__(self, model: nn.Module, config: OptimConfig, *, masters: Masters | None = None, seed: int = 0):
         """For the weights of `model` that have a gradient.
 
         Args:
             model: whose weights are moved. They may be sharded.
             config: the `optim` section.
+            masters: of the model's weights, which are moved in their place.
+            seed: of stochastic rounding.
 
         Raises:
             UserError: a group matches no weight, or the optimizer is not installed or does not suit the weights.
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._model, self._config = model, config
-        self._optimizers = _build(config, _grouped(config, named), _tables(model))
+        tables = _tables(model)
+        self._trained = list(named.values())
+        self._host: HostUpdates | None = None
+        if masters is not None:
+            apart = {name for name, p in named.items() if id(p) in tables}
+            self._host = HostUpdates([(parameter, master) for _, parameter, master in masters.pairs()])
+            model, named = masters.tree, {name: master for name, _, master in masters.pairs()}
+            tables = {id(named[name]) for name in apart}
+        self._model, self._config, self._seed = model, config, seed
+        self._named = named
+        self._rounds = isinstance(config, RoundedConfig) and config.stochastic_rounding
+        self._optimizers = _build(config, _grouped(config, named), tables)
         self._factors = [[group.pop("factor") for group in o.param_groups] for o in self._optimizers]
 
-    def step(self, learning_rate: float) -> None:
-        """Move the weights by their gradients, and forget those."""
+    def step(self, learning_rate: float, *, update: int = 0) -> None:
+        """Move the weights by their gradients, and forget those.
+
+        Args:
+            learning_rate: of weights of factor 1.
+            update: its number in the run, which stochastic rounding depends on.
+        """
         for optimizer, factors in zip(self._optimizers, self._factors, strict=True):
             for group, factor in zip(optimizer.param_groups, factors, strict=True):
                 if isinstance(group["lr"], Tensor):  # torchao compiles the step, and a number would be a constant
                     group["lr"].fill_(learning_rate * factor)
                 else:
                     group["lr"] = learning_rate * factor
-            optimizer.step()
+        if self._host is not None:
+            where = self._places()
+            self._host.run(lambda master: _step_alone(*where[id(master)], master))
+        elif self._rounds:
+            self._step_rounded(update)
+        else:
+            for optimizer in self._optimizers:
+                optimizer.step()
         self.zero_grad()
+
+    def _places(self) -> dict[int, tuple[torch.optim.Optimizer, Group]]:
+        """The optimizer and the group of each weight, by its id."""
+        return {
+            id(p): (optimizer, group)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+
+    @torch.no_grad()
+    def _step_rounded(self, update: int) -> None:
+        """A step of bfloat16 weights: each is float32 meanwhile, and so is what the optimizer keeps of it."""
+        where = self._places()
+        for name, parameter in self._named.items():
+            assert parameter.grad is not None, "every weight has a gradient when it is updated"
+            optimizer, group = where[id(parameter)]
+            wide = parameter.detach().float()
+            wide.grad = parameter.grad.float()
+            if parameter in optimizer.state:
+                optimizer.state[wide] = optimizer.state.pop(parameter)
+            _step_alone(optimizer, group, wide)
+            if wide in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(wide)
+            own, first_row = own_part(parameter)
+            first = first_row * own[:1].numel()
+            round_at_random(local(wide), own, key=noise_key(self._seed, update, name), first=first)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self._trained:
+            parameter.grad = None
 
     def state_bytes(self) -> int:
         """What the state of this rank's weights takes once a step has been made."""
@@ -100,16 +155,36 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """State by the weights' names, as torch.distributed.checkpoint saves it."""
+        self._begin_wide_state()
         return get_optimizer_state_dict(self._model, self._optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
+        self._begin_wide_state()
         set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=dict(state))
+        if self._rounds:  # torch has cast it to the weights' dtype
+            where = self._places()
+            for name, parameter in self._named.items():
+                wide = {key: x for key, x in state["state"].get(name, {}).items() if isinstance(x, Tensor)}
+                where[id(parameter)][0].state[parameter].update(wide)
+
+    def _begin_wide_state(self) -> None:
+        """Where updates are rounded at random, have a state before torch asks for one, which would be as narrow as the
+        weights: of a step that changes nothing, as torch does it too.
+        """
+        if self._rounds and not any(optimizer.state for optimizer in self._optimizers):
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.step(0.0)
 
 
-def local(parameter: Tensor) -> Tensor:
-    """What of a parameter is on this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _step_alone(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
+    """The step of one weight, by its group's numbers."""
+    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [parameter]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
 
 
 def _tables(model: nn.Module) -> set[int]:
@@ -180,7 +255,6 @@ def _adamw_8bit(config: Adamw8bitConfig, groups: list[Group]) -> torch.optim.Opt
         groups,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
-        bf16_stochastic_round=config.stochastic_rounding,
     )
 
 

@@ -97,6 +97,21 @@ def _parked_reference(config: Config, plan: Plan) -> Iterator[Changes]:
         yield {"reference.device": "cpu"}
 
 
+def _state_on_host(config: Config, plan: Plan) -> Iterator[Changes]:
+    model, optim = config.model, config.optim
+    is_on_host = optim.offload or model.parameter_offload
+    cannot = optim.name == "muon" or model.adapter is not None or getattr(optim, "stochastic_rounding", False)
+    if plan.hardware.on_gpu and not is_on_host and not cannot:
+        yield {"optim.offload": True}
+
+
+def _weights_on_host(config: Config, plan: Plan) -> Iterator[Changes]:
+    is_on_host = config.optim.offload or config.model.parameter_offload
+    cannot = config.optim.name == "muon" or config.model.adapter is not None or config.reference is not None
+    if plan.hardware.on_gpu and not is_on_host and not cannot:
+        yield {"model.parameter_offload": True}
+
+
 def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
         if _wants_more_gpus(config, plan) and number > plan.hardware.gpus_per_node:
@@ -203,6 +218,18 @@ _KINDS = (  # those that cost the experiment the least come first
     _Kind(_checkpointing, "time; the gradient is the same"),
     _Kind(_offload, "time, which is not predicted; the gradient is the same"),
     _Kind(_parked_reference, "time: the reference comes from host memory once a step; the gradient is the same"),
+    _Kind(
+        _state_on_host,
+        "time: each update sends gradients to host memory and weights back, and is made there; the gradient is the "
+        "same, to the rounding of bfloat16 weights",
+        changes_gradient=True,
+    ),
+    _Kind(
+        _weights_on_host,
+        "time: each micro-batch brings the weights from host memory twice; the gradient is the same, to the rounding "
+        "of bfloat16 weights",
+        changes_gradient=True,
+    ),
     _Kind(_gpus, _GPUS, changes_gradient=True),
     _Kind(_nodes, _GPUS, changes_gradient=True),
     _Kind(
@@ -324,7 +351,7 @@ def _changed(section: Any, path: list[str], value: Any) -> Any:
         value = _changed(getattr(section, name) or ReferenceConfig(), rest, value)  # no other section is missing
     elif name == "adapter":
         value = AdapterConfig(**value)
-    elif isinstance(section, BaseOptimConfig):
+    elif name == "name" and isinstance(section, BaseOptimConfig):
         kinds = {"adamw_8bit": Adamw8bitConfig, "adafactor": AdafactorConfig}
         return kinds[value](**section.model_dump(include=section.model_fields_set - {name}))
     return section.model_copy(update={name: value})

@@ -26,13 +26,23 @@ def gathered_bytes(work: Work, *, backward: bool) -> int:
     shape, a = work.shape, work.compute_bytes
     if work.quantization is not None:
         return dequantized_bytes(shape, work.quantization, a)
-    if work.processes > 1:
-        return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters)
+    if work.gathers:
+        # before they are cast
+        visiting = -(-work.weight_bytes * work.parameters_on_host * shape.layer_parameters // work.processes)
+        return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters) + visiting + _stays(work)
     if not work.autocasts:
         return 0
     if backward and not work.checkpointing:
         return a * shape.layers * shape.layer_parameters
     return a * shape.layer_parameters
+
+
+def _stays(work: Work) -> int:
+    """Of layers that are not computed with at the moment, what is gathered all the same."""
+    others = work.compute_bytes * max(0, work.shape.layers - 2) * work.shape.layer_parameters
+    if isinstance(work.reshard_after_forward, bool):
+        return 0 if work.reshard_after_forward else others
+    return others // work.reshard_after_forward
 
 
 def head_bytes(work: Work, *, backward: bool) -> int:
@@ -61,7 +71,11 @@ def head_bytes(work: Work, *, backward: bool) -> int:
 
 def _head_gradient(work: Work) -> int:
     """From the head's backward to the end: in the dtype in which the head's weight is there."""
-    return work.trained_head_parameters * (work.trained_bytes if work.processes == 1 else work.compute_bytes)
+    parameters = work.trained_head_parameters
+    gradient = parameters * (work.compute_bytes if work.gathers or work.masters_on_host else work.trained_bytes)
+    if work.masters_on_host and not work.gathers:  # cast before it is added
+        gradient += parameters * work.trained_bytes
+    return gradient
 
 
 def backward_parts(work: Work) -> dict[str, int]:
@@ -77,20 +91,20 @@ def backward_parts(work: Work) -> dict[str, int]:
     passing = passing_bytes(work)
     kept = activations - passing - again
     at_head = kept + last_norm
-    outer_only = a * shape.outer_parameters * (work.processes > 1)
+    outer_only = (a * shape.outer_parameters + _stays(work)) * work.gathers
     # most models have wider MLPs than attention; of the others attention's backward is the peak
     at_attention = activations - passing + (attention_passing(work) - mlp_bytes_per_token(work)) * work.row_tokens
     # of quantized weights none is there whole in attention, nor in the head
     activations = max(activations, at_attention - gathered * (work.quantization is not None))
     candidates = [
         {
-            "gathered weights": gathered * (work.quantization is None) if work.processes == 1 else outer_only,
+            "gathered weights": outer_only if work.gathers else gathered * (work.quantization is None),
             "activations": at_head,
             "logprob head": head + of_head,
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]
-    if work.processes > 1:
+    if work.gathers:
         # what the outer weights were received in is freed after the first layer has come
         layer = work.trained_layer_parameters
         first = 2 * a * (shape.outer_parameters + shape.layer_parameters + layer)

@@ -93,12 +93,22 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     )
 
 
-def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
-    """Compare `reference.device: cpu` with where the run trains.
+def check_host_memory(config: Config, *, on_gpu: bool, processes: int) -> None:
+    """Compare what is to lie in host memory with where the run trains.
 
     Raises:
-        UserError: it has no effect, or does not work.
+        UserError: a key has no effect, or does not work.
     """
+    if not on_gpu and config.optim.offload:
+        raise UserError(
+            "optim.offload: true has no effect on a run on the CPU, whose optimizer is in host memory already; remove "
+            "it"
+        )
+    if not on_gpu and config.model.parameter_offload:
+        raise UserError(
+            "model.parameter_offload: true has no effect on a run on the CPU, whose weights are in host memory "
+            "already; remove it"
+        )
     if config.reference is None or config.reference.device != "cpu":
         return
     if not on_gpu:
@@ -110,6 +120,28 @@ def check_parking(config: Config, *, on_gpu: bool, processes: int) -> None:
         raise UserError(
             f"reference.device: cpu works in one process, and this run has {processes}, over which the "
             f"reference is spread already; use reference.device: auto"
+        )
+
+
+def check_resharding(config: Config, processes: int) -> None:
+    """Compare `hardware.reshard_after_forward` with the processes that layers are gathered from.
+
+    Raises:
+        UserError: it has no effect, or does not divide them.
+    """
+    wanted = config.hardware.reshard_after_forward
+    if wanted == "auto":
+        return
+    if processes == 1:
+        raise UserError(
+            f"hardware.reshard_after_forward: {str(wanted).lower()} has no effect on one process, whose weights are "
+            f"whole; remove it"
+        )
+    if not isinstance(wanted, bool) and (wanted >= processes or processes % wanted):
+        divisors = [str(n) for n in range(2, processes) if processes % n == 0]
+        raise UserError(
+            f"hardware.reshard_after_forward: {wanted} has to divide the {processes} training processes, and be less "
+            f"than them; use {', '.join([*divisors, 'true'])} or false"
         )
 
 

@@ -62,7 +62,7 @@ class MemoryPlan:
 def plan_memory(work: Work) -> MemoryPlan:
     """What each phase of a step needs, by part."""
     always, models = _always(work), work.models
-    gradients = [{"gradients": _shard(model, model.trained_parameters, model.trained_bytes)} for model in models]
+    gradients = [{"gradients": _gradient_bytes(model)} for model in models]
     backward = [{**own, **backward_parts(model)} for own, model in zip(gradients, models, strict=True)]
     largest = work.shape.embedding_parameters
     return MemoryPlan(
@@ -81,7 +81,27 @@ def _shard(work: Work, parameters: int, bytes_each: int) -> int:
     return -(-bytes_each * parameters // work.processes)
 
 
+def _gradient_bytes(work: Work) -> int:
+    return 0 if work.parameters_on_host else _shard(work, work.trained_parameters, work.trained_bytes)
+
+
+def host_bytes(work: Work) -> int:
+    """What waits in host memory of all models of one process, but for copies on their way."""
+    masters_and_moments = sum(
+        _shard(model, model.trained_parameters, model.trained_bytes) + _moment_bytes(model) for model in work.models
+    )
+    if work.parameters_on_host:
+        gradients = sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in work.models)
+        reference = _shard(work, work.has_reference * work.trained_parameters, work.weight_bytes)
+        return masters_and_moments + gradients + reference
+    return masters_and_moments if work.masters_on_host else 0
+
+
 def _optimizer_bytes(work: Work) -> int:
+    return 0 if work.masters_on_host or work.parameters_on_host else _moment_bytes(work)
+
+
+def _moment_bytes(work: Work) -> int:
     """Of the process with the most: rows of each weight are spread over them."""
     of = work.adapter or work.shape
 
@@ -96,16 +116,19 @@ def _optimizer_bytes(work: Work) -> int:
 
 
 def _always(work: Work) -> dict[str, int]:
-    parts = {"weights": -(-model_bytes(work.shape, work.quantization, work.weight_bytes) // work.processes)}
+    held = _shard(work, work.shape.num_parameters, work.held_bytes)
+    if work.quantization is not None:
+        held = -(-model_bytes(work.shape, work.quantization, work.weight_bytes) // work.processes)
+    parts = {"weights": held}
     if work.adapter is not None:
         parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
     parts["optimizer state"] = _optimizer_bytes(work)
     if work.critic is not None:
-        parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.weight_bytes)
+        parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.held_bytes)
         parts["critic optimizer"] = _optimizer_bytes(work.critic)
     if work.has_reference:
         kept = work.trained_parameters  # of an adapter, what it was at the start
-        parts["reference weights"] = _shard(work, kept, work.trained_bytes)
+        parts["reference weights"] = _shard(work, kept, work.held_bytes if work.adapter is None else work.trained_bytes)
         if work.reference_quantization is not None:
             parts["reference weights"] = model_bytes(work.shape, work.reference_quantization, work.weight_bytes)
     if work.on_gpu:
@@ -136,7 +159,7 @@ def _sampling(work: Work) -> dict[str, int]:
     if not work.sampled_sequences:
         return {}
     shape, a = work.shape, work.compute_bytes
-    copied = a * shape.num_parameters * (work.processes > 1 or a != work.weight_bytes)
+    copied = a * shape.num_parameters * (work.gathers or a != work.held_bytes)
     return {
         "gathered weights": gathered_bytes(work, backward=False) if work.quantization else copied,
         "keys and values": shape.kv_bytes(a) * work.sampled_tokens,

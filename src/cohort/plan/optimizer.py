@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from cohort.config import AdafactorConfig, Adamw8bitConfig, MuonConfig, OptimConfig, SgdConfig
+from cohort.config.optim import RoundedConfig
 from cohort.errors import UserError
 
 _LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, with a float32 for each block
@@ -33,6 +34,8 @@ def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, b
         by_muon: whether Muon's own rule moves it, where `config` is Muon's: a matrix inside of a layer.
     """
     size = math.prod(shape)
+    if isinstance(config, RoundedConfig) and config.stochastic_rounding:
+        bytes_each = max(4, bytes_each)  # the weights alone are narrower
     match config:
         case Adamw8bitConfig() if size >= _LARGE and size % _BLOCK == 0:
             return 2 * (size + 4 * size // _BLOCK + 4 * _CODES)

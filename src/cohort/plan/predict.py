@@ -7,8 +7,8 @@ from typing import Any
 from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, check_parking, check_undivided, plan_layout
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, plan_memory
+from cohort.plan.layout import Layout, check_host_memory, check_resharding, check_undivided, plan_layout
+from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, host_bytes, plan_memory
 from cohort.plan.optimizer import check_spread
 from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
 from cohort.plan.shape import ModelShape
@@ -64,6 +64,11 @@ class Plan:
             )
         if self.work.adapter is not None and self.work.adapter.note is not None:
             notes.append(self.work.adapter.note)
+        if waiting := host_bytes(self.work):
+            notes.append(
+                f"{waiting / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "
+                f"weights, the optimizer's state" + " and gradients" * self.work.parameters_on_host
+            )
         return tuple(notes)
 
     @property
@@ -160,7 +165,8 @@ def predict_run(
     """
     layout = layout or plan_layout(config, shape, hardware)
     check_spread(config.optim, layout.num_training)
-    check_parking(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
+    check_host_memory(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
+    check_resharding(config, layout.num_training)
     check_undivided(config, processes=layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":

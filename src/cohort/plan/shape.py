@@ -109,7 +109,8 @@ class _Family:
 
     qkv_bias: bool = False  # always
     reads_bias: bool = True  # attention_bias is of queries, keys, values and output
-    query_norm: bool = False
+    query_norm: bool = False  # of queries and of keys, as wide as a head
+    wide_norm: bool = False  # the same, as wide as all heads
     norms: int = 2
     tied: bool = False  # unless said otherwise
     head_dim: int | None = None  # unless said otherwise; None: hidden / heads
@@ -122,6 +123,18 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen2": _Family(qkv_bias=True, reads_bias=False),
     "qwen3": _Family(query_norm=True, head_dim=128),
     "qwen3_moe": _Family(query_norm=True),
+    "olmo2": _Family(wide_norm=True),
+    "olmo3": _Family(wide_norm=True),
+    "olmoe": _Family(wide_norm=True),
+    "granite": _Family(),
+    "granitemoe": _Family(),
+    "smollm3": _Family(tied=True),
+    "ministral": _Family(reads_bias=False),
+    "ministral3": _Family(reads_bias=False, head_dim=128),
+    "seed_oss": _Family(qkv_bias=True, reads_bias=False, head_dim=128),
+    "exaone4": _Family(query_norm=True, reads_bias=False),
+    "hunyuan_v1_dense": _Family(query_norm=True),
+    "ernie4_5": _Family(reads_bias=False, tied=True, head_dim=128),
     "gemma": _Family(tied=True, head_dim=256),
     "gemma2": _Family(norms=4, tied=True, head_dim=256),
     "gemma3_text": _Family(norms=4, query_norm=True, tied=True, head_dim=256),
@@ -237,7 +250,7 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
     attention = 2 * hidden * (query + key)
     if family.qkv_bias or (family.reads_bias and config.get("attention_bias")):
         attention += query + 2 * key + (0 if family.qkv_bias else hidden)
-    attention += 2 * head_dim * family.query_norm + family.norms * hidden
+    attention += 2 * head_dim * family.query_norm + (query + key) * family.wide_norm + family.norms * hidden
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     chosen = _number(config, "num_experts_per_tok", 2) if experts else 1
     mlp = _number(
@@ -261,7 +274,7 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
         num_heads=heads,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         norms_per_layer=family.norms,
-        has_query_norm=family.query_norm,
+        has_query_norm=family.query_norm or family.wide_norm,
         layer_parameters=attention + router + one * (experts or 1),
         active_layer_parameters=attention + router + one * chosen,
         experts=experts or 1,

@@ -49,14 +49,12 @@ def plan_timing(
         num_sampling=num_sampling,
         shared=layout.shared,
     )
-    coming = 0.0  # once per step
-    if work.reference_visits and hardware.measured and hardware.measured.host_bandwidth:
-        coming = work.weight_bytes * work.shape.num_parameters / hardware.measured.host_bandwidth
-        times = replace(times, training_s=times.training_s + coming)
+    moved = list(_waited_for(config, work))
+    bandwidth = hardware.measured.host_bandwidth if hardware.measured else None
+    if bandwidth:
+        times = replace(times, training_s=times.training_s + sum(size for _, size in moved) / bandwidth)
     operations = ", ".join(training_operations(config, work.shape))
-    used = f"at {computing.share:.0%} of that (assumed)" + ", and the reference's weights from host memory" * (
-        coming > 0
-    )
+    used = f"at {computing.share:.0%} of that (assumed)" + "".join(f", and {what}" for what, _ in moved if bandwidth)
     sampler = (
         f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
         f"{computing.share:.0%}"
@@ -77,6 +75,20 @@ def plan_timing(
         numbers["run_hours"] = _derived(hours, f"{num_steps} steps")
         numbers["gpu_hours"] = _derived(hours * gpus, f"{gpus} GPU{'s' * (gpus > 1)}")
     return numbers
+
+
+def _waited_for(config: Config, work: Work) -> Iterator[tuple[str, int]]:
+    """What crosses the bus between host and device while nothing is computed, and the bytes of a step."""
+    updates = config.train.updates_per_rollout
+    if work.reference_visits:
+        yield "the reference's weights from host memory", work.weight_bytes * work.shape.num_parameters
+    if work.masters_on_host:
+        # the update itself is as fast as the processor's memory, which is not known
+        trained = sum(model.trained_parameters for model in work.models) // work.processes
+        yield (
+            "gradients to host memory and weights back",
+            updates * trained * (work.trained_bytes + work.compute_bytes),
+        )
 
 
 def _derived(value: float, how: str) -> Number:
@@ -101,6 +113,14 @@ def _transfers(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str
         )
         seconds = rows.num_micro_batches * gathered / measured.collective_bandwidth
         yield "gathering_s", _derived(seconds, "two gathers and a reduction of every micro-batch, beside training")
+    if measured.host_bandwidth is not None and work.parameters_on_host:
+        visits = sum(
+            2 * model.weight_bytes * model.shape.num_parameters + model.trained_bytes * model.trained_parameters
+            for model in work.models
+        )
+        seconds = rows.num_micro_batches * visits / work.processes / measured.host_bandwidth
+        how = "weights from host memory twice and gradients back, of every micro-batch, beside training"
+        yield "visiting_s", _derived(seconds, how)
     if measured.host_bandwidth is not None and work.offload:
         moved = 2 * kept_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
         yield "offloading_s", _derived(moved / measured.host_bandwidth, "activations out and back, beside training")

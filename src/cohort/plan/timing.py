@@ -98,6 +98,9 @@ def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
     if algorithm.kl_in == "reward" or algorithm.top_entropy_quantile < 1:
         parts["the policy before training"] = 2.0 * policy
         passes += 1
+    if config.train.router_aux_loss_coef > 0:
+        parts["what routers choose"] = 2.0 * policy * updates
+        passes += updates
     parts["attention"] = passes * _attention(shape, _mean_seen(config))
     critic = critic_shape(config, shape)
     if critic is not None:

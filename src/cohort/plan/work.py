@@ -39,6 +39,9 @@ class Work:
     adapter: AdapterShape | None = None  # None: every weight is trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
     reference_visits: bool = False  # from host memory, while it is computed with
+    masters_on_host: bool = False  # and the optimizer's state; weights are kept as they are computed with
+    parameters_on_host: bool = False  # and gradients, and the optimizer's state
+    reshard_after_forward: bool | int = True  # False: gathered layers stay; a number: spread over so many
     quantization: Quantization | None = None  # of frozen weights, on one process
     reference_quantization: Quantization | None = None
     critic: "Work | None" = None  # of a second model, of `critic_work`
@@ -49,9 +52,19 @@ class Work:
         return (self,) if self.critic is None else (self, self.critic)
 
     @property
+    def held_bytes(self) -> int:
+        """Of one weight that is always on the GPU."""
+        return 0 if self.parameters_on_host else self.compute_bytes if self.masters_on_host else self.weight_bytes
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers are put together when they compute, and freed."""
+        return self.processes > 1 or self.parameters_on_host
+
+    @property
     def autocasts(self) -> bool:
-        """Whether one process computes in another dtype than its weights have; several gather them in that dtype."""
-        return self.processes == 1 and self.compute_bytes != self.weight_bytes
+        """Whether weights are whole, and in another dtype than is computed in; gathered ones come in that dtype."""
+        return not self.gathers and self.compute_bytes != self.held_bytes
 
     @property
     def trained_bytes(self) -> int:
@@ -112,6 +125,7 @@ def work_of(
         shared: whether servers sleep on the same GPUs meanwhile; of `rollout.engine: vllm` only.
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
+    resharding = config.hardware.reshard_after_forward
     vllm_bytes = sampled = sampled_tokens = 0
     if isinstance(rollout, VllmRolloutConfig):
         if shared:
@@ -141,6 +155,9 @@ def work_of(
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
+        masters_on_host=config.optim.offload,
+        parameters_on_host=model.parameter_offload,
+        reshard_after_forward=True if resharding == "auto" or num_training == 1 else resharding,
         quantization=model.quantization,
         reference_quantization=config.reference.quantization if config.reference else None,
     )

@@ -57,7 +57,6 @@ def fill_shards(sharding: Sharding, places: Mapping[str, Source], ranks: Ranks) 
                 raise UserError(f"{said} (on rank {rank})")
 
     ranks.first(tell)
-    sharding.ready()
 
 
 def _arrive(places: Mapping[str, Source], rows: Iterable[tuple[str, Tensor, int]]) -> None:

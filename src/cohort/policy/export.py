@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class TensorSpec:
 def weight_specs(policy: Policy, dtype: torch.dtype | None = None) -> list[TensorSpec]:
     """What `stream_weights` yields, in its order, without gathering anything."""
     specs = []
-    for group in _groups(policy.model):
+    for group in _groups(policy, dtype):
         shapes = {name: torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="meta") for name, tensor in group}
         specs += [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in _as_saved(policy, shapes).items()]
     return specs
@@ -38,26 +37,31 @@ def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator
 
     Args:
         policy: whose weights.
-        dtype: that floating-point weights are cast to, before they are gathered; None for their own.
+        dtype: that floating-point weights are cast to, before they are gathered; None for their own, and where the
+            model has copies of masters, the masters'.
     """
     with torch.no_grad():
-        for group in _groups(policy.model):
+        for group in _groups(policy, dtype):
             made = _as_saved(policy, {name: _whole(tensor, dtype) for name, tensor in group})
             while made:  # none is held for longer than whoever takes it needs it
                 name = next(iter(made))
                 yield name, made.pop(name)
 
 
-def _groups(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
-    """The model's tensors in the portions in which their names and shapes can be turned into those of a folder.
+def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
+    """The policy's tensors in the portions in which their names and shapes can be turned into those of a folder.
 
     That is each by itself, but where the library made several of one when it loaded them.
     """
     from transformers.core_model_loading import WeightConverter, apply_converters
 
-    converters = [c.reverse_transform() for c in reversed(conversions_of(model)) if isinstance(c, WeightConverter)]
+    found = reversed(conversions_of(policy.model))
+    converters = [c.reverse_transform() for c in found if isinstance(c, WeightConverter)]
+    masters = policy.masters if dtype is None else None
     together: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in saved_tensors(model):
+    for name, held in saved_tensors(policy.model):
+        master = None if masters is None else masters.of(name)
+        tensor = held if master is None else master
         stored_name, pattern = apply_converters(name, converters)
         together.setdefault(name if pattern is None else stored_name, []).append((name, tensor))
     yield from together.values()

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from cohort.config import ModelConfig
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import ALONE, Ranks, join_oneself
 from cohort.errors import UserError
 from cohort.plan import defaults
 from cohort.policy.activations import prepare_activations
@@ -16,6 +16,7 @@ from cohort.policy.adapter_folder import AdapterSpec, adapter_spec
 from cohort.policy.arrival import agreed_places, fill_model, fill_shards, library_model
 from cohort.policy.critic import Critic
 from cohort.policy.frozen import freeze
+from cohort.policy.masters import Masters, round_weights
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.quantization import adopt, check_quantization, loading_options
 from cohort.policy.sharding import Collectives, Sharding
@@ -40,6 +41,13 @@ class LoadRequest:
     adapter_checkpoint: Path | None = None  # of the adapter that the run goes on with, where it trains one
     keep_reference: bool = False  # `as_reference` will be asked for
     seed: int = 0  # of a new adapter
+    masters_on_host: bool = False  # what is trained is in host memory, and on the device a copy in the compute dtype
+    reshard_after_forward: bool | int = True  # of sharded layers, see `Sharding`
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 holds the weights. Of one rank too, where they wait in host memory."""
+        return self.ranks.world_size > 1 or self.config.parameter_offload
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -105,18 +113,20 @@ def _load(kind: type[_Kind], request: LoadRequest) -> _Kind:
     start = None
     if request.config.adapter is not None:
         start = request.ranks.first(lambda: _adapter_start(request))
-    if request.ranks.world_size > 1:
+    if request.is_sharded:
         return _load_sharded(kind, request, start)
     model = _whole(kind, request) if request.config.quantization is None else _quantized(kind, request)
     adapter = _prepare(model, request, start)
     if adapter is not None:
         adapter.fill()
+    masters = _narrow(model, request)
     return kind(
         model,
         device=request.device,
         compute_dtype=request.compute_dtype,
         pad_token_id=_padding(model, request.tokenizer),
         adapter=adapter,
+        masters=masters,
         longest_sequence_tokens=request.longest_sequence_tokens,
     )
 
@@ -124,7 +134,9 @@ def _load(kind: type[_Kind], request: LoadRequest) -> _Kind:
 def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterStart | None) -> _Kind:
     """The policy with this rank's shards."""
     ranks, device = request.ranks, request.device
-    assert request.collectives is not None, "several ranks need to count their collectives"
+    assert ranks.world_size == 1 or request.collectives is not None, "several ranks need to count their collectives"
+    if ranks.world_size == 1:
+        join_oneself(device)
     whole: list[Any] = []  # on rank 0, where the files do not hold the weights as the model has them
     traits, pad, files = ranks.first(lambda: _look_at_model(kind, request, start, whole))
     model = _empty(kind, request.config)
@@ -133,14 +145,23 @@ def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterStart |
     if places is None:
         ranks.first(lambda: whole.extend([] if whole else [_adapted(kind, request, start)]))
     adapter = _prepare(model, request, start)
-    sharding = Sharding(model, request.collectives, device=device, compute_dtype=request.compute_dtype)
-    sharding.allocate(device)
+    sharding = Sharding(
+        model,
+        request.collectives or Collectives(),
+        device=device,
+        compute_dtype=request.compute_dtype,
+        on_host=request.config.parameter_offload,
+        reshard_after_forward=request.reshard_after_forward,
+    )
+    sharding.allocate()
     if places is None:
         sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
     else:
         fill_shards(sharding, places, ranks)
     if adapter is not None:
         adapter.fill()
+    masters = _narrow(model, request)
+    sharding.ready()
     return kind(
         model,
         device=device,
@@ -149,6 +170,7 @@ def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterStart |
         traits=traits,
         sharding=sharding,
         adapter=adapter,
+        masters=masters,
     )
 
 
@@ -238,6 +260,16 @@ def _prepare(model: Any, request: LoadRequest, start: AdapterStart | None) -> Ad
     if request.trainable:
         prepare_activations(model, request.config)
     return adapter
+
+
+def _narrow(model: Any, request: LoadRequest) -> Masters | None:
+    """Where masters are wanted, leave the model with rounded weights; what is trained moves to the host first."""
+    if not request.masters_on_host:
+        return None
+    if request.trainable:
+        return Masters(model, request.compute_dtype)
+    round_weights(model, request.compute_dtype)
+    return None
 
 
 def _padding(model: Any, tokenizer: Any) -> int:

@@ -19,6 +19,7 @@ from cohort.policy.forward import computed_counts, forward, padded_shape
 from cohort.policy.head import find_head, head_of
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
+from cohort.policy.masters import Masters
 from cohort.policy.parking import Parking
 from cohort.policy.quantization import told
 from cohort.policy.routers import remove_noise
@@ -49,6 +50,7 @@ class Policy:
         traits: ModelTraits | None = None,
         sharding: Sharding | None = None,
         adapter: Adapter | None = None,
+        masters: Masters | None = None,
         longest_sequence_tokens: int | None = None,
     ):
         """Wrap a loaded model.
@@ -62,6 +64,7 @@ class Policy:
             sharding: of the model over ranks; gathered weights are in `compute_dtype`. None: they are whole, and
                 autocast computes in it.
             adapter: of the model, which is all that is trained and saved then.
+            masters: of the model's weights, which are a copy of them then; they are what is trained and saved.
             longest_sequence_tokens: of all that will be computed, which tells whether it fits a model's window. None
                 is for not known.
         """
@@ -72,6 +75,7 @@ class Policy:
         self.pad_token_id = pad_token_id
         self.sharding = sharding
         self.adapter = adapter
+        self.masters = masters
         remove_noise(model)
         if traits is None:
             self._head = find_head(model)

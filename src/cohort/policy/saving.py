@@ -56,6 +56,9 @@ def save_policy(
                 adapter.save(folder, weights)
             else:  # all that the library puts into a model's folder but the weights
                 policy.model.save_pretrained(folder, state_dict={})
+                if policy.masters is not None:  # it has noted the dtype of their copies
+                    policy.model.config.dtype = policy.masters.dtype
+                    policy.model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
     _on_first(ranks, folder, describe)

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
@@ -107,15 +114,27 @@ class _ReduceScatter(_Comm):
 class Sharding:
     """A model whose parameters are spread over all ranks, layer by layer (FSDP2)."""
 
-    def __init__(self, model: Any, collectives: Collectives, *, device: torch.device, compute_dtype: torch.dtype):
+    def __init__(
+        self,
+        model: Any,
+        collectives: Collectives,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        on_host: bool = False,
+        reshard_after_forward: bool | int = True,
+    ):
         """Shard `model` in place; it may be on the meta device.
 
         Args:
             model: a Hugging Face model. Each of its layers is gathered when it computes and freed afterwards.
             collectives: of the run.
-            device: where the shards go.
+            device: where the model computes.
             compute_dtype: dtype of the gathered weights. The shards, the gradients' reduction and the optimizer's
                 state keep the model's own dtype.
+            on_host: shards and their gradients are in host memory, and a layer visits the device; else they are there.
+            reshard_after_forward: True frees each layer after its forward pass, and gathers it again in backward; False
+                keeps all; a number keeps them spread over so many neighbouring ranks.
         """
         dtype = next(model.parameters()).dtype
         precision = MixedPrecisionPolicy(
@@ -126,9 +145,19 @@ class Sharding:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self.model = model
         self.collectives = collectives
+        self._device, self._home = device, torch.device("cpu") if on_host else device
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-        for module in (*layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
+        for module in layers:
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=reshard_after_forward,
+            )
+        # what is in no layer is needed from the first to the last moment
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
         if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
             # an expert that no token of this rank has chosen still has its place in what is reduced
             model.set_reduce_scatter_unused_params(True)
@@ -156,6 +185,10 @@ class Sharding:
     def ready(self) -> None:
         """Settle that `model` is the root, once its weights are there: sampling begins with one of its parts."""
         self.model._get_fsdp_state()._lazy_init()
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.grad_dtype != parameter.orig_dtype:  # reduced wide, and kept so
+                    group._orig_dtype = parameter.sharded_param.grad_dtype
 
     def reset(self) -> None:
         """After a failed forward or backward: free what was gathered, drop gradients that are not reduced yet.
@@ -172,12 +205,12 @@ class Sharding:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
-    def allocate(self, device: torch.device) -> None:
-        """Give the shards their memory, in place of the meta device. The buffers stay as they are."""
+    def allocate(self) -> None:
+        """Give the shards their memory, in place of the meta device. The buffers keep their values."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.model.to_empty(device=device)
+        self.model.to_empty(device=self._home)
         for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers[name])
+            buffer.data = buffers[name].to(self._device)  # they are computed with, wherever the shards are
 
     def own_rows(self) -> Iterator[tuple[str, Tensor, int]]:
         """What this rank has of each saved tensor: its name, rows to write into, and the number of their first row.
@@ -195,25 +228,26 @@ class Sharding:
             if dist.get_rank() == 0:
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, src=0)
-        self.ready()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """All parameters whole on every rank, so that forward passes need no collectives."""
+        groups = list(self._groups())
+        meshes = [group.post_forward_mesh_info for group in groups]
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
         try:
             yield
         finally:
-            for module in self._modules:
-                module.reshard()
-                module.set_reshard_after_forward(module is not self.model, recurse=False)
-            self._forget_forwards()
+            for group, mesh in zip(groups, meshes, strict=True):
+                group.post_forward_mesh_info = mesh
+            self.end_forward()
 
     def end_forward(self) -> None:
         """End a forward pass that no backward follows, as the backward would."""
-        self.model.reshard()  # the root's own parameters are kept for the backward otherwise
+        for module in self._modules:  # what is kept for the backward otherwise
+            module.reshard()
         self._forget_forwards()
 
     def _forget_forwards(self) -> None:

@@ -56,6 +56,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         Stopped: on the other ranks then.
     """
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
+    resharding = config.hardware.reshard_after_forward
     ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
     _check_folder_is_shared(order.folder, ranks)
     request = LoadRequest(
@@ -65,6 +66,8 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         ranks=ranks,
         collectives=Collectives(),
         longest_sequence_tokens=order.longest_sequence_tokens,
+        masters_on_host=config.optim.offload,
+        reshard_after_forward=True if resharding == "auto" else resharding,
     )
     algorithm = build_algorithm(
         config.algorithm,

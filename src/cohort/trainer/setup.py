@@ -15,7 +15,7 @@ from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.plan import RunPlan
-from cohort.plan.layout import check_parking, check_undivided
+from cohort.plan.layout import check_host_memory, check_resharding, check_undivided
 from cohort.policy import (
     Policy,
     check_offload,
@@ -101,11 +101,12 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: `hardware.device` does not exist on this machine, or makes a key of `model` or `reference` pointless.
+        UserError: `hardware.device` does not exist on this machine, or makes a key pointless.
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
-    check_parking(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
+    check_host_memory(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
+    check_resharding(config, ranks.world_size)
     check_undivided(config, processes=ranks.world_size)
     for field, kind in config.quantized():
         check_quantization(kind, field=field)

@@ -1,0 +1,155 @@
+"""The plan of weights and states in host memory, of gathered weights that stay, and what it proposes of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cohort.config import AdamwConfig, Config, config_from_dict
+from cohort.distributed import ALONE
+from cohort.engine.optimizer import Optimizers
+from cohort.errors import UserError
+from cohort.plan.advice import advise, replan
+from cohort.plan.calibration import Calibration
+from cohort.plan.hardware import hardware
+from cohort.plan.memory import Work, host_bytes, plan_memory
+from cohort.plan.predict import Plan, predict_run
+from cohort.plan.shape import PRESETS, preset_shape, read_shape
+from cohort.trainer.foresee import plan_on
+from rank_engine import STEPS, batches_of, step_sequences
+from rank_offload import make_engine
+from test_optimizers import Model, train
+from tiny import save_model_folder
+
+N = 7_615_616_512  # weights of the preset "7b"
+
+
+def config(**sections: Any) -> Config:
+    raw: dict[str, Any] = {
+        "model": {"path": "somewhere", "gradient_checkpointing": True},
+        "data": {"path": "data.jsonl"},
+        "rewards": [{"use": "math"}],
+        "rollout": {"max_prompt_tokens": 512, "max_completion_tokens": 4096, "num_generations": 8, "max_num_seqs": 8},
+        "train": {"micro_batch_tokens": "auto"},
+    }
+    return config_from_dict({**raw, **{k: {**raw.get(k, {}), **v} for k, v in sections.items()}})
+
+
+def planned(wanted: Config, gpu: str = "h200", gpus: int = 1) -> Plan:
+    return predict_run(wanted, preset_shape("7b"), hardware(gpu=gpu, gpus=gpus, nodes=1, gpu_memory=None))
+
+
+def test_seven_billion_weights_by_hand():
+    """bfloat16 weights and float32 gradients on the GPU; float32 masters and two moments on the host."""
+    plan = planned(config(optim={"offload": True}))
+    optimizer = plan.memory.phases["optimizer"]
+    assert (optimizer["weights"], optimizer["gradients"], optimizer["optimizer state"]) == (2 * N, 4 * N, 0)
+    assert host_bytes(plan.work) == 12 * N
+    assert any(note.startswith("91.4 GB of host memory") for note in plan.notes)
+    visiting = planned(config(model={"parameter_offload": True}), gpu="4090")
+    assert visiting.fits and visiting.memory.total("optimizer") == visiting.memory.phases["optimizer"]["framework"]
+    assert host_bytes(visiting.work) == 16 * N
+
+
+@pytest.mark.parametrize("mode", ["offloaded", "mixed, offloaded"])
+def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
+    """Tensors of a real update, counted: on the device, and on the host."""
+    folder = str(save_model_folder(tmp_path / "model"))
+    engine = make_engine(folder, ALONE, mode)
+    algorithm, sequences = step_sequences("dapo", *STEPS["uneven"])
+    (batch,) = batches_of(engine, sequences, ALONE, 30)
+    engine.forward_backward(batch, algorithm.policy_loss)
+    parameters = list(engine.policy.model.parameters())
+    on_device = {
+        "weights": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.grad.nbytes for p in parameters),
+    }
+    engine.optim_step()
+    states = engine.state_dict()["optimizer"]["state"].values()
+    on_host = sum(x.nbytes for state in states for x in state.values())
+    on_host += sum(p.nbytes for p in engine.policy.masters.tree.parameters())
+    work = _tiny_work(folder, compute_bytes=2 if mode.startswith("mixed") else 4)
+    parts = plan_memory(work).phases["backward"]
+    for part, counted in on_device.items():
+        assert parts[part] == pytest.approx(counted, rel=0.05), part
+    assert host_bytes(work) == pytest.approx(on_host, rel=0.05)
+
+
+def _tiny_work(folder: str, *, compute_bytes: int) -> Work:
+    wanted = config(model={"path": folder, "compute_dtype": "float32"}, optim={"offload": True})
+    there = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None)
+    return replace(predict_run(wanted, read_shape(folder), there).work, compute_bytes=compute_bytes)
+
+
+def test_moments_of_weights_that_are_rounded_at_random_are_wide():
+    wide = AdamwConfig(stochastic_rounding=True)
+    for optim, expected in ((wide, 8), (AdamwConfig(), 4)):
+        model = Model(width=64, dtype=torch.bfloat16)
+        optimizers = Optimizers(model, optim)
+        train(model, optimizers, 1)
+        assert optimizers.state_bytes() == expected * sum(p.numel() for p in model.parameters())
+        kept = [x for state in optimizers.state_dict()["state"].values() for x in state.values() if x.ndim]
+        assert sum(x.nbytes for x in kept) == optimizers.state_bytes()
+
+
+def test_gathered_weights_that_stay_are_in_the_plan():
+    """Of 28 layers, of which two at a time are there in any case, 26 more; spread over two ranks half of all."""
+    shape = preset_shape("7b")
+    parts = {
+        wanted: planned(config(hardware={"processes": 4, "reshard_after_forward": wanted}), gpus=4).work
+        for wanted in (True, False, 2)
+    }
+    gathered = {wanted: plan_memory(work).phases["logprobs"]["gathered weights"] for wanted, work in parts.items()}
+    assert gathered[False] - gathered[True] == 2 * 26 * shape.layer_parameters
+    assert gathered[2] - gathered[True] == 26 * shape.layer_parameters
+    assert gathered[False] == 2 * N
+
+
+def test_the_bus_is_in_the_predicted_time():
+    """At 50 GB/s: 6 bytes of each weight for an update; 12 for a micro-batch whose weights visit."""
+    base = hardware(gpu="h200", gpus=1, nodes=1, gpu_memory=None)
+    measured = Calibration(
+        device=base.gpu_name,
+        on_gpu=True,
+        machine="x",
+        date="2026-11-01",
+        torch_version="2.13.0",
+        flops={"float32": 5e13, "bfloat16": 6e14},
+        memory_bandwidth=4e12,
+        host_bandwidth=50e9,
+        collective_bandwidth=None,
+        memory_bytes=base.gpu_memory_bytes,
+        framework_bytes=10**9,
+    )
+    plain, moved, visiting = (
+        predict_run(config(**sections), preset_shape("7b"), replace(base, measured=measured))
+        for sections in ({}, {"optim": {"offload": True}}, {"model": {"parameter_offload": True}})
+    )
+    waited = moved.timing["training_s"].value - plain.timing["training_s"].value
+    assert waited == pytest.approx(6 * N / 50e9)
+    assert "gradients to host memory and weights back" in moved.timing["training_s"].how
+    assert visiting.timing["visiting_s"].value == pytest.approx(visiting.rows.num_micro_batches * 12 * N / 50e9)
+
+
+def test_it_is_proposed_before_eight_bits_and_adapters_and_makes_the_run_fit():
+    one, wanted = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None), config()
+    plan = predict_run(wanted, preset_shape("7b"), one)
+    assert not plan.fits
+    told = [advice.told() for advice in advise(wanted, plan)]
+    first = [next(n for n, text in enumerate(told) if part in text) for part in ("optim.offload=true", "model.adapter")]
+    assert first == sorted(first)
+    assert next(n for n, text in enumerate(told) if "parameter_offload" in text) < first[1]
+    assert replan(wanted, preset_shape("7b"), one, {"optim.offload": True}).fits
+
+
+def test_a_run_that_cannot_fit_is_told_so_at_its_start(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["qwen2.5-7b"])), encoding="utf-8")
+    wanted = config(model={"path": str(tmp_path)})
+    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 512, "num_prompts": 100, "note": print}
+    one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None)
+    with pytest.raises(UserError, match=r"optim\.offload=true"):
+        plan_on(wanted, one, **about)
+    assert plan_on(config(model={"path": str(tmp_path)}, optim={"offload": True}), one, **about) is not None
