@@ -78,6 +78,8 @@ MODES: dict[str, dict[str, Any]] = {
 MODES_OF_GPUS: dict[str, dict[str, Any]] = {  # that have no effect on a CPU
     "offloaded activations": {"model.activation_offload": True},
     "offloaded reference": {"algorithm.beta": 0.04, "reference.device": "cpu"},
+    "offloaded optimizer": {"optim.offload": True},
+    "offloaded parameters": {"model.parameter_offload": True},
 }
 # Parts of a plan that are counted together, since the allocator cannot tell them apart.
 STATE = {
