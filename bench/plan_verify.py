@@ -20,7 +20,8 @@ from cohort.cli.plan_verify import track_step
 from cohort.config.adapter import AdapterConfig
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import PRESETS, preset_shape, shape_of
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import preset_shape, shape_of
 from cohort.plan.work import Work
 
 SHAPES = ("0.5b", "qwen3-0.6b", "llama3-1b", "7b", "llama3-70b")

@@ -17,8 +17,9 @@ from cohort.plan.critic import critic_shape
 from cohort.plan.hardware import hardware, parse_bytes
 from cohort.plan.layout import plan_layout
 from cohort.plan.predict import predict_run
+from cohort.plan.presets import PRESETS
 from cohort.plan.rows import plan_rows
-from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
+from cohort.plan.shape import preset_shape, read_shape, shape_of
 from plans import EIGHT, config
 
 SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so that attention is next to nothing

@@ -25,7 +25,8 @@ from cohort.plan.calibration import (
 )
 from cohort.plan.hardware import GPUS, hardware
 from cohort.plan.predict import predict_run
-from cohort.plan.shape import PRESETS, preset_shape
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import preset_shape
 from plans import config
 
 H100 = GPUS["h100"][0]

@@ -17,8 +17,9 @@ from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.data import count_prompts
 from cohort.plan.hardware import hardware
+from cohort.plan.presets import PRESETS
 from cohort.plan.rows import plan_rows
-from cohort.plan.shape import PRESETS, preset_shape
+from cohort.plan.shape import preset_shape
 from cohort.trainer.foresee import compared, plan_on
 from plans import EIGHT, config
 from runs import changed, make_inputs

@@ -17,7 +17,8 @@ from cohort.plan.calibration import Calibration
 from cohort.plan.hardware import hardware
 from cohort.plan.memory import Work, host_bytes, plan_memory
 from cohort.plan.predict import Plan, predict_run
-from cohort.plan.shape import PRESETS, preset_shape, read_shape
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import preset_shape, read_shape
 from cohort.trainer.foresee import plan_on
 from rank_engine import STEPS, batches_of, step_sequences
 from rank_offload import make_engine

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.config import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
-from cohort.plan.shape import PRESETS, preset_shape, read_shape, shape_of
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import preset_shape, read_shape, shape_of
 
 # Of the models' own cards and weight files.
 PARAMETERS = {

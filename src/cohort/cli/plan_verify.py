@@ -30,7 +30,8 @@ from cohort.plan.backward import CPU_BLOCK
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
-from cohort.plan.shape import PRESETS, shape_of
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import shape_of
 from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs
 from cohort.policy.activations import prepare_activations
 from cohort.policy.adapter import Adapter, adapter_start

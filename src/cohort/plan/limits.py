@@ -7,7 +7,8 @@ from cohort.config import Config
 from cohort.errors import UserError
 from cohort.plan.advice import replan
 from cohort.plan.hardware import Hardware
-from cohort.plan.shape import PRESETS, ModelShape, preset_shape
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import ModelShape, preset_shape
 
 Limit = Literal["model", "length", "generations"]
 _MOST = 1 << 22  # of tokens and of generations; what is limited by other things is not memory's to say
