@@ -319,7 +319,9 @@ def test_an_adapter_of_another_base(base: Path, tmp_path: Path):
         check(base, of_wide)
     with pytest.raises(UserError, match=r"the model has no layer for its base_model.model.model.layers.2."):
         check(base, of_deep)
-    fine = check(deep, of_base)  # of fewer layers: those that it has
+    file = Path(of_base) / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+    fine = check(deep, of_base)  # of fewer layers, and of a base that nothing is known of: those that it has
     assert len(fine.modules) == 14 and fine.names == fine.modules
     assert check(base, of_base, rank=4, targets="all-linear").rank == 4
     for keys, message in (

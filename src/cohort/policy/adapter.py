@@ -29,6 +29,7 @@ from cohort.policy.adapter_folder import (
     adapter_spec,
     read_adapter,
 )
+from cohort.policy.fingerprint import BASE_FINGERPRINT
 from cohort.policy.sharding import own_part
 
 _CURRENT, _START = "default", "start"  # peft's names of the adapter that is trained, and of what it started from
@@ -106,8 +107,9 @@ class Adapter:
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        quantized = {} if self.spec.quantization is None else {BASE_QUANTIZATION: self.spec.quantization}
-        save_file(dict(weights), folder / WEIGHTS_FILE, metadata={"format": "pt", **quantized})
+        base = {BASE_QUANTIZATION: self.spec.quantization, BASE_FINGERPRINT: self.spec.fingerprint}
+        known = {key: value for key, value in base.items() if value is not None}
+        save_file(dict(weights), folder / WEIGHTS_FILE, metadata={"format": "pt", **known})
         config = _peft_config(self.spec, self.spec.names)
         config.inference_mode = True
         config.save_pretrained(str(folder))
@@ -189,7 +191,7 @@ class _Linear(nn.Linear):
 
 
 def adapter_start(
-    config: ModelConfig, *, checkpoint: Path | None, keep_reference: bool, seed: int, model: Any
+    config: ModelConfig, *, checkpoint: Path | None, keep_reference: bool, seed: int, model: Any, download: bool = False
 ) -> AdapterStart:
     """What `model.adapter` asks for.
 
@@ -199,12 +201,13 @@ def adapter_start(
         keep_reference: the policy that the run started from will be computed too.
         seed: of new weights.
         model: from `empty_model`.
+        download: fetch files of the model that this machine lacks, since they are loaded next.
 
     Raises:
         UserError: it does not go with the model.
     """
     assert config.adapter is not None
-    spec = adapter_spec(config, model)
+    spec = adapter_spec(config, model, download=download)
     given = None if config.adapter.path is None else read_adapter(Path(config.adapter.path), spec, model)
     return AdapterStart(
         spec=spec,

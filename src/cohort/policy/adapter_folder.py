@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
+from cohort.policy.fingerprint import BASE_FINGERPRINT, base_fingerprint, check_base
 from cohort.policy.routers import find_routers
 from cohort.policy.weights import StoredTensor, stored_file
 
@@ -44,6 +45,7 @@ class AdapterSpec:
     rslora: bool
     dora: bool
     base: str  # folder or id of the model
+    fingerprint: str | None = None  # of the model, where its files are here
     quantization: Quantization | None = None  # of the model's own weights while this is trained
 
     @property
@@ -52,12 +54,13 @@ class AdapterSpec:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def adapter_spec(config: ModelConfig, model: Any) -> AdapterSpec:
+def adapter_spec(config: ModelConfig, model: Any, *, download: bool = False) -> AdapterSpec:
     """What the `model` section asks for; with `path`, what was saved there.
 
     Args:
         config: with an adapter.
-        model: from `empty_model`; no weights are looked at.
+        model: from `empty_model`; of the weights only a sample is read, to know the model again.
+        download: fetch files of the model that this machine lacks; without, its weights may stay unknown.
 
     Raises:
         UserError: a target is no layer of the model, the rank is larger than a layer, or the saved adapter is of
@@ -97,10 +100,11 @@ def adapter_spec(config: ModelConfig, model: Any) -> AdapterSpec:
         rslora=rslora,
         dora=dora,
         base=config.path,
+        fingerprint=base_fingerprint(config.path, download=download),
         quantization=config.quantization,
     )
     if adapter.path is not None:
-        _check_tensors(stored, spec, model, Path(adapter.path), _FIELD)
+        _check_model(stored, spec, model, Path(adapter.path), _FIELD)
     if spec.dora and config.quantization is not None:
         raise UserError(
             f"model.quantization: {config.quantization} with model.adapter.dora: true: DoRA wants the lengths of whole "
@@ -117,16 +121,13 @@ def read_adapter(folder: Path, spec: AdapterSpec, model: Any, *, field: str = _F
     """
     from safetensors.torch import load_file
 
-    _check_tensors(_stored(folder, field), spec, model, folder, field)
+    _check_model(_stored(folder, field), spec, model, folder, field)
     return load_file(folder / WEIGHTS_FILE)
 
 
 def saved_quantization(folder: Path) -> str | None:
     """What the base's weights were quantized to while a saved adapter was trained; None: not, or it does not say."""
-    from safetensors import safe_open
-
-    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-        return (file.metadata() or {}).get(BASE_QUANTIZATION)
+    return _metadata(folder).get(BASE_QUANTIZATION)
 
 
 def saved_rank(path: str) -> int:
@@ -296,6 +297,24 @@ def _check_given(adapter: AdapterConfig, saved: Mapping[str, Any]) -> None:
             raise UserError(
                 f"model.adapter.{key}: {given}: the adapter at {adapter.path} has {value}; remove {key}, or use {value}"
             )
+
+
+def _metadata(folder: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        return file.metadata() or {}
+
+
+def _check_model(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model: Any, folder: Path, field: str) -> None:
+    """Compare the model that a saved adapter is of with this one.
+
+    Raises:
+        UserError: they are two.
+    """
+    _check_tensors(stored, spec, model, folder, field)
+    saved, named = _metadata(folder).get(BASE_FINGERPRINT), _read_config(folder, field).get("base_model_name_or_path")
+    check_base(folder, saved, named, base=spec.base, fingerprint=spec.fingerprint, field=field)
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model: Any, folder: Path, field: str) -> None:

@@ -239,6 +239,7 @@ def _adapter_start(request: LoadRequest) -> AdapterStart:
         keep_reference=request.keep_reference,
         seed=request.seed,
         model=empty_model(request.config),
+        download=True,
     )
 
 
