@@ -64,6 +64,11 @@ class Plan:
             )
         if self.work.adapter is not None and self.work.adapter.note is not None:
             notes.append(self.work.adapter.note)
+        if self.work.freezes:
+            notes.append(
+                "model.freeze: frozen weights are counted as if they were trained, so a run takes less: nothing for "
+                "their gradients and the optimizer's state of them"
+            )
         if waiting := host_bytes(self.work):
             notes.append(
                 f"{waiting / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "

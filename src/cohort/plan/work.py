@@ -37,6 +37,7 @@ class Work:
     on_gpu: bool = True
     shares_prompts: bool = True  # of a row's completions, each of which attends to a prompt that is computed once
     adapter: AdapterShape | None = None  # None: every weight is trained
+    freezes: bool = False  # some weights, which are counted as if they were trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
     reference_visits: bool = False  # from host memory, while it is computed with
     masters_on_host: bool = False  # and the optimizer's state; weights are kept as they are computed with
@@ -103,6 +104,7 @@ def critic_work(policy: Work, shape: ModelShape) -> Work:
         policy,
         shape=shape,
         adapter=None,
+        freezes=False,
         gradients_in_forward=False,
         has_reference=False,
         reference_visits=False,
@@ -153,6 +155,7 @@ def work_of(
         shares_prompts=rows.row_completions > 1 or rows.kept_prompt_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
         framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
+        freezes=bool(model.freeze),
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
         masters_on_host=config.optim.offload,
