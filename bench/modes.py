@@ -74,6 +74,10 @@ MODES: dict[str, dict[str, Any]] = {
     "two processes, adapter": {"hardware.processes": 2, "model.adapter": {"rank": 16}},
     "two processes, reference": {"hardware.processes": 2, "algorithm.beta": 0.04},
     "two processes, critic": {"hardware.processes": 2, "algorithm.name": "ppo"},
+    "two processes, layers stay": {"hardware.processes": 2, "hardware.reshard_after_forward": False},
+}
+MODES_WITHOUT_PLAN: dict[str, dict[str, Any]] = {  # that `cohort plan` does not count
+    "frozen half": {"model.freeze": ["model.embed_tokens.*", "model.layers.[0-3].*"]},
 }
 MODES_OF_GPUS: dict[str, dict[str, Any]] = {  # that have no effect on a CPU
     "offloaded activations": {"model.activation_offload": True},
@@ -88,7 +92,7 @@ STATE = {
     "optimizer": ("optimizer state", "critic optimizer"),
 }
 PARTS = (*STATE, "activations")
-ALL = {**MODES, **MODES_OF_GPUS}
+ALL = {**MODES, **MODES_WITHOUT_PLAN, **MODES_OF_GPUS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +165,11 @@ def main() -> None:
 def here() -> list[str]:
     """The modes that this machine can run."""
     gpus = torch.cuda.device_count()
-    return [*MODES] if not gpus else [name for name, mode in ALL.items() if processes_of(mode) <= gpus]
+    return (
+        [*MODES, *MODES_WITHOUT_PLAN]
+        if not gpus
+        else [name for name, mode in ALL.items() if processes_of(mode) <= gpus]
+    )
 
 
 def processes_of(mode: Mapping[str, Any]) -> int:
