@@ -72,7 +72,6 @@ MODES: dict[str, dict[str, Any]] = {
     "two processes, adamw_8bit": {"hardware.processes": 2, "optim.name": "adamw_8bit"},
     "two processes, muon": {"hardware.processes": 2, "optim.name": "muon"},
     "two processes, adapter": {"hardware.processes": 2, "model.adapter": {"rank": 16}},
-    "two processes, kept layers": {"hardware.processes": 2, "hardware.reshard_after_forward": False},
     "two processes, reference": {"hardware.processes": 2, "algorithm.beta": 0.04},
     "two processes, critic": {"hardware.processes": 2, "algorithm.name": "ppo"},
 }
