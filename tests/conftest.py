@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +20,15 @@ def no_calibration(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Plans know nothing of what `cohort plan --calibrate` has measured on this machine."""
     if request.module.__name__.startswith(("test_plan", "test_check")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("tmp_path") / "cache"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_the_group() -> Iterator[None]:
+    """A model whose weights wait in host memory joins a group of one process; what comes after makes its own."""
+    yield
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_copies_may_be_as_late_as_they_like(monkeypatch: pytest.MonkeyPatch, wai
     pairs = [(weight, master) for _, weight, master in masters.pairs()]
     late = HostUpdates(pairs, make_lane=lambda device: Late(device, waits=waits))
     for slot in (*late._gradients, *late._copies):
-        slot.fill_(0.1)  # what lay there before
+        slot.fill_(63)  # what lay there before
     monkeypatch.setattr(optimizers, "_host", late)
     train(plain, Optimizers(plain, AdamwConfig()), 5)
     train(moved, optimizers, 5)

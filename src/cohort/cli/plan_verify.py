@@ -62,6 +62,8 @@ def track_step(
     compute_dtype: str = "bfloat16",
     adapter: AdapterConfig | None = None,
     critic: bool = False,
+    parameter_offload: bool = False,
+    reshard_after_forward: bool | int = True,
 ) -> TrackedStep:
     """Run a step symbolically with one group for a micro-batch.
 
@@ -76,6 +78,8 @@ def track_step(
         compute_dtype: as `model.compute_dtype`.
         adapter: as `model.adapter`.
         critic: whether it is a critic, whose output are values.
+        parameter_offload: as `model.parameter_offload`. Host memory is counted too: there is no other here.
+        reshard_after_forward: as `hardware.reshard_after_forward`.
     """
     with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
         (Path(folder) / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
@@ -86,9 +90,10 @@ def track_step(
                 "compute_dtype": compute_dtype,
                 "gradient_checkpointing": checkpointing,
                 "adapter": adapter,
+                "parameter_offload": parameter_offload,
             }
         )
-        policy = _sharded_policy(settings, Critic if critic else Policy)
+        policy = _sharded_policy(settings, Critic if critic else Policy, reshard_after_forward)
         sequences = _group(prompt_tokens, completion_tokens, num_generations)
         micro_batch = collate(sequences, share_prompts=True)
         # a row of the head without a gradient is left out, which depends on values: here all have one
@@ -157,7 +162,7 @@ def _peak(tracker: MemTracker, work: Callable[[], None]) -> int:
     return sum(int(parts["Total"]) for parts in tracker.get_tracker_snapshot("peak").values())
 
 
-def _sharded_policy(config: ModelConfig, kind: type[Policy]) -> Policy:
+def _sharded_policy(config: ModelConfig, kind: type[Policy], reshard_after_forward: bool | int) -> Policy:
     model = empty_model(config)
     kind.adapt(model)
     if config.adapter is not None:
@@ -167,7 +172,14 @@ def _sharded_policy(config: ModelConfig, kind: type[Policy]) -> Policy:
     model.train()
     prepare_activations(model, config)
     compute_dtype = getattr(torch, config.dtype if config.compute_dtype == "auto" else config.compute_dtype)
-    sharding = Sharding(model, Collectives(), device=torch.device("cpu"), compute_dtype=compute_dtype)
+    sharding = Sharding(
+        model,
+        Collectives(),
+        device=torch.device("cpu"),
+        compute_dtype=compute_dtype,
+        on_host=config.parameter_offload,
+        reshard_after_forward=reshard_after_forward,
+    )
     traits = ModelTraits(layout="shared", reason=None, has_plain_head=kind is Policy, attention=attention.NAME)
     return kind(
         model,
@@ -207,7 +219,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
     """Compare the closed form with a symbolic run of the plan's micro-batch.
 
     The model has `layers` of its layers, which are alike (0: all of them); both sides count the same ones. It is the
-    policy with AdamW, without a critic beside it.
+    policy with AdamW, without a critic beside it, and with all of it on the GPU.
 
     Raises:
         UserError: there is one process, whose weights are not sharded, or the model's folder is not there.
@@ -227,11 +239,14 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
         dtype=config.model.dtype,
         compute_dtype=compute_dtype(config.model, on_gpu=True),
         adapter=config.model.adapter,
+        reshard_after_forward=plan.work.reshard_after_forward,
     )
     work = replace(
         plan.work,
         shape=shape_of(model_config, name=plan.shape.name),
         offload=False,
+        masters_on_host=False,
+        parameters_on_host=False,
         gradients_in_forward=False,
         has_reference=False,
         row_tokens=rollout.max_prompt_tokens + completions * (rollout.max_completion_tokens - 1),

@@ -212,6 +212,11 @@ class Config(Section):
                 "reference.device: cpu has no effect with model.parameter_offload: true, where the reference waits in "
                 "host memory too; remove it"
             )
+        if self.reference is not None and self.reference.quantization is not None:
+            raise ValueError(
+                f"reference.quantization: {self.reference.quantization} with model.parameter_offload: true, where the "
+                f"reference waits in host memory, layer by layer, and takes none of the GPU's; remove one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -220,9 +220,13 @@ class TrainEngine:
 
     @property
     def num_state_bytes(self) -> int:
-        """What the optimizer keeps on this rank's device."""
-        on_host = self.policy.masters is not None and self.policy.device.type != "cpu"
-        return 0 if on_host else self._optimizer.state_bytes()
+        """What the optimizer keeps of this rank's weights, wherever it is; a checkpoint has it of all ranks."""
+        return self._optimizer.state_bytes()
+
+    @property
+    def num_device_state_bytes(self) -> int:
+        """What of that takes memory of this rank's device."""
+        return 0 if self.policy.state_on_host else self.num_state_bytes
 
     def fits(self, sequences: Sequences, per_token_loss: PerTokenLoss, *, reserved_bytes: int = 0) -> bool:
         """Whether a micro-batch of these sequences fits into the memory of every rank; nothing is learned.
@@ -235,7 +239,7 @@ class TrainEngine:
             reserved_bytes: that something else will take, and has not yet.
         """
         self.policy.model.train()
-        states = self.num_state_bytes + reserved_bytes
+        states = self.num_device_state_bytes + reserved_bytes
         try:
             room = torch.empty(states, dtype=torch.uint8, device=self.policy.device)  # for the optimizer's state
             for parameter in self._parameters:  # and for the gradients, which all micro-batches but the first find

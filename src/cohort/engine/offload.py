@@ -10,7 +10,7 @@ not by name, so that another number of ranks could not go on with it; and it exi
 could test it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -85,6 +85,8 @@ class HostUpdates:
     def __init__(self, pairs: Sequence[Pair], *, make_lane: Callable[[torch.device], Lane] = lane):
         """Take the places that transfers go through: pinned, twice the largest weight in each direction.
 
+        They are bytes, because not all weights need be of one dtype.
+
         Args:
             pairs: in the order of updates.
             make_lane: of a device.
@@ -92,13 +94,12 @@ class HostUpdates:
         self._pairs = pairs
         device = local(pairs[0][0]).device
         self._down, self._up = make_lane(device), make_lane(device)
-        size = max(local(parameter).numel() for parameter, _ in pairs)
 
-        def slots(dtype: torch.dtype) -> list[Tensor]:
-            return [torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(_SLOTS)]
+        def slots(weights: Iterable[Tensor]) -> list[Tensor]:
+            size = max(local(weight).nbytes for weight in weights)
+            return [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(_SLOTS)]
 
-        parameter, master = pairs[0]
-        self._gradients, self._copies = slots(master.dtype), slots(parameter.dtype)
+        self._gradients, self._copies = slots(m for _, m in pairs), slots(p for p, _ in pairs)
 
     @torch.no_grad()
     def run(self, update: Callable[[nn.Parameter], None]) -> None:
@@ -115,7 +116,7 @@ class HostUpdates:
             if number + 1 < len(self._pairs):
                 arrivals.append(self._fetch(number + 1))
             arrivals[number]()
-            master.grad = _as(master, self._slot(self._gradients, number))
+            master.grad = _as(master, _view(self._gradients, number, master))
             update(master)
             master.grad = None
             if number >= _SLOTS:
@@ -124,19 +125,21 @@ class HostUpdates:
         self._up.end()
 
     def _fetch(self, number: int) -> Callable[[], object]:
-        gradient = self._pairs[number][0].grad
-        assert gradient is not None, "every weight has a gradient when it is updated"
-        return self._down.copy(self._slot(self._gradients, number), local(gradient))
+        parameter, master = self._pairs[number]
+        assert parameter.grad is not None, "every weight has a gradient when it is updated"
+        return self._down.copy(_view(self._gradients, number, master), local(parameter.grad))
 
     def _send(self, number: int) -> Callable[[], object]:
         parameter, master = self._pairs[number]
-        slot = self._slot(self._copies, number)
+        slot = _view(self._copies, number, parameter)
         slot.copy_(local(master))
         return self._up.copy(local(parameter), slot)
 
-    def _slot(self, slots: Sequence[Tensor], number: int) -> Tensor:
-        own = local(self._pairs[number][0])
-        return slots[number % _SLOTS][: own.numel()].view(own.shape)
+
+def _view(slots: Sequence[Tensor], number: int, weight: Tensor) -> Tensor:
+    """The bytes of a slot as this rank's part of a weight."""
+    own = local(weight)
+    return slots[number % _SLOTS][: own.nbytes].view(own.dtype).view(own.shape)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.launch.report import Failure, read_failures
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import num_gpus, place, visible_devices
+from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
 from cohort.run_folder import LOGS, check_folder, make_folder
 
@@ -51,9 +52,10 @@ def run_processes(
         note: called with what a person should know, such as a restart.
 
     Raises:
-        UserError: as told by rank 0.
+        UserError: the configuration does not suit so many processes; or as told by rank 0.
         TrainingError: rank 0 says why the run cannot go on, or a process failed and no restart is left.
     """
+    check_processes(config, num_processes)
     check_folder(Path(config.run.dir), resume=resume)
     slots = list(range(num_processes))  # of GPUs, where there are any
     failed_before: int | None = None

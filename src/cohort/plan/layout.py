@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from cohort.config import Config, VllmRolloutConfig
 from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
+from cohort.plan.defaults import BYTES, compute_dtype
 from cohort.plan.hardware import Hardware
+from cohort.plan.optimizer import check_spread
 from cohort.plan.room import why_it_does_not_fit
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus
@@ -109,6 +111,7 @@ def check_host_memory(config: Config, *, on_gpu: bool, processes: int) -> None:
             "model.parameter_offload: true has no effect on a run on the CPU, whose weights are in host memory "
             "already; remove it"
         )
+    _check_average(config)
     if config.reference is None or config.reference.device != "cpu":
         return
     if not on_gpu:
@@ -121,6 +124,34 @@ def check_host_memory(config: Config, *, on_gpu: bool, processes: int) -> None:
             f"reference.device: cpu works in one process, and this run has {processes}, over which the "
             f"reference is spread already; use reference.device: auto"
         )
+
+
+def _check_average(config: Config) -> None:
+    """A reference that is an average is narrow with `optim.offload`, and what is added to it may be small.
+
+    Raises:
+        UserError: it would be lost.
+    """
+    reference, wide = config.reference, config.model.dtype
+    computed = compute_dtype(config.model, on_gpu=True)
+    if reference is None or reference.mix in (None, 1) or not config.optim.offload or BYTES[computed] >= BYTES[wide]:
+        return
+    raise UserError(
+        f"reference.mix: {reference.mix:g} with optim.offload: true: the reference is kept in {computed}, in which an "
+        f"average over refreshes loses what is small; use reference.mix: 1, model.compute_dtype: {wide}, or "
+        f"model.parameter_offload: true in place of optim.offload"
+    )
+
+
+def check_processes(config: Config, processes: int) -> None:
+    """Compare the configuration with the number of training processes, before any is started.
+
+    Raises:
+        UserError: a key has no effect with so many, or cannot be spread over them.
+    """
+    check_spread(config.optim, processes)
+    check_resharding(config, processes)
+    check_undivided(config, processes=processes)
 
 
 def check_resharding(config: Config, processes: int) -> None:

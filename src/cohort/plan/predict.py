@@ -7,9 +7,8 @@ from typing import Any
 from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, check_host_memory, check_resharding, check_undivided, plan_layout
+from cohort.plan.layout import Layout, check_host_memory, check_processes, plan_layout
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, host_bytes, plan_memory
-from cohort.plan.optimizer import check_spread
 from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
 from cohort.plan.shape import ModelShape
 from cohort.plan.timetable import Number, plan_timing
@@ -169,10 +168,8 @@ def predict_run(
         UserError: configuration and machines contradict each other.
     """
     layout = layout or plan_layout(config, shape, hardware)
-    check_spread(config.optim, layout.num_training)
     check_host_memory(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
-    check_resharding(config, layout.num_training)
-    check_undivided(config, processes=layout.num_training)
+    check_processes(config, layout.num_training)
     wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)

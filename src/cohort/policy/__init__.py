@@ -3,7 +3,7 @@
 from cohort.policy.activations import check_offload
 from cohort.policy.adapter_folder import AdapterSpec, saved_quantization, saved_rank, with_base
 from cohort.policy.critic import Critic
-from cohort.policy.export import TensorSpec, stream_weights, weight_specs
+from cohort.policy.export import TensorSpec, saved_bytes, stream_weights, weight_specs
 from cohort.policy.limits import check_lengths, check_router_loss, check_vocabulary, end_token_ids, trained_weights
 from cohort.policy.load import LoadRequest, check_adapter, load_critic, load_policy, resolve_device
 from cohort.policy.logprobs import LinearLoss, linear_logprobs, linear_loss
@@ -49,6 +49,7 @@ __all__ = [
     "quiet_transformers",
     "resolve_device",
     "save_policy",
+    "saved_bytes",
     "saved_quantization",
     "saved_rank",
     "stream_weights",

@@ -1,5 +1,6 @@
 """A policy's weights as its saved folder has them, one after another, for it and for whoever samples."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +47,13 @@ def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator
             while made:  # none is held for longer than whoever takes it needs it
                 name = next(iter(made))
                 yield name, made.pop(name)
+
+
+def saved_bytes(policy: Policy) -> int:
+    """Of the weights in the policy's saved folder: its own, in their masters' dtype, or its adapter's."""
+    if policy.adapter is not None:
+        return sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weight_specs(policy))
 
 
 def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:

@@ -16,7 +16,7 @@ class Masters:
 
     Attributes:
         tree: modules without a forward that hold the masters under the names that they have in the model.
-        dtype: of the masters.
+        dtype: of the first, which is what a model's dtype is called. A few may be wider, where the model asks for it.
     """
 
     def __init__(self, model: Any, compute_dtype: torch.dtype):
@@ -35,8 +35,8 @@ class Masters:
         self._by_name = dict(self.tree.named_parameters())
         self._model = model
         round_weights(model, compute_dtype)
-        for _, parameter, _ in self.pairs():
-            parameter.grad_dtype = self.dtype  # micro-batches are added up as wide as without masters
+        for _, parameter, master in self.pairs():
+            parameter.grad_dtype = master.dtype  # micro-batches are added up as wide as without masters
 
     def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Each weight that is trained: its name, its copy on the device, its master."""

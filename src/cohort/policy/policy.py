@@ -128,6 +128,11 @@ class Policy:
         return self._head is not None
 
     @property
+    def state_on_host(self) -> bool:
+        """Whether what an optimizer keeps of the weights is in host memory, and takes none of the device's."""
+        return self.masters is not None or (self.sharding is not None and self.sharding.on_host)
+
+    @property
     def logprob_tolerance(self) -> float:
         """How far apart two computations of one logprob may be, in batches of different shape, by rounding alone."""
         return 0.3 if torch.bfloat16 in (self.dtype, self.compute_dtype) else 1e-3

@@ -145,6 +145,7 @@ class Sharding:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self.model = model
         self.collectives = collectives
+        self.on_host = on_host
         self._device, self._home = device, torch.device("cpu") if on_host else device
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]

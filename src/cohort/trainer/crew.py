@@ -331,7 +331,7 @@ class Crew:
     def _find_budget_on_rank(self, *, longest_sequence_tokens: int, most_tokens: int) -> int:
         """The critic and its optimizer are there while the policy is trained, and the other way round."""
         longest, critic, functions = longest_sequence_tokens, self.critic, self.algorithm.critic
-        room = 0 if critic is None else critic.num_state_bytes
+        room = 0 if critic is None else critic.num_device_state_bytes
         found = find_budget(
             self.engine,
             self.algorithm.policy_loss,
@@ -340,7 +340,7 @@ class Crew:
             reserved_bytes=room,
         )
         if critic is not None and functions is not None:
-            room = self.engine.num_state_bytes
+            room = self.engine.num_device_state_bytes
             found = find_budget(
                 critic, functions.loss, longest_sequence_tokens=longest, most_tokens=found, reserved_bytes=room
             )

@@ -39,7 +39,8 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
     """
     display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
     with _others_are_told(ranks) as others, closing(display):
-        device = rank_device(config, ranks)
+        with others.taking_part():
+            device = rank_device(config, ranks)
         inputs = read_inputs(config)
         servers = find_servers(config, inputs)
         with closing(RunFolder(config, resume=resume)) as folder:

@@ -15,13 +15,13 @@ from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.plan import RunPlan
-from cohort.plan.layout import check_host_memory, check_resharding, check_undivided
+from cohort.plan.layout import check_host_memory, check_processes
 from cohort.policy import (
-    Policy,
     check_offload,
     check_quantization,
     check_vocabulary,
     resolve_device,
+    saved_bytes,
 )
 from cohort.rollout import LocalEngine, RolloutEngine
 from cohort.trainer.crew import Crew
@@ -106,8 +106,7 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
     check_host_memory(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
-    check_resharding(config, ranks.world_size)
-    check_undivided(config, processes=ranks.world_size)
+    check_processes(config, ranks.world_size)
     for field, kind in config.quantized():
         check_quantization(kind, field=field)
     if device.type == "cuda" and ranks.world_size > 1:
@@ -159,12 +158,12 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
         UserError: names what is needed and what is free.
     """
     learning = (crew.engine,) if crew.critic is None else (crew.engine, crew.critic)
-    weights = _num_bytes(crew.policy)
-    # A checkpoint is what is trained and its optimizer's state, and a reference that is refreshed; one more is being
-    # written while the kept ones are there.
+    weights = saved_bytes(crew.policy)
+    # A checkpoint is the model or its adapter, the optimizer's state, and a reference that is refreshed; one more is
+    # being written while the kept ones are there.
     states = sum(engine.num_state_bytes for engine in learning) * crew.ranks.world_size
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
-    checkpoint = sum(_num_bytes(engine.policy) for engine in learning) + states + refreshed
+    checkpoint = sum(saved_bytes(engine.policy) for engine in learning) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
     needed = checkpoint * kept + weights - existing
@@ -176,8 +175,3 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
             + "; free some space, or give another folder"
             + (f", or lower run.keep_checkpoints (now {config.run.keep_checkpoints})" if kept else "")
         )
-
-
-def _num_bytes(policy: Policy) -> int:
-    """Of what is trained, which is what is saved."""
-    return sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)

@@ -1,0 +1,77 @@
+"""Memory of gathered weights that stay, and of those that wait in host memory, against a symbolic run of the step."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cohort.cli.plan_verify import TrackedStep, track_step
+from cohort.config import AdamwConfig
+from cohort.plan.memory import Work, host_bytes, plan_memory
+from cohort.plan.shape import shape_of
+from test_plan_memory import SMALL, app, work
+
+pytestmark = pytest.mark.slow  # a symbolic step takes seconds
+MODEL = {**SMALL, "num_hidden_layers": 4, "model_type": "qwen2", "vocab_size": 512}
+PROMPT, COMPLETION, GROUP = 32, 64, 2
+
+
+@cache
+def tracked(reshard: bool | int = True, offload: bool = False) -> TrackedStep:
+    return track_step(
+        MODEL,
+        world_size=4,
+        prompt_tokens=PROMPT,
+        completion_tokens=COMPLETION,
+        num_generations=GROUP,
+        checkpointing=False,
+        parameter_offload=offload,
+        reshard_after_forward=reshard,
+    )
+
+
+def planned(**changes: Any) -> Work:
+    return work(
+        shape_of(MODEL, name="small"),
+        processes=4,
+        row_tokens=PROMPT + GROUP * (COMPLETION - 1),
+        scored_tokens=GROUP * COMPLETION,
+        on_gpu=False,
+        checkpointing=False,
+        optim=AdamwConfig(),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_gathered_layers_that_stay_are_tracked(reshard: bool | int) -> None:
+    """The whole of backward. Negative control: a plan that does not know that all stay says too little."""
+    some = planned(reshard_after_forward=reshard)
+    assert plan_memory(some).total("backward") == pytest.approx(tracked(reshard).train_bytes, rel=0.05)
+    if reshard is False:
+        without = plan_memory(planned(reshard_after_forward=True)).total("backward")
+        assert without < 0.95 * tracked(reshard).train_bytes
+
+
+def test_what_waits_on_the_host_is_tracked() -> None:
+    """Both memories are one in a symbolic run: what the plan has on the GPU and on the host, but for copies between."""
+    some = planned(parameters_on_host=True)
+    copies = some.weight_bytes * some.shape.layer_parameters // 4
+    both = plan_memory(some).total("backward") + host_bytes(some) - copies
+    assert both == pytest.approx(tracked(offload=True).train_bytes, rel=0.05)
+    assert host_bytes(some) > 0.4 * both
+
+
+def test_the_command_verifies_layers_that_stay(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}, compute_dtype: bfloat16}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
+        "rollout: {max_prompt_tokens: 32, max_completion_tokens: 64, num_generations: 2}\n"
+        "hardware: {processes: 2, reshard_after_forward: false}\n"
+    )
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--verify", "--layers", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["verified"]["ratio"] == pytest.approx(1, abs=0.08)
