@@ -38,6 +38,7 @@ def test_the_list_names_each_with_its_parts_and_paper():
         for kind, known in COMPONENTS.items():
             assert f" {getattr(algorithm, kind)}: {known[getattr(algorithm, kind)].formula}" in result.output
     assert "  [clip_low: 0.2, clip_high: 0.28, delta: null]\n" in result.output
+    assert result.output.endswith("docs/algorithm-terms.md\n") and (ROOT / "docs" / "algorithm-terms.md").exists()
 
 
 def test_one_algorithm_with_formulas_and_its_own_defaults():

@@ -69,14 +69,13 @@ def test_values_in_bfloat16(tmp_path: Path, model: dict[str, str]):
     assert dtypes == {getattr(torch, model.get("dtype", "float32"))}
 
 
-@pytest.mark.slow
 def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
     raw = demo_config(tmp_path / "run", seed=0).model_dump(mode="json")
-    raw = changed(raw, rollout={"num_generations": 1}, train={"prompts_per_step": 256, "steps": 5})
+    raw = changed(raw, rollout={"num_generations": 1}, train={"prompts_per_step": 128, "steps": 4})
     config = config_from_dict({**raw, "algorithm": {"name": "ppo"}, "critic": {"learning_rate": 1e-3}})
     write_data(tmp_path / "run", config, seed=0)
     summary = cohort.train(config, display=Display()).summary
-    assert summary["accuracy_before"] < 0.25 and summary["accuracy_after"] > 0.5
+    assert summary["accuracy_before"] < 0.25 and summary["accuracy_after"] > 0.4
 
 
 def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):

@@ -1,24 +1,20 @@
 """The same losses, gradients and advantages as TRL's own code gives, where its value does not depend on the split.
 
-Losses and gradients are held to a table of what TRL gave, and the table to TRL, where the extra `bench` is installed.
+Ours are held to a table of what TRL gave, and the table to TRL, where the extra `bench` is installed.
 """
 
-import ast
 import importlib.util
-import inspect
 import json
-import textwrap
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from cohort.algorithms import AdvantageInputs, build_algorithm
+from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
-from samples import NAN, judged
-from trl_losses import CASES, MAX_TOKENS, SEEDS, SPREADS, Step, import_trl, theirs
+from samples import NAN
+from trl_advantages import ADVANTAGES, as_row, inputs, their_advantages
+from trl_losses import CASES, MAX_TOKENS, SEEDS, SPREADS, Step, default_cispo, theirs
 
 TABLE = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
 needs_trl = pytest.mark.skipif(
@@ -54,13 +50,50 @@ def test_the_comparison_notices_another_bound():
     assert (ours.flatten() - torch.tensor(recorded["gradient"], dtype=torch.float64)).norm() > 1e-3
 
 
-@needs_trl
 def test_trls_default_cispo_scales_what_is_on_policy():
     """Its cap is epsilon_high itself, 0.2 by default; here the weight of an on-policy token is 1."""
-    step = Step(0, 0.0)
-    ours = step.ours(AlgorithmConfig(name="cispo"))[1]
-    torch.testing.assert_close(step.trl("cispo")[1], 0.2 * ours)
-    torch.testing.assert_close(ours, step.trl("dapo")[1])  # the policy gradient
+    ours = Step(0, 0.0).ours(AlgorithmConfig(name="cispo"))[1]
+    default = torch.tensor(TABLE["default_cispo"], dtype=torch.float64).view_as(ours)
+    torch.testing.assert_close(default, 0.2 * ours, rtol=1e-9, atol=1e-10)
+    policy_gradient = torch.tensor(TABLE["losses"]["dapo"]["0.0"][0]["gradient"], dtype=torch.float64)
+    torch.testing.assert_close(ours, policy_gradient.view_as(ours), rtol=1e-9, atol=1e-10)
+
+
+@needs_trl
+def test_the_row_of_the_default_cispo_is_what_trl_gives():
+    assert default_cispo() == pytest.approx(TABLE["default_cispo"], rel=1e-9, abs=1e-12)
+
+
+def test_luspo_with_kl_counts_no_padding():
+    """As TRL since its pull request 6654; before, it divided by the padded length and counted padding."""
+    step, beta = Step(0, 0.5), 0.1
+    config = AlgorithmConfig(name="luspo", clip_low=0.2, clip_high=0.2, beta=beta)
+    loss, gradient = step.ours(config)
+    of_token = step.logprobs() - step.old
+    lengths = step.mask.sum(1)
+    ratio = ((of_token * step.mask).sum(1) / lengths).exp()
+    policy = -torch.minimum(ratio * step.advantages, ratio.clamp(0.8, 1.2) * step.advantages)
+    away = step.reference - step.logprobs()
+    per_token = policy.unsqueeze(1) + beta * (away.exp() - away - 1)
+    expected = (per_token * step.mask).sum(1).mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, step.head, retain_graph=True)[0])
+    padded = (per_token * lengths.unsqueeze(1)).mean()
+    assert abs(loss - padded.item()) > 1e-3
+
+
+def test_gspo_token_is_its_formula():
+    """sg(s) * p / sg(p) of each token, as TRL's form for tokens had it; of equal advantages it is GSPO."""
+    step, bounds = Step(0, 0.5), {"clip_low": 0.2, "clip_high": 0.2}
+    loss, gradient = step.ours(AlgorithmConfig(name="gspo_token", **bounds))
+    logprobs = step.logprobs()
+    means = ((logprobs - step.old) * step.mask).sum(1, keepdim=True) / step.mask.sum(1, keepdim=True)
+    ratio = (means.detach() + logprobs - logprobs.detach()).exp()
+    advantages = step.advantages.unsqueeze(1)
+    per_token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    expected = ((per_token * step.mask).sum(1) / step.mask.sum(1)).mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, step.head)[0])
 
 
 def test_a_delta_within_the_clip_is_where_the_two_papers_differ():
@@ -73,58 +106,20 @@ def test_a_delta_within_the_clip_is_where_the_two_papers_differ():
         AlgorithmConfig(delta=1.1)
 
 
-def trl_advantages(
-    rewards_per_func: torch.Tensor, weights: list[float], group: int, scale: str, how: str
-) -> torch.Tensor:
-    """The statements of TRL from `rewards_per_func` [N, K] to advantages, compiled by themselves."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(import_trl().GRPOTrainer._generate_and_score_completions)))
-    (branches,) = (
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "multi_objective_aggregation == 'sum_then" in ast.unparse(node.test)
-    )
-    names: dict[str, Any] = {
-        **vars(import_trl().grpo_trainer),
-        "nanstd": import_trl().nanstd,
-        "rewards_per_func": rewards_per_func,
-        "unscorable_mask": rewards_per_func.isnan().all(dim=1),
-        "num_generations": group,
-        "device": torch.device("cpu"),
-        "self": SimpleNamespace(
-            multi_objective_aggregation=how,
-            scale_rewards=scale,
-            reward_weights=torch.tensor(weights, dtype=torch.float64),
-            reward_funcs=weights,
-        ),
-    }
-    exec(compile(ast.Module([branches], []), "trl", "exec"), names)
-    return names["advantages"].view(-1, group)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_advantages_are_those_that_trl_gave(advantage: str):
+    ours = build_algorithm(AlgorithmConfig(advantage=advantage), max_completion_tokens=MAX_TOKENS).advantage(inputs())
+    recorded = torch.tensor([NAN if a is None else a for a in TABLE["advantages"][advantage]], dtype=torch.float64)
+    torch.testing.assert_close(ours, recorded.view_as(ours), equal_nan=True, rtol=1e-6, atol=1e-9)
+
+
+def test_the_comparison_notices_another_advantage():
+    """Negative control."""
+    recorded = TABLE["advantages"]
+    assert all(recorded[a] != recorded[b] for a in recorded for b in recorded if a != b)
 
 
 @needs_trl
-@pytest.mark.parametrize(
-    ("advantage", "scale", "how"),
-    [
-        ("group_mean_std", "group", "sum_then_normalize"),
-        ("group_mean_batch_std", "batch", "sum_then_normalize"),
-        ("group_mean", "none", "sum_then_normalize"),
-        ("per_reward_mean_std", "group", "normalize_then_sum"),
-    ],
-)
-def test_advantages(advantage: str, scale: str, how: str):
-    generator = torch.Generator().manual_seed(0)
-    weights = [1.0, 0.3]
-    parts_PGK = torch.randn(3, 4, 2, generator=generator, dtype=torch.float64)
-    parts_PGK[0, 1, 1] = NAN  # judged by one of two
-    parts_PGK[2, 3] = NAN  # not judged
-    sums = (parts_PGK * torch.tensor(weights)).nansum(-1).where(~parts_PGK.isnan().all(-1), NAN)
-    x = judged(sums)
-    x = AdvantageInputs(
-        rewards=sums,
-        reward_parts=parts_PGK,
-        reward_weights=torch.tensor(weights, dtype=torch.float64),
-        token_rewards=x.token_rewards,
-        lengths=x.lengths,
-    )
-    ours = build_algorithm(AlgorithmConfig(advantage=advantage), max_completion_tokens=MAX_TOKENS).advantage(x)
-    torch.testing.assert_close(ours, trl_advantages(parts_PGK.view(-1, 2), weights, 4, scale, how), equal_nan=True)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_the_table_of_advantages_is_what_trl_gives(advantage: str):
+    assert as_row(their_advantages(advantage)) == pytest.approx(TABLE["advantages"][advantage], rel=1e-9)

@@ -1,4 +1,4 @@
-"""Losses of a step by TRL's own code and by ours, where TRL's value does not depend on the split.
+"""Losses of a step by TRL's own code and by ours, where TRL's value does not depend on the split; and advantages.
 
 What is run of TRL is `GRPOTrainer._compute_loss`, on a stand-in for the trainer, with everything in one micro-batch of
 one process.
@@ -9,12 +9,8 @@ writes what TRL gives, so that it can be compared with where TRL is not installe
 """
 
 import json
-import os
-import sys
 from collections import defaultdict
-from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +20,8 @@ import torch
 from cohort.algorithms import build_algorithm
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig
+from trl_advantages import ADVANTAGES, as_row, their_advantages
+from trl_parts import import_trl
 
 SPREADS, SEEDS = (0.0, 0.02, 0.5), range(3)
 LENGTHS = [3, 7, 1, 5]
@@ -161,6 +159,14 @@ CASES: dict[str, tuple[dict[str, Any], AlgorithmConfig]] = {
         {"loss_type": "luspo", "level": "sequence", "epsilon": 0.2},
         AlgorithmConfig(name="luspo", clip_low=0.2, clip_high=0.2),
     ),
+    "luspo, KL": (
+        {"loss_type": "luspo", "level": "sequence", "epsilon": 0.2, "beta": 0.1},
+        AlgorithmConfig(name="luspo", clip_low=0.2, clip_high=0.2, beta=0.1),
+    ),
+    "gspo_token, of equal advantages": (
+        {"loss_type": "grpo", "level": "sequence", "epsilon": 0.2},
+        AlgorithmConfig(name="gspo_token", clip_low=0.2, clip_high=0.2),
+    ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5}, AlgorithmConfig(name="cispo", clip_high=0.5)),
     "sapo": ({"loss_type": "sapo"}, AlgorithmConfig(name="sapo")),
     "vespo": ({"loss_type": "vespo"}, AlgorithmConfig(name="vespo")),
@@ -168,42 +174,37 @@ CASES: dict[str, tuple[dict[str, Any], AlgorithmConfig]] = {
 }
 
 
-@cache
-def import_trl() -> SimpleNamespace:
-    """What is used of TRL."""
-    path = sys.path[:]
-    # it would take the folder of our tests with vLLM for vLLM
-    sys.path[:] = [folder for folder in path if not Path(folder, "vllm", "test_runs.py").exists()]
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    try:
-        from trl.experimental.gmpo import GMPOTrainer
-        from trl.trainer import grpo_trainer
-        from trl.trainer.utils import nanstd
-    finally:
-        sys.path[:] = path
-    return SimpleNamespace(
-        GMPOTrainer=GMPOTrainer, GRPOTrainer=grpo_trainer.GRPOTrainer, grpo_trainer=grpo_trainer, nanstd=nanstd
-    )
-
-
 def theirs(case: str, seed: int, spread: float) -> tuple[float, torch.Tensor]:
     """TRL's loss and gradient of a case."""
     return Step(seed, spread).trl(**CASES[case][0])
 
 
+def default_cispo() -> list[float]:
+    """TRL's gradient, in rows, of tokens that are on policy, with its default cap."""
+    return in_rows(Step(0, 0.0).trl("cispo")[1])
+
+
+def in_rows(gradient: torch.Tensor) -> list[float]:
+    """To twelve digits."""
+    return [float(f"{x:.12g}") for x in gradient.flatten().tolist()]
+
+
 def main() -> None:
-    """Print the table: by case, spread and seed the loss and the gradient, in rows."""
+    """Print the table: by case, spread and seed the loss and the gradient, in rows; and advantages."""
     table = {
         case: {
             str(spread): [
-                {"loss": loss, "gradient": [float(f"{x:.12g}") for x in gradient.flatten().tolist()]}
+                {"loss": loss, "gradient": in_rows(gradient)}
                 for loss, gradient in (theirs(case, seed, spread) for seed in SEEDS)
             ]
             for spread in SPREADS
         }
         for case in CASES
     }
-    print(json.dumps({"trl": version("trl"), "losses": table}))
+    advantages = {name: as_row(their_advantages(name)) for name in ADVANTAGES}
+    print(
+        json.dumps({"trl": version("trl"), "losses": table, "default_cispo": default_cispo(), "advantages": advantages})
+    )
 
 
 if __name__ == "__main__":

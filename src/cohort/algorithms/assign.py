@@ -141,8 +141,12 @@ def advantage_inputs(
         penalties: [C] by index, taken from the reward of each token.
 
     Raises:
-        TrainingError: a completion has no tokens.
+        TrainingError: there are no groups, they are not of one size, or a completion has no tokens.
     """
+    sizes = sorted({len(group.completions) for group in groups})
+    if len(sizes) != 1:
+        what = f"groups of {' and '.join(map(str, sizes))} completions" if sizes else "no groups"
+        raise TrainingError(f"rollout: a step of {what}; it must have groups of one size (rollout.num_generations)")
     lengths_PG = np.array([[len(c.token_ids) for c in group.completions] for group in groups], dtype=np.int64)
     if not lengths_PG.all():
         raise TrainingError("rollout: a completion has no tokens; one that says nothing is an end-of-sequence token")

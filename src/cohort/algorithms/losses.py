@@ -1,7 +1,8 @@
 """Policy losses, per token and not reduced. T scored tokens.
 
 The ratio is that of the current policy's probability to the old one's. Its logarithm is bounded by `MAX_LOG_RATIO`, so
-that no exponential overflows: a token that neither weighs anything nor has an advantage cannot make the sum NaN.
+that no exponential overflows: a token that neither weighs anything nor has an advantage cannot make the sum NaN, also
+where its probability is 0 (a logprob of -infinity).
 Losses of whole completions give each token its completion's value, so that with the loss weight `sequence_mean` their
 sum is the papers' mean over completions.
 """
@@ -43,7 +44,8 @@ def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutpu
     Its gradient is that of `gspo` where all tokens of a completion have the same advantage.
     """
     of_sequence = sequence_means(log_ratio(x).detach(), x.sequence_ids).exp().to(x.logprobs.dtype)
-    ratio = of_sequence * torch.exp(x.logprobs - x.logprobs.detach())
+    own = x.logprobs.masked_fill(x.logprobs.isinf(), 0.0)
+    ratio = of_sequence * torch.exp(own - own.detach())
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -55,7 +57,7 @@ def cispo(x: LossInputs, *, clip_high: float) -> LossOutput:
     ratio = _ratio(x).detach()
     above = ratio > 1 + clip_high
     weight = ratio.clamp(max=1 + clip_high)
-    return _output(-weight * x.advantages * x.logprobs, {"clip_ratio/high_mean": above})
+    return _output(-weight * _reinforced(x), {"clip_ratio/high_mean": above})
 
 
 def sapo(x: LossInputs, *, tau_positive: float, tau_negative: float) -> LossOutput:
@@ -88,7 +90,7 @@ def vespo(
     decay = x.advantages.new_tensor([vespo_lambda_negative, vespo_lambda_positive]).double()[nonnegative]
     log_w = sequence_sums(log_ratio(x).detach(), x.sequence_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     weight = torch.exp(k * log_w + decay * (1 - log_w.exp())).to(x.logprobs.dtype)
-    return _output(-weight * x.advantages * x.logprobs, {"policy_weight/mean": weight})
+    return _output(-weight * _reinforced(x), {"policy_weight/mean": weight})
 
 
 def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
@@ -106,16 +108,23 @@ def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
 
 def reinforce(x: LossInputs) -> LossOutput:
     """The policy gradient itself, without a ratio: -advantage * logprob (REINFORCE, Williams 1992)."""
-    return _output(-x.advantages * x.logprobs)
+    return _output(-_reinforced(x))
 
 
 def log_ratio(x: LossInputs) -> Tensor:
     """Log of the current over the old policy's probability [T], bounded so that its exponential is finite."""
-    return (x.logprobs - x.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    idle = (x.advantages == 0) & x.logprobs.isinf() & (x.logprobs == x.old_logprobs)  # infinity less infinity is NaN
+    difference = x.logprobs.masked_fill(idle, 0.0) - x.old_logprobs.masked_fill(idle, 0.0)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _ratio(x: LossInputs) -> Tensor:
     return log_ratio(x).exp()
+
+
+def _reinforced(x: LossInputs) -> Tensor:
+    """advantage * logprob, and 0 without an advantage, where the logprob may be infinite."""
+    return x.advantages * x.logprobs.masked_fill(x.advantages == 0, 0.0)
 
 
 def _surrogate(

@@ -4,7 +4,7 @@ P prompts, G generations, K rewards, L tokens of the longest completion, N compl
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def own_advantage(use: str) -> Callable[[AdvantageInputs], Tensor]:
     function = _Own("advantage", use)
 
     def advantage(x: AdvantageInputs) -> Tensor:
-        advantages = function(x)
+        advantages = function(_copied(x))  # what it writes into is its own
         if not isinstance(advantages, Tensor) or not advantages.is_floating_point():
             raise function.error(f"gave {_kind(advantages)}; it must be a tensor of real numbers, [P, G] or [P, G, L]")
         return advantages.detach()
@@ -60,6 +60,8 @@ def own_policy_loss(use: str) -> PolicyLoss:
         out = LossOutput(per_token_loss=out) if isinstance(out, Tensor) else out
         if not isinstance(out, LossOutput):
             raise function.error(f"gave {_kind(out)}; it must give a tensor [T], or a cohort.batch.LossOutput")
+        if not isinstance(out.token_metrics, Mapping):
+            raise function.error(f"gave {_kind(out.token_metrics)} as token_metrics; it must be a dict, name to [T]")
         wanted = {"per_token_loss": out.per_token_loss, **out.token_metrics}
         for name, tensor in wanted.items():
             if not isinstance(tensor, Tensor) or tensor.shape != x.logprobs.shape:
@@ -86,7 +88,13 @@ def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
 
     def loss_weight(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
         with np.errstate(all="ignore"):  # what comes of it is looked at
-            weights_N = np.asarray(function(lengths_N.copy(), included_N.copy()), dtype=np.float64)
+            given = function(lengths_N.copy(), included_N.copy())
+        weights_N = _real_numbers(given)
+        if weights_N is None:
+            raise function.error(
+                f"gave {_kind(given)} that does not hold real numbers; it must be one finite number for each of the "
+                f"{len(lengths_N)} completions"
+            )
         if weights_N.shape != lengths_N.shape or not np.isfinite(weights_N).all():
             raise function.error(
                 f"gave {weights_N.tolist()} for {len(lengths_N)} completions; it must be one finite number for each"
@@ -101,7 +109,7 @@ def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
 def try_advantage(
     advantage: Callable[[AdvantageInputs], Tensor], use: str, *, num_generations: int, num_rewards: int
 ) -> None:
-    """Try an advantage on two groups, with and without a completion that was not judged.
+    """Try an advantage on two groups, which teach, have an unjudged completion, and are of equal or of no rewards.
 
     Raises:
         UserError: names the rule that it breaks.
@@ -111,7 +119,9 @@ def try_advantage(
     rewards_PG = torch.arange(2.0 * num_generations, dtype=torch.float64).reshape(2, -1) + 1.0
     unjudged_PG = rewards_PG.clone()
     unjudged_PG[0, 0] = torch.nan
-    for rewards in (rewards_PG, unjudged_PG):
+    nothing_PG = torch.ones_like(rewards_PG)  # to compare: a group of equal rewards, and one that nobody judged
+    nothing_PG[1] = torch.nan
+    for rewards in (rewards_PG, unjudged_PG, nothing_PG):
         x = _advantage_inputs(rewards, lengths_PG, num_rewards)
         advantages = advantage(x)
         shape = tuple(x.token_rewards.shape)
@@ -146,16 +156,31 @@ def try_loss_weight(loss_weight: Callable[[IntArray, np.ndarray], FloatArray], u
 def try_policy_loss(policy_loss: PolicyLoss, use: str, *, has_reference: bool) -> LossTraits:
     """Try a policy loss on three completions, on each of them and each of their tokens alone, and on none.
 
+    Its policies are some way from each other, and one and the same, as at the first update of every rollout.
+
     Raises:
         UserError: names the rule that it breaks.
     """
     field = _field("policy_loss", use)
     x = _loss_inputs(has_reference=has_reference)
+    on_policy = replace(
+        x,
+        old_logprobs=x.logprobs,
+        sampling_logprobs=x.logprobs,
+        reference_logprobs=x.logprobs if has_reference else None,
+    )
     num_tokens = len(x.logprobs)
     losses, gradient = _with_gradient(policy_loss, x)
+    of_equals, gradient_of_equals = _with_gradient(policy_loss, on_policy)
     if not losses.isfinite().all() or not gradient.isfinite().all():
         raise UserError(f"{field}: gave a loss or a gradient that is NaN or infinite: {losses.tolist()}")
-    if not gradient.any():
+    if not of_equals.isfinite().all() or not gradient_of_equals.isfinite().all():
+        raise UserError(
+            f"{field}: gave a loss or a gradient that is NaN or infinite where the policies are the same "
+            f"(x.logprobs == x.old_logprobs), as at the first update of every rollout: losses {of_equals.tolist()}, "
+            f"gradient {gradient_of_equals[0].tolist()}"
+        )
+    if not gradient.any() and not gradient_of_equals.any():
         raise UserError(
             f"{field}: its loss has no gradient with respect to the logprobs, so nothing would be learned; use "
             f"x.logprobs without detaching it"
@@ -171,11 +196,12 @@ def try_policy_loss(policy_loss: PolicyLoss, use: str, *, has_reference: bool) -
         policy_loss(_part(x, slice(0, 0)))
     except UserError as error:
         raise UserError(f"{error}. It was tried on a micro-batch without tokens, which there are too") from error
-    _, without = _with_gradient(policy_loss, replace(x, advantages=torch.zeros(num_tokens)))
+    zeros = torch.zeros(num_tokens)
+    without = [_with_gradient(policy_loss, replace(each, advantages=zeros))[1] for each in (x, on_policy)]
     tokens = [slice(t, t + 1) for t in range(num_tokens)]
     return LossTraits(
         whole_completions=not _same(policy_loss, x, tokens, losses, gradient),
-        learns_without_advantage=bool(without.any()),
+        learns_without_advantage=any(bool(each.any()) for each in without),
     )
 
 
@@ -205,6 +231,21 @@ def _field(kind: str, use: str) -> str:
 
 def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _copied(x: AdvantageInputs) -> AdvantageInputs:
+    values = {f.name: getattr(x, f.name) for f in fields(x)}
+    copies: dict[str, Any] = {name: value.clone() for name, value in values.items() if value is not None}
+    return replace(x, **copies)
+
+
+def _real_numbers(value: Any) -> FloatArray | None:
+    """As an array of float64; None where it cannot be one."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # rows of unequal length, a tensor with a gradient
+        return None
+    return array.astype(np.float64) if array.dtype.kind in "biuf" else None
 
 
 def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor, num_rewards: int) -> AdvantageInputs:
@@ -237,10 +278,11 @@ def _loss_inputs(*, has_reference: bool) -> LossInputs:
 
 
 def _part(x: LossInputs, tokens: slice) -> LossInputs:
-    """Some of the tokens."""
-    parts: Mapping[str, Any] = {
+    """Some of the tokens, their completions numbered from 0 as in a micro-batch."""
+    parts: dict[str, Any] = {
         name: getattr(x, name)[tokens] for name in LossInputs.__slots__ if getattr(x, name) is not None
     }
+    parts["sequence_ids"] = parts["sequence_ids"].unique(return_inverse=True)[1]
     return replace(x, **parts)
 
 

@@ -25,7 +25,8 @@ def algorithms(
         found: Any = [described(each) for each in ALGORITHMS]
         text = "\n".join(_short(each, width=max(map(len, ALGORITHMS))) for each in found) + (
             "\n\ncohort algorithms NAME shows one of them, or of their components; algorithm: {name: NAME} in a "
-            "configuration uses one"
+            "configuration uses one\nKL divergence, entropy, masks and functions of your own go with any of them: "
+            "docs/algorithm-terms.md"
         )
     elif name in ALGORITHMS:
         found = described(name)

@@ -247,6 +247,8 @@ def _components(chosen: dict[str, Any]) -> list[Component]:
 
 def not_one_of(name: str, known: Any) -> str:
     """What is wrong with a name that is not known, and the nearest one that is."""
-    near = difflib.get_close_matches(name, known, n=3)
-    near.sort(key=lambda other: sorted(other) != sorted(name))  # gpro is grpo with two letters swapped, and not gspo
+    near = difflib.get_close_matches(name.lower(), known, n=3)
+    near.sort(
+        key=lambda other: sorted(other) != sorted(name.lower())
+    )  # gpro is grpo with two letters swapped, and not gspo
     return f"is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

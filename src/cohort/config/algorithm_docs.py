@@ -21,7 +21,8 @@ the same; `cohort algorithms NAME` one algorithm or component, and `--json` eith
 An algorithm is three pure functions: an *advantage* makes numbers of a step's rewards, a *policy loss* makes a loss
 of each token, and a *loss weight* says how these are summed over the step. A name stands for three of them and their
 numbers; any of them can be replaced: `algorithm: {name: dapo, policy_loss: gspo}`. A key that none of the three reads
-is an error.
+is an error. What goes around them (KL divergence, entropy, masks) and functions of your own are in
+[algorithm-terms.md](algorithm-terms.md); the critic of PPO is in [critic.md](critic.md).
 
 In the formulas `r` is a completion's reward, `A` its advantage, `p` a token's probability under the current policy,
 `ratio` that to the old policy's, and `N` the number of completions of the step that have a loss. A completion that no

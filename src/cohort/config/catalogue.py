@@ -18,6 +18,7 @@ class Component:
     keys: Mapping[str, Any] = field(default_factory=dict)  # that it reads, and their defaults
     min_generations: int = 1  # completions of a prompt that it takes
     min_generations_key: str | None = None  # a key whose value is such a number too
+    min_completions: int = 1  # of a step that it takes, where all tokens of one are rewarded alike
     whole_completions: bool = False  # a token's loss depends on the other tokens of its completion
     needs_critic: bool = False  # it looks at values
     token_returns: bool = False  # it looks at token rewards, which differ along a completion with kl_in: reward
@@ -58,6 +59,7 @@ ADVANTAGES: dict[str, Component] = {
         formula="(R_t - mean(R)) / (std(R) + std_epsilon) over the step's tokens; R_t: reward from token t on",
         source="arXiv:2501.03262",
         keys=STD,
+        min_completions=2,
         token_returns=True,
         learns_from_equal=True,
     ),

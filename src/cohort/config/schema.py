@@ -267,17 +267,6 @@ class Config(Section):
                 f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual)"
                 f", or {in_place_of(algorithm.name, algorithm.advantage, with_one_completion())}, which need no peers"
             )
-        if generations == 1 and self.rollout.resample:
-            raise ValueError(
-                f"rollout.resample: {self.rollout.resample} with rollout.num_generations: 1: the rewards of a group of "
-                f"one are all equal, so every group would be replaced; use resample: 0, or more generations"
-            )
-        if self.rollout.resample and any(part.learns_from_equal for part in algorithm.components()):
-            raise ValueError(
-                f"rollout.resample: {self.rollout.resample} would replace groups that teach: advantage: "
-                f"{algorithm.advantage} learns where the rewards of a group are equal too; use resample: 0, or an "
-                f"advantage that compares within the group, such as group_mean_std"
-            )
         if self.critic is not None and not algorithm.needs_critic:
             raise ValueError(
                 f"critic has no effect with algorithm.name: {algorithm.name} (advantage: {algorithm.advantage}), which "
@@ -296,6 +285,37 @@ class Config(Section):
                 f"loss of any token, and train.gradients_in_forward: true computes it tile by tile; use "
                 f"gradients_in_forward: false, or what looks at each token by itself (policy_loss: clipped, "
                 f"sampling_correction: token_truncate)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_can_teach(self) -> Self:
+        algorithm, prompts = self.algorithm, self.train.prompts_per_step
+        generations, resample = self.rollout.num_generations, self.rollout.resample
+        kl_in_reward = algorithm.kl_in == "reward"
+        needed = max((part.min_completions for part in algorithm.components()), default=1)
+        if generations * prompts < needed and not kl_in_reward:
+            raise ValueError(
+                f"train.prompts_per_step: {prompts} with rollout.num_generations: {generations}: advantage: "
+                f"{algorithm.advantage} compares the completions of a step, and of a single one it is always 0, so "
+                f"nothing would be learned; use prompts_per_step: {needed} or more (16 is usual), or more generations"
+            )
+        if generations == 1 and resample:
+            raise ValueError(
+                f"rollout.resample: {resample} with rollout.num_generations: 1: the rewards of a group of "
+                f"one are all equal, so every group would be replaced; use resample: 0, or more generations"
+            )
+        if resample and any(part.learns_from_equal for part in algorithm.components()):
+            raise ValueError(
+                f"rollout.resample: {resample} would replace groups that teach: advantage: "
+                f"{algorithm.advantage} learns where the rewards of a group are equal too; use resample: 0, or an "
+                f"advantage that compares within the group, such as group_mean_std"
+            )
+        if resample and kl_in_reward:
+            raise ValueError(
+                f"rollout.resample: {resample} would replace groups that teach: with algorithm.kl_in: reward a group "
+                f"of equal rewards is told apart by how far its completions are from the reference; use resample: 0, "
+                f"or kl_in: loss"
             )
         return self
 
