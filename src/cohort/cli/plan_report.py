@@ -16,8 +16,10 @@ from cohort.plan.predict import Plan
 _LABELS = {
     "products_tflops": "matrix products, TFLOP/s",
     "memory_gbytes/s": "memory, GB/s",
+    "bus_gbytes/s": "bus between host and GPU, GB/s",
     "training_s": "training, s",
     "gathering_s": "gathering weights, s",
+    "visiting_s": "weights visiting from host memory, s",
     "offloading_s": "offloading activations, s",
     "sampling_s": "sampling, s",
     "step_s": "step, s",
@@ -132,9 +134,10 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
     if advice:
         yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
         for change in advice:
-            seconds = (
-                f"{_digits(abs(change.saved_seconds), 2)} s a step {'less' if change.saved_seconds > 0 else 'more'}"
-            )
+            more = "less" if change.saved_seconds > 0 else "more"
+            seconds = f"{_digits(abs(change.saved_seconds), 2)} s a step {more}"
+            if change.saved_seconds == 0:
+                seconds = "the same predicted time"
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
             yield f"  {change.told()}: {size}, {seconds}; costs {change.costs}"
     elif not plan.fits:

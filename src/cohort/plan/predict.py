@@ -225,6 +225,8 @@ def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
     if part != "framework":
         how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
         return Number(value=size, origin="derived", how=how)
+    if hardware.resident_bytes is not None:
+        return Number(value=size, origin="measured", how="resident in this process before it had a model")
     assumed = [
         f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
         for what, bytes_, is_there in (
@@ -243,6 +245,8 @@ def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
 
 def _memory_there(hardware: Hardware) -> Number:
     size = hardware.gpu_memory_bytes
+    if hardware.resident_bytes is not None:
+        return Number(value=size, origin="measured", how="of this machine, for each process")
     if hardware.memory_is_measured and hardware.measured is not None:
         return Number(value=size, origin="measured", how=hardware.measured.told())
     return Number(value=size, origin="assumed", how="what was said, or what such a GPU has for a process")
