@@ -8,7 +8,15 @@ from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, check_host_memory, check_resharding, check_undivided, plan_layout
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, host_bytes, plan_memory
+from cohort.plan.memory import (
+    ASLEEP_BYTES,
+    CUDA_BYTES,
+    NCCL_BYTES,
+    MemoryPlan,
+    checkpointed_activations,
+    host_bytes,
+    plan_memory,
+)
 from cohort.plan.optimizer import check_spread
 from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
 from cohort.plan.shape import ModelShape
@@ -137,6 +145,9 @@ class Plan:
                 "headroom_bytes": self.headroom_bytes,
                 "fits": self.fits,
                 "trl_bytes": self.trl_bytes,
+                "activations_by_checkpointing": {
+                    str(kind).lower(): size for kind, size in checkpointed_activations(self.work).items()
+                },
             },
             "notes": list(self.notes),
             "timing": {name: {"value": n.value, "origin": n.origin, "how": n.how} for name, n in self.timing.items()},

@@ -82,7 +82,7 @@ def plan_timing(
     if num_steps is not None:
         hours = times.step_s * num_steps / 3600
         gpus = layout.num_used
-        numbers["run_hours"] = _derived(hours, f"{num_steps} steps")
+        numbers["run_hours"] = _derived(hours, f"{num_steps} step{'s' * (num_steps != 1)}")
         numbers["gpu_hours"] = _derived(hours * gpus, f"{gpus} GPU{'s' * (gpus > 1)}")
     return numbers
 
