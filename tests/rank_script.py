@@ -14,6 +14,7 @@ import rank_engine
 import rank_loading
 import rank_moe
 import rank_offload
+import rank_optimizer
 import rank_saving
 from cohort.distributed import join_ranks, leave_ranks
 
@@ -25,6 +26,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_adapter.JOBS,
     **rank_critic.JOBS,
     **rank_offload.JOBS,
+    **rank_optimizer.JOBS,
     **rank_moe.JOBS,
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from cohort.config import (
     AdafactorConfig,
@@ -251,11 +252,19 @@ def _adamw(config: AdamwConfig | MuonConfig, groups: list[Group]) -> torch.optim
 def _adamw_8bit(config: Adamw8bitConfig, groups: list[Group]) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
-    return AdamW8bit(
-        groups,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-    )
+    class OfOwnShard(AdamW8bit):
+        """Compiles its step for the shards of this rank alone.
+
+        torch keeps compiled steps on disk by the size of the whole weight: a rank would run what another one compiled
+        for its own number of rows, and fail ("expected size 51==50").
+        """
+
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                return super().step(closure)
+
+    is_sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    return (OfOwnShard if is_sharded else AdamW8bit)(groups, betas=(config.beta1, config.beta2), eps=config.epsilon)
 
 
 def _split(groups: list[Group], belongs: Callable[[Tensor], bool]) -> tuple[list[Group], list[Group]]:
