@@ -16,7 +16,6 @@ from cohort.check import RULES, convert_file
 from cohort.check.docs import render
 from cohort.cli.app import app
 from cohort.config import load_config
-from cohort.errors import UserError
 
 RECIPE = """
 model_name_or_path: Qwen/Qwen2.5-1.5B
@@ -166,10 +165,11 @@ def test_what_has_no_equivalent_is_listed(files: dict[str, Path]):
     assert "1280 completions are sampled together there, and 320 are trained in one optimizer step" in verl
 
 
-def test_what_cohort_refuses_is_not_converted(tmp_path: Path):
+def test_what_cohort_refuses_is_converted_and_told_first(tmp_path: Path):
     (tmp_path / "one.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=1"))
-    with pytest.raises(UserError, match="a group of one has no peers"):
-        convert_file(tmp_path / "one.sh")
+    text = convert_file(tmp_path / "one.sh")
+    assert "a group of one has no peers" in text.splitlines()[1]
+    assert yaml.safe_load(text)["rollout"]["num_generations"] == 1
 
 
 def test_comments_cannot_be_left_by_line_breaks_in_values(tmp_path: Path):

@@ -178,7 +178,7 @@ def test_trl_shares_its_state_as_its_own_keys_say(tmp_path: Path) -> None:
 
 def test_that_memory_suffices_is_told_as_well(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
-    done = CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml"), "--gpu", "h200", "--world-sizes", "8"])
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml"), "--gpu", "h200"])
     assert (
         done.exit_code == 0
         and "memory suffices: about" in done.output

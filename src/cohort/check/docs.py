@@ -38,12 +38,15 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   otherwise.
 - **`--json`** prints a list with one object per file: `file`, `framework`, `version`, `starts` (by number of training
   processes: `starts`, `message`, `generation_batch_size`, `steps_per_generation`) and `findings` (`code`, `severity`,
-  `field`, `message`, `nearest`). `starts` is empty where a number that decides could not be read.
+  `field`, `message`, `nearest`). `starts` is empty where a number that decides could not be read;
+  where only evaluation's could not, training is judged.
 - **Nearest values** change one number each (batch size, accumulation, generations, GPUs; two where no single one
-  helps) and were tried by the same rule. The distance is that of the logarithms.
+  helps) and were tried by the same rule, with what nobody has set where that is refused too. The distance is that of
+  the logarithms.
 - **Memory** is judged where the GPU and the model are known: `--gpu 4090` or `--gpu-memory 24GB`, or Slurm's options
   in the file; a folder with config.json, or a common model by its id. Without a GPU only what the largest known one
-  does not hold is told. For Cohort `cohort plan` is asked. For the
+  does not hold is told. For Cohort `cohort plan` is asked, for the
+  processes of the file or of `--launch`, or for as many GPUs as a single number in `--world-sizes`. For the
   others the phases of training and, with an engine on the same GPUs that sleeps, of sampling are added up: the state
   in its sharding (accelerate's file, `deepspeed`, `fsdp`, verl's `fsdp_config`; what is offloaded left out),
   activations and logits of rows of full length, and vLLM's share. Defaults are those of TRL 0.15 to 1.16, ms-swift
@@ -55,8 +58,9 @@ running or fetching anything that the files name. `cohort convert FILE > run.yam
   sampling only: both come back to train. Not counted: Megatron, other tuners and quantizations than LoRA and
   bitsandbytes', quantized experts, critics, verl's passes for logprobs.
 - **Conversion** takes adapters (`use_peft`, `LoraConfig(...)`, ms-swift's tuner, verl's `lora_rank`) to
-  `model.adapter`, and `optim` to `optim.name`. Weights quantized by bitsandbytes have no equivalent. What cannot be
-  read or has no equivalent is a comment.
+  `model.adapter`, `optim` to `optim.name`, and weights that bitsandbytes quantizes to `model.quantization`, unless
+  several processes train or vLLM samples. What cannot be read or has no equivalent is a comment, and so is what Cohort
+  refuses.
 - **Not checked**: data and rewards; keys of verl outside `data`, `actor_rollout_ref`, `algorithm` and `trainer`, and
   those of its YAML files.
 

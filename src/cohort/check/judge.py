@@ -7,11 +7,11 @@ from typing import Any
 
 from cohort.check.findings import Finding
 from cohort.check.launch import ANY_SETTING, Launch, Unread
-from cohort.check.nearest import nearest_starts
+from cohort.check.nearest import GPUS, Proposal, nearest_starts
 from cohort.check.readers import read_launch
-from cohort.check.rules import judge, judge_memory
+from cohort.check.rules import MemoryVerdict, judge, judge_memory
 from cohort.check.rules.gpus import counted, node_gpu_findings
-from cohort.check.rules.start import Judged, Start, refused
+from cohort.check.rules.start import EVALUATION, Judged, Knobs, Start, refused
 from cohort.errors import UserError
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
@@ -96,16 +96,21 @@ def _report(
     judged = judge(launch, trl_version=trl_version)
     findings = [*(_unread(unread, judged.decides) for unread in launch.unread), *launch.findings, *judged.findings]
     findings += node_gpu_findings(launch, server_elsewhere="server" in judged.sampling)
-    unknown = {unread.key for unread in launch.unread} | {f.field for f in findings if f.code == "CHK010"}
+    unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in findings if f.code == "CHK010"}
+    lacking = unknown & (judged.decides | ANY_SETTING)
     starts: dict[int, Start] = {}
     memory = None
-    if not unknown & (judged.decides | ANY_SETTING):  # otherwise the findings above say which number is missing
+    if lacking:  # the findings above say why
+        asked = gpu or gpu_memory or launch.gpu
+        memory = MemoryVerdict(f"not judged: {', '.join(sorted(lacking))} could not be read") if asked else None
+    else:
         starts = {size: judged.start(size, judged.knobs) for size in world_sizes}
         findings += _start_findings(launch, judged, starts)
         if judged.blocked is not None:
             stopped = refused(judged.blocked)
             starts = {size: stopped if start.starts else start for size, start in starts.items()}
-        memory = judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory)
+        processes = world_sizes[0] if len(world_sizes) == 1 else None
+        memory = judge_memory(launch, judged, gpu=gpu, gpu_memory=gpu_memory, processes=processes)
         findings += memory.findings if memory else ()
     findings = [_removable(finding) for finding in findings]
     order = {"error": 0, "warning": 1}
@@ -129,7 +134,9 @@ def _removable(finding: Finding) -> Finding:
 
 def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
     message = f"{unread.key.strip('()')} ({unread.where}) could not be read: {unread.reason}"
-    if unread.key in decides | ANY_SETTING:
+    if unread.key in decides & EVALUATION:
+        message += "; so evaluation is not judged"
+    elif unread.key in decides | ANY_SETTING:
         message += "; so whether it starts is not judged"
     return Finding("CHK004", None if unread.key.startswith("(") else unread.key, message)
 
@@ -151,23 +158,46 @@ def _start_findings(launch: Launch, judged: Judged, starts: dict[int, Start]) ->
     size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
     working = [size for size, start in starts.items() if start.starts]
     if not working:
-        text = f"with none of {_listed(failing)} GPUs; with {size}: {starts[size].message}"
+        text = f"with none of {_gpus(failing)}; with {size}: {starts[size].message}"
         return [_refusal("CHK002", text, judged, size)]
     text = (
-        f"the file does not say how many processes train; it starts with {_listed(working)} and not with "
-        f"{_listed(failing)} GPUs; with {size}: {starts[size].message}"
+        f"the file does not say how many processes train; it starts with {_gpus(working)} and not with "
+        f"{_gpus(failing)}; with {size}: {starts[size].message}"
     )
     return [_refusal("CHK003", text, judged, size)]
 
 
 def _refusal(code: str, text: str, judged: Judged, size: int) -> Finding:
-    nearest = judged.start(size, judged.knobs).nearest
-    if judged.knobs and not nearest:
-        nearest = tuple(map(str, nearest_starts(judged.start, size, judged.knobs)))
-    return Finding(code, "num_generations" if judged.knobs else None, text, nearest)
+    """With what nobody has set, or the nearest numbers, or both at once."""
+    missing = judged.missing(size, judged.knobs)
+    if missing:
+        return Finding(code, missing[0].partition("=")[0], text, missing)
+    nearest = tuple(map(str, nearest_starts(judged.start, size, judged.knobs)))
+    return Finding(
+        code, judged.start(size, judged.knobs).field or judged.usual_field, text, nearest or _both(judged, size)
+    )
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def _both(judged: Judged, size: int) -> tuple[str, ...]:
+    """The nearest numbers with which it starts once what nobody has set is there."""
+
+    def start(world_size: int, knobs: Knobs) -> Start:
+        result = judged.start(world_size, knobs)
+        return replace(result, starts=True) if judged.missing(world_size, knobs) else result
+
+    def told(proposal: Proposal) -> str:
+        changes = dict(proposal.changes)
+        missing = judged.missing(changes.pop(GPUS, size), {**judged.knobs, **changes})
+        return " and ".join((str(proposal), *missing))
+
+    return tuple(map(told, nearest_starts(start, size, judged.knobs)))
+
+
+def _gpus(sizes: Sequence[int]) -> str:
+    return f"{listed(sizes)} GPU" + ("" if list(sizes) == [1] else "s")
+
+
+def listed(sizes: Sequence[int]) -> str:
     """`1 to 6, 8`: runs of numbers that follow each other as ranges."""
     runs: list[list[int]] = []
     for size in sizes:

@@ -94,7 +94,9 @@ class Settings:
         number = _as_number(value)
         if number is not None and number == int(number) and minimum <= number <= maximum:
             return int(number)
-        self._wrong(key, value, f"a whole number from {minimum} to {maximum:,}")
+        near = () if number is None else (math.floor(number), math.ceil(number))
+        bounded = dict.fromkeys(min(max(n, minimum), maximum) for n in near)
+        self._wrong(key, value, f"a whole number from {minimum} to {maximum:,}", tuple(bounded) or (default,))
         return default
 
     def number(self, key: str, default: Any) -> Any:
@@ -104,7 +106,7 @@ class Settings:
             return default
         number = _as_number(value)
         if number is None:
-            self._wrong(key, value, "a number")
+            self._wrong(key, value, "a number", (default,))
             return default
         return number
 
@@ -116,7 +118,7 @@ class Settings:
         known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         truth = value if isinstance(value, bool) else known.get(str(value).lower())
         if truth is None:
-            self._wrong(key, value, "true or false")
+            self._wrong(key, value, "true or false", ("true", "false"))
             return default
         return truth
 
@@ -127,9 +129,11 @@ class Settings:
             return "yes" if value else "no"
         return default if value is None or _is_none(value) else str(value)
 
-    def _wrong(self, key: str, value: Any, rule: str) -> None:
+    def _wrong(self, key: str, value: Any, rule: str, near: tuple[Any, ...]) -> None:
+        """Tells it, with the values near it that the key takes; None is the default: nothing said."""
         where = self._launch.settings[key].where
-        finding = Finding("CHK010", key, f"{key}: {value!r:.60} ({where}): must be {rule}")
+        nearest = tuple(f"without {key}" if one is None else f"{key}={one}" for one in near)
+        finding = Finding("CHK010", key, f"{key}: {value!r:.60} ({where}): must be {rule}", nearest)
         if finding not in self.findings:
             self.findings.append(finding)
 

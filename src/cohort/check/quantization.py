@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from cohort.check.launch import Settings
+from cohort.config.quantization import Quantization
 
-# what `model.quantization` calls so many bits; empty as long as Cohort has no such key
-COHORT_NAMES: Mapping[int, str] = {}
+# what `model.quantization` calls so many bits
+COHORT_NAMES: Mapping[int, Quantization] = {4: "nf4", 8: "int8"}
 
 
 def told(bits: int) -> str:

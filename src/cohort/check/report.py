@@ -7,8 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.check.findings import RULES, Finding
-from cohort.check.judge import FileReport
+from cohort.check.judge import FileReport, listed
 from cohort.check.launch import ANY_SETTING
+from cohort.check.rules.gpus import counted
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -32,7 +33,7 @@ def _print_report(report: FileReport, console: Console) -> None:
         if not ANY_SETTING & {unread.key for unread in launch.unread}:
             lines.append(f"completions are sampled {judged.sampling}")
         if launch.processes is not None:
-            lines.append(f"{launch.processes.value} training processes ({launch.processes.where})")
+            lines.append(f"{counted(int(launch.processes.value), 'training process')} ({launch.processes.where})")
         for line in lines:
             console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     if report.starts:
@@ -45,20 +46,19 @@ def _print_report(report: FileReport, console: Console) -> None:
 
 
 def _table(report: FileReport) -> Table:
-    """A row for each number of GPUs that starts, one for all others. Batches count completions: of one optimizer step
-    (global), sampled together (generation); prompts are those of a generation batch."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
-    for heading in ("GPUs", "starts", "global batch", "generation batch", "steps/generation", "prompts"):
-        table.add_column(heading, justify="right")
-    refused: list[str] = []
+    """A row for all numbers of GPUs with the same batches. Batches count completions: of one optimizer step (global),
+    sampled together (generation); prompts are those of a generation batch."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 1), header_style="dim")
+    table.add_column("GPUs")
+    for heading in ("starts", "global\nbatch", "generation\nbatch", "steps per\ngeneration", "prompts"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows: dict[tuple[str, ...], list[int]] = {}
     for size, start in report.starts.items():
-        if start.starts:
-            numbers = (start.global_batch_size, start.generation_batch_size, start.steps_per_generation, start.prompts)
-            table.add_row(str(size), "[green]yes[/green]", *(str(number) for number in numbers))
-        else:
-            refused.append(str(size))
-    if refused:
-        table.add_row(" ".join(refused), "[red]no[/red]", "", "", "", "")
+        numbers = (start.global_batch_size, start.generation_batch_size, start.steps_per_generation, start.prompts)
+        cells = ("[green]yes[/green]", *map(str, numbers)) if start.starts else ("[red]no[/red]",)
+        rows.setdefault(cells, []).append(size)
+    for cells, sizes in sorted(rows.items(), key=lambda row: len(row[0]), reverse=True):  # what does not start is last
+        table.add_row(listed(sizes), *cells)
     return table
 
 

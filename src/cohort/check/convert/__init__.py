@@ -12,7 +12,8 @@ from cohort.check.launch import ANY_SETTING, Launch
 from cohort.check.readers import read_launch
 from cohort.check.rules import judge
 from cohort.check.rules.cohort import nested
-from cohort.check.rules.start import Start
+from cohort.check.rules.gpus import counted
+from cohort.check.rules.start import EVALUATION, Start
 from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import trl_version
 from cohort.check.rules.verl_run import BATCH_KEYS
@@ -28,10 +29,10 @@ def convert_file(path: Path, *, version: str | None = None, launched_with: str |
     """The YAML of a Cohort configuration that does what the file says, as far as Cohort can.
 
     `version` is TRL's, where the file is for TRL. What has no equivalent, and what has to be filled in, stands in
-    comments at the top.
+    comments at the top; so does what Cohort refuses.
 
     Raises:
-        UserError: the file cannot be read, or what it says is not valid here either.
+        UserError: the file cannot be read.
     """
     launch = read_launch(path, launched_with=launched_with)
     if launch.framework == "cohort":
@@ -42,7 +43,7 @@ def convert_file(path: Path, *, version: str | None = None, launched_with: str |
     try:
         config_from_dict(config)
     except UserError as error:
-        raise UserError(f"{path}: what it says is not valid for Cohort either: {error}") from error
+        notes = [f"to change, as it is not valid here: {error}", *notes]
     comments = [f"# Converted from {path.name} ({launch.framework}) by cohort convert.", *(f"# - {n}" for n in notes)]
     head = "\n".join(" ".join(line.split()) for line in comments)
     return f"{head}\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}"
@@ -66,13 +67,15 @@ def _draft(launch: Launch, version: str | None) -> Draft:
 def _start(draft: Draft, launch: Launch, version: str | None) -> Start | None:
     """What a batch comes to, with the processes of the file or the fewest with which it starts."""
     judged = judge(launch, trl_version=version)
-    unread = {unread.key for unread in launch.unread} | {f.field for f in judged.findings if f.code == "CHK010"}
+    unread = {unread.key for unread in launch.unread} - EVALUATION | {
+        f.field for f in judged.findings if f.code == "CHK010"
+    }
     said = [draft.processes] if draft.processes else []
     for size in [*said, *range(1, 65)] if not unread & (judged.decides | ANY_SETTING) else ():
         start = judged.start(size, judged.knobs)
         if start.starts:
             if size not in said:
-                processes = "1 training process" if size == 1 else f"{size} training processes"
+                processes = counted(size, "training process")
                 draft.note(f"train.prompts_per_step is that of {processes}, the fewest that start there")
             return start
     sizes = set(BATCH_KEYS)

@@ -8,6 +8,7 @@ from cohort.check.launch import Launch, Settings
 from cohort.check.quantization import COHORT_NAMES, told
 from cohort.check.rules.start import Start
 from cohort.config import ALGORITHMS, COMPONENTS
+from cohort.config.quantization import check_base, check_run
 
 Kind = Literal["text", "whole", "number", "flag"]
 
@@ -149,11 +150,24 @@ class Draft:
             self.notes += read[1]
 
     def quantized(self, bits: int | None) -> None:
-        """The bits that `cohort.check.quantization` has read."""
-        if bits is not None and bits in COHORT_NAMES:
-            self.put("model.quantization", COHORT_NAMES[bits])
-        elif bits is not None:
-            self.note(f"no equivalent: {told(bits)}; here the model's weights keep their dtype")
+        """The bits that `cohort.check.quantization` has read, after adapter, processes and engine are set."""
+        if bits is None:
+            return
+        kind = COHORT_NAMES[bits]
+        model, rollout = self.config["model"], self.config.get("rollout", {})
+        try:
+            check_base(kind, has_adapter="adapter" in model, dtype=model.get("dtype", "float32"))
+            engine = rollout.get("engine", "local")
+            check_run("model.quantization", kind, processes=self.processes or 1, engine=engine)
+        except ValueError as why:
+            self.note(f"no equivalent: {told(bits)}; here the model's weights keep their dtype: {why}")
+        else:
+            self.put("model.quantization", kind)
+            if kind == "int8":
+                self.note(f"{told(bits)} there are torchao's int8 here")
+            form = self.launch.settings.get("bnb_4bit_quant_type")
+            if form is not None and form.value == kind:
+                self.settings.said("bnb_4bit_quant_type")
 
     def algorithm(self, loss: str, parts: Mapping[str, str], *, beta: float, **keys: Any) -> None:
         """The named algorithm that has most of these components, and what differs from it.

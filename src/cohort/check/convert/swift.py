@@ -45,7 +45,6 @@ def from_swift(draft: Draft, start: Start | None) -> None:
     dtype = settings.text("torch_dtype")
     draft.put("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
     _adapter(draft)
-    draft.quantized(swift_bits(settings))
     if settings.flag("use_vllm"):
         draft.put("rollout.engine", "vllm")
         if settings.text("vllm_mode") == "colocate":
@@ -56,6 +55,7 @@ def from_swift(draft: Draft, start: Start | None) -> None:
                     "rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number"),
                 }
             )
+    draft.quantized(swift_bits(settings))
     if settings.flag("dynamic_sample"):
         draft.put("rollout.resample", settings.whole("max_resample_times", 3))
 

@@ -59,9 +59,9 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.put("rollout.top_k", int(top_k) if top_k and top_k > 0 else None)
     _algorithm(draft, version)
     draft.adapter(trl_lora(settings))
-    draft.quantized(trl_bits(settings))
     _precision(draft)
     _engine(draft, version)
+    draft.quantized(trl_bits(settings))
 
 
 def _algorithm(draft: Draft, version: Version) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cohort.check.launch import Said, Unread
 from cohort.check.readers.shell import Command
-from cohort.check.readers.shell_words import Word
+from cohort.check.readers.shell_words import Word, why_unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def parse_options(words: Sequence[Word], where: str) -> Options:
             return
         missing = [name for word in values for name in word.missing]
         if missing:
-            unread.append(Unread(key, where, f"{', '.join(missing)} is not assigned in the file"))
+            unread.append(Unread(key, where, why_unread(missing)))
         else:
             texts = [word.text for word in values]
             settings[key] = Said(True if not texts else texts[0] if len(texts) == 1 else texts, where)
@@ -47,10 +47,7 @@ def parse_options(words: Sequence[Word], where: str) -> Options:
     end_option()
     # A word that is nothing but an unassigned variable may hold any number of options.
     unread += [
-        Unread("(options)", where, f"{name} is not assigned in the file")
-        for word in rest
-        if not word.text
-        for name in word.missing
+        Unread("(options)", where, why_unread((name,))) for word in rest if not word.text for name in word.missing
     ]
     return Options(settings, tuple(unread), tuple(rest))
 

@@ -4,7 +4,7 @@ import ast
 import operator
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -18,6 +18,20 @@ class Word:
 
     text: str
     missing: tuple[str, ...] = ()  # what could not be resolved, such as ("$MODEL",)
+
+
+def why_unread(missing: Iterable[str]) -> str:
+    """What `Word.missing` names, in a sentence."""
+    told: dict[str, list[str]] = {}
+    for name in missing:
+        if name.startswith("`") or (name.startswith("$(") and not name.startswith("$((")):
+            reason = "is the output of a command, and nothing is run"
+        elif name.startswith("$") and not name.startswith("$(("):
+            reason = "is not assigned in the file"
+        else:
+            reason = "could not be worked out"
+        told.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)} {reason}" for reason, names in told.items())
 
 
 def end_of_quoted(text: str, at: int) -> int:

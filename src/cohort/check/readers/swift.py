@@ -9,6 +9,7 @@ from cohort.check.readers.files import read_text
 from cohort.check.readers.launcher import read_launcher, sharding_of
 from cohort.check.readers.options import find_command, gpus_of, parse_options
 from cohort.check.readers.shell import Command, parse_shell
+from cohort.check.readers.shell_words import why_unread
 from cohort.check.readers.trl_yaml import cached_tree, duplicates, nested_once
 from cohort.errors import UserError
 
@@ -45,7 +46,7 @@ def _launch_of(run: Command, commands: Sequence[Command], folder: Path) -> Launc
         unread=(
             *options.unread,
             *launcher.unread,
-            *(Unread(name, where, f"{run.env[name].missing[0]} is not assigned in the file") for name in hints),
+            *(Unread(name, where, why_unread(run.env[name].missing)) for name in hints),
         ),
         processes=Said(1, f"{where}, which has no NPROC_PER_NODE") if alone else launcher.processes,
         processes_per_node=launcher.per_node,

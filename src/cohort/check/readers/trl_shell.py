@@ -12,7 +12,7 @@ from cohort.check.readers.files import read_text
 from cohort.check.readers.launcher import OPEN_R1_GPUS_PER_NODE, read_launcher, sharding_of
 from cohort.check.readers.options import Options, find_command, gpus_of, parse_options
 from cohort.check.readers.shell import Command, parse_shell
-from cohort.check.readers.shell_words import Word
+from cohort.check.readers.shell_words import Word, why_unread
 from cohort.errors import UserError
 
 _LEVELS_UP = 2  # from a script to where it is started
@@ -79,7 +79,7 @@ def _of_open_r1(options: Options, words: Sequence[Word], where: str) -> Options:
     # one quoted word, which looks like an option itself
     quoted = next((word for before, word in pairwise(words) if before.text == "--args"), Word(""))
     further = parse_options([Word(part) for part in quoted.text.split()], where)
-    unread = [Unread("(options)", where, f"{name} is not assigned in the file") for name in quoted.missing]
+    unread = [Unread("(options)", where, why_unread((name,))) for name in quoted.missing]
     if lacking:
         reason = "; ".join(missing) or f"--{', --'.join(lacking)} of train.slurm: not given"
         return Options(further.settings, (*unread, Unread("(recipe)", where, reason)))

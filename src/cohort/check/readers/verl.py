@@ -10,6 +10,7 @@ import yaml
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.readers.options import gpus_of
 from cohort.check.readers.shell import Command, parse_shell
+from cohort.check.readers.shell_words import why_unread
 from cohort.check.readers.trl_yaml import cached_tree, duplicates
 
 _OVERRIDE = re.compile(r"^(\+{0,2})([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)$", re.DOTALL)
@@ -33,11 +34,11 @@ def _launch_of(run: Command) -> Launch:
     for before, word in zip(["", *(word.text for word in run.words)], run.words, strict=False):
         match = _OVERRIDE.match(word.text)
         if match and word.missing:
-            unread.append(Unread(match[2], where, f"{', '.join(word.missing)} is not assigned in the file"))
+            unread.append(Unread(match[2], where, why_unread(word.missing)))
         elif match:
             settings[match[2]] = Said(_hydra_value(match[3]), where, added=bool(match[1]))
         elif word.missing and not word.text and not before.startswith("-"):
-            unread += [Unread("(options)", where, f"{name} is not assigned in the file") for name in word.missing]
+            unread += [Unread("(options)", where, why_unread((name,))) for name in word.missing]
     return Launch(
         framework="verl",
         form="shell",

@@ -1,6 +1,8 @@
 """One module for each framework: pure functions, numbers in, verdict out; `*_run` takes the numbers out of a launch."""
 
-from cohort.check.launch import Launch
+from dataclasses import replace
+
+from cohort.check.launch import Launch, Said
 from cohort.check.rules.cohort import judge_cohort
 from cohort.check.rules.memory import MemoryVerdict, cohort_memory, run_memory
 from cohort.check.rules.memory_read import USUAL_PROCESSES, NotJudgedError, swift_estimate, trl_estimate, verl_estimate
@@ -12,7 +14,7 @@ from cohort.check.rules.verl_run import judge_verl
 from cohort.errors import UserError
 from cohort.plan.hardware import GPUS, hardware
 
-__all__ = ["Judged", "Start", "judge", "judge_memory"]
+__all__ = ["Judged", "MemoryVerdict", "Start", "judge", "judge_memory"]
 
 
 def judge(launch: Launch, *, trl_version: str | None = None) -> Judged:
@@ -26,7 +28,9 @@ def judge(launch: Launch, *, trl_version: str | None = None) -> Judged:
     return judge_cohort(launch)
 
 
-def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory: str | None) -> MemoryVerdict | None:
+def judge_memory(
+    launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory: str | None, processes: int | None = None
+) -> MemoryVerdict | None:
     """Whether memory suffices, on GPUs that are named or that the file names.
 
     Where none are, only what the largest that is known does not hold is told; None otherwise.
@@ -36,19 +40,22 @@ def judge_memory(launch: Launch, judged: Judged, *, gpu: str | None, gpu_memory:
         judged: by the rules of its framework.
         gpu: its name for `cohort plan`.
         gpu_memory: of each, such as 80GB.
+        processes: that train, where the launch does not say.
 
     Raises:
         UserError: no such GPU or size.
     """
     name = gpu or launch.gpu
-    processes = int(launch.processes.value) if launch.processes else 0
-    if launch.processes is not None and processes < 1:
+    if launch.processes is not None and int(launch.processes.value) < 1:
         return None  # nothing trains, which the launcher's own finding says
     if name is None and gpu_memory is None:
         largest = max(GPUS, key=lambda known: GPUS[known][1])
-        verdict = judge_memory(launch, judged, gpu=largest, gpu_memory=None) if processes else None
+        verdict = judge_memory(launch, judged, gpu=largest, gpu_memory=None) if launch.processes else None
         return verdict if verdict and verdict.findings else None
-    machines = hardware(gpu=name or "h100", gpus=processes or USUAL_PROCESSES, nodes=1, gpu_memory=gpu_memory)
+    if launch.processes is None and processes is not None:
+        launch = replace(launch, processes=Said(processes, "--world-sizes"))
+    gpus = int(launch.processes.value) if launch.processes else USUAL_PROCESSES
+    machines = hardware(gpu=name or "h100", gpus=gpus, nodes=1, gpu_memory=gpu_memory)
     if launch.framework == "cohort":
         return cohort_memory(launch, machines)
     try:

@@ -1,14 +1,17 @@
 """A configuration of Cohort: its own validation is the rule, and any number of processes starts."""
 
 import re
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Settings
+from cohort.check.launch import Launch, Said, Settings
 from cohort.check.rules.start import Judged, Knobs, Start, refused
 from cohort.config import config_from_dict
 from cohort.errors import UserError
+
+_GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 
 
 def judge_cohort(launch: Launch) -> Judged:
@@ -43,9 +46,29 @@ def judge_cohort(launch: Launch) -> Judged:
         decides=frozenset(),
         start=start,
         sampling="by vLLM servers" if vllm else "by the training processes",
-        findings=() if problem is None else (Finding("CHK002", _field(problem), problem),),
+        findings=() if problem is None else (_refusal(launch, problem),),
         blocked=problem,
     )
+
+
+def _refusal(launch: Launch, problem: str) -> Finding:
+    field = _field(problem)
+    nearest: list[str] = []
+    if field == _GENERATIONS:  # what is proposed was tried
+        more = ((_GENERATIONS, n) for n in range(2, _MOST_GENERATIONS + 1))
+        ways = (more, iter([("algorithm.name", "reinforce_pp")]))
+        firsts = (next((change for change in way if _accepts(launch, *change)), None) for way in ways)
+        nearest = [f"{first[0]}={first[1]}" for first in firsts if first is not None]
+    return Finding("CHK002", field, problem, tuple(nearest))
+
+
+def _accepts(launch: Launch, key: str, value: int | str) -> bool:
+    changed = replace(launch, settings={**launch.settings, key: Said(value, "")})
+    try:
+        config_from_dict(nested(changed))
+    except UserError:
+        return False
+    return True
 
 
 def _field(problem: str) -> str | None:

@@ -96,9 +96,9 @@ def server_size_finding(launch: Launch, prefix: str) -> list[Finding]:
     return []
 
 
-def counted(processes: int) -> str:
+def counted(processes: int, kind: str = "process") -> str:
     """In words."""
-    return "1 process" if processes == 1 else f"{processes} processes"
+    return f"1 {kind}" if processes == 1 else f"{processes} {kind}es"
 
 
 def evaluated_sizes(launch: Launch) -> tuple[int, ...]:

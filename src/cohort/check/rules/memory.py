@@ -16,7 +16,7 @@ from cohort.check.rules.cohort import nested
 from cohort.check.rules.gpus import counted
 from cohort.check.rules.memory_parts import RunMemory
 from cohort.check.rules.memory_read import Estimate
-from cohort.config import config_from_dict
+from cohort.config import Config, config_from_dict
 from cohort.config.adapter import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan.advice import advise
@@ -42,7 +42,7 @@ class MemoryVerdict:
 def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     """Of a configuration of Cohort, by its plan."""
     try:
-        config = config_from_dict(nested(launch))
+        config, processes = _with_processes(config_from_dict(nested(launch)), launch, machines.num_gpus)
         shape = known_shape(config.model.path)
         if shape is None:
             return MemoryVerdict(f"not judged: the shape of model {config.model.path} is not known")
@@ -50,13 +50,38 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     except UserError as error:
         return MemoryVerdict(f"not judged: {error}")  # told by other rules too
     text = plan.layout.problem or (
-        f"{plan.memory.peak_bytes / 1e9:.1f} GB of each GPU in {plan.memory.peak_phase} by `cohort plan`, and they "
-        f"have {machines.gpu_memory_bytes / 1e9:.1f} GB"
+        f"{plan.memory.peak_bytes / 1e9:.1f} GB of each GPU in {plan.memory.peak_phase} with {processes} by `cohort "
+        f"plan`, and they have {machines.gpu_memory_bytes / 1e9:.1f} GB"
     )
     if plan.layout.problem is None and plan.memory.peak_bytes <= _MARGIN * machines.gpu_memory_bytes:
-        return MemoryVerdict(f"suffices: {text}")
-    nearest = tuple(advice.told() for advice in advise(config, plan)[:4])
+        return MemoryVerdict(f"{_enough(plan.memory.peak_bytes, machines.gpu_memory_bytes)}: {text}")
+    told = [advice.told() for advice in advise(config, plan)[:4]]
+    on = f"hardware.processes=auto on {machines.num_gpus} GPUs"
+    nearest = tuple(text.replace("hardware.processes=auto", on) for text in told)
     return MemoryVerdict(f"does not suffice: {text}", (Finding("CHK019", "model.path", text, nearest),))
+
+
+def _enough(needed: float, memory: int) -> str:
+    return "suffices" if needed <= memory else "may suffice, as estimates are good to a tenth"
+
+
+def _with_processes(config: Config, launch: Launch, num_gpus: int) -> tuple[Config, str]:
+    """The configuration with the processes that the launch names, and these in words.
+
+    What `--world-sizes` names are GPUs, which processes and servers share, as `cohort plan --gpus` has it.
+    """
+    said, processes = launch.processes, config.hardware.processes
+    if said is not None and said.where != "--world-sizes":
+        processes = int(said.value)
+        told = f"{counted(processes)} ({said.where})"
+    elif said is not None and ":" not in config.hardware.device:
+        processes, told = "auto", f"hardware.processes: auto on {num_gpus} GPUs ({said.where})"
+    elif processes == "auto":
+        told = f"hardware.processes: auto on {num_gpus} GPUs"
+    else:
+        told = f"{counted(processes)} (hardware.processes is not set)"
+    hardware = config.hardware.model_copy(update={"processes": processes})
+    return config.model_copy(update={"hardware": hardware}), told
 
 
 def run_memory(estimate: Estimate, machines: Hardware) -> MemoryVerdict:
@@ -69,7 +94,7 @@ def run_memory(estimate: Estimate, machines: Hardware) -> MemoryVerdict:
         f"{memory / 1e9:.1f} GB; assumes {'; '.join(estimate.assumes)}"
     )
     if needed <= _MARGIN * memory:
-        return MemoryVerdict(f"suffices: {text}")
+        return MemoryVerdict(f"{_enough(needed, memory)}: {text}")
     nearest = tuple(_nearest(estimate, memory))[:_MOST_TOLD]
     return MemoryVerdict(f"does not suffice: {text}", (Finding("CHK019", estimate.key, text, nearest),))
 

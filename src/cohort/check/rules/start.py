@@ -19,7 +19,7 @@ class Start:
     steps_per_generation: int | None = None  # micro-steps that one such batch is trained in
     global_batch_size: int | None = None  # completions of one optimizer step
     prompts: int | None = None  # different prompts of one generation batch
-    nearest: tuple[str, ...] = ()  # what would make it start, where the rule itself knows
+    field: str | None = None  # the key that a refusal is about, where it is not the usual one
 
     def as_json(self) -> dict[str, Any]:
         """The verdict as `--json` prints it."""
@@ -36,7 +36,22 @@ def refused(message: str, **numbers: Any) -> Start:
     return Start(starts=False, message=message, **numbers)
 
 
+# keys that only evaluation depends on: without them training is judged all the same
+EVALUATION = frozenset(
+    (
+        "per_device_eval_batch_size",
+        "num_generations_eval",
+        "eval_strategy",
+        "evaluation_strategy",
+        "save_strategy",
+        "split_dataset_ratio",
+    )
+)
 Knobs = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
+
+
+def _nothing(world_size: int, knobs: Knobs) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +63,8 @@ class Judged:
     knobs: Knobs
     decides: frozenset[str]  # every key that the verdict depends on, said or not
     start: Callable[[int, Knobs], Start]  # for so many processes and these numbers
+    usual_field: str | None = "num_generations"  # the key that a refusal is about
+    missing: Callable[[int, Knobs], tuple[str, ...]] = _nothing  # keys that nobody set, with values that make it start
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # a contradiction, told as a finding, that stops it whatever the numbers

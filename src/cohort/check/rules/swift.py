@@ -65,10 +65,11 @@ def swift_start(batch: SwiftBatch, world_size: int) -> Start:
             )
         message = eval_refusal(batch, world_size) if batch.evaluates else None
         if message:
-            return refused(message)
+            return refused(message, field="per_device_eval_batch_size")
     if world_size % batch.tensor_parallel:
         return refused(
-            f"vllm_tensor_parallel_size ({batch.tensor_parallel}) must divide world size ({world_size}) evenly."
+            f"vllm_tensor_parallel_size ({batch.tensor_parallel}) must divide world size ({world_size}) evenly.",
+            field="vllm_tensor_parallel_size",
         )
     return Start(
         starts=True,

@@ -7,7 +7,7 @@ from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.readers.swift import MEGATRON
 from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
-from cohort.check.rules.start import Judged, Knobs, Start
+from cohort.check.rules.start import EVALUATION, Judged, Knobs, Start
 from cohort.check.rules.swift import (
     DEFAULT_VERSION,
     MegatronBatch,
@@ -20,6 +20,7 @@ from cohort.check.rules.swift_keys import swift_key_findings
 
 _FIELDS = {
     "per_device_train_batch_size": "per_device",
+    "per_device_eval_batch_size": "per_device_eval",
     "gradient_accumulation_steps": "accumulation",
     "num_generations": "generations",
     "generation_batch_size": "generation_batch_size",
@@ -65,6 +66,10 @@ def judge_swift(launch: Launch) -> Judged:
     )
     findings += server_size_finding(launch, "vllm_")
 
+    knobs = {key: value for key, name in fields.items() if (value := getattr(batch, name)) is not None}
+    if isinstance(batch, SwiftBatch) and not batch.evaluates:
+        del knobs["per_device_eval_batch_size"]
+
     def start(world_size: int, changed: Knobs) -> Start:
         changes: dict[str, Any] = {fields[key]: value for key, value in changed.items()}
         if isinstance(batch, MegatronBatch):
@@ -74,7 +79,7 @@ def judge_swift(launch: Launch) -> Judged:
     return Judged(
         version=DEFAULT_VERSION,
         version_reason="the version whose rules are known",
-        knobs={key: value for key, name in fields.items() if (value := getattr(batch, name)) is not None},
+        knobs=knobs,
         decides=decides,
         start=start,
         sampling={
@@ -91,6 +96,7 @@ def _batch(settings: Settings, mode: str) -> SwiftBatch:
     def given(*keys: str) -> bool:  # a value that could not be read is one
         return any(settings.said(key) or not settings.readable(key) for key in keys)
 
+    strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
     has_eval_set = given("val_dataset") or settings.number("split_dataset_ratio", 0.0) > 0
     return SwiftBatch(
         per_device=settings.whole("per_device_train_batch_size", 1),
@@ -98,7 +104,7 @@ def _batch(settings: Settings, mode: str) -> SwiftBatch:
         generations=settings.whole("num_generations", 8),
         generation_batch_size=settings.whole("generation_batch_size", None),
         steps_per_generation=settings.whole("steps_per_generation", None),
-        evaluates=has_eval_set and settings.text("eval_strategy", settings.text("save_strategy", "steps")) != "no",
+        evaluates=has_eval_set and strategy != "no" and settings.readable(*EVALUATION),
         per_device_eval=settings.whole("per_device_eval_batch_size", 1),
         generations_eval=settings.whole("num_generations_eval", None),
         tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if mode == "colocate" else 1,

@@ -5,7 +5,7 @@ one's `GRPOConfig` (or, up to 0.17, with a table made of its trainer's check). W
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cohort.check.rules.start import Start, divisors, refused
 
@@ -49,6 +49,13 @@ def parse_version(text: str) -> Version:
 
 def trl_start(batch: TrlBatch, world_size: int, version: Version) -> Start:
     """What TRL of this version does with W = `world_size` processes."""
+    start = _start(batch, world_size, version)
+    if start.starts or not batch.evaluates or not _start(replace(batch, evaluates=False), world_size, version).starts:
+        return start
+    return replace(start, field="per_device_eval_batch_size")
+
+
+def _start(batch: TrlBatch, world_size: int, version: Version) -> Start:
     if version < (0, 17):
         return _to_0_16(batch, world_size)
     if version < (0, 18):
@@ -57,7 +64,10 @@ def trl_start(batch: TrlBatch, world_size: int, version: Version) -> Start:
     if start.starts and world_size % batch.tensor_parallel:
         # the name of the argument in the message, before and after the class for vLLM
         name = "tensor_parallel_size" if version >= (0, 28) else "vllm_tensor_parallel_size"
-        return refused(f"{name} ({batch.tensor_parallel}) must divide world size ({world_size}) evenly.")
+        return refused(
+            f"{name} ({batch.tensor_parallel}) must divide world size ({world_size}) evenly.",
+            field="vllm_tensor_parallel_size",
+        )
     return start
 
 
@@ -159,7 +169,7 @@ def _from_0_20(batch: TrlBatch, world_size: int, version: Version) -> Start:
         size = micro_step * steps
     eval_message = eval_refusal(batch, world_size, version) if batch.evaluates else None
     if eval_message:
-        return refused(eval_message)
+        return refused(eval_message, field="per_device_eval_batch_size")
     if size % batch.generations != 0:
         return refused(f"generation_batch_size ({size}) must be divisible by num_generations ({batch.generations}).")
     if batch.generations < 2:

@@ -8,7 +8,7 @@ from cohort.check.launch import Launch, Settings
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
 from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
-from cohort.check.rules.start import Judged, Knobs, Start
+from cohort.check.rules.start import EVALUATION, Judged, Knobs, Start
 from cohort.check.rules.trl import (
     BOTH_SET,
     DEFAULT_VERSION,
@@ -38,6 +38,7 @@ _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4b
 _CAN_SLEEP = (0, 24)
 _FIELDS = {  # TRL's key: the field of TrlBatch that it is
     "per_device_train_batch_size": "per_device",
+    "per_device_eval_batch_size": "per_device_eval",
     "gradient_accumulation_steps": "accumulation",
     "num_generations": "generations",
     "generation_batch_size": "generation_batch_size",
@@ -78,10 +79,14 @@ def judge_trl(launch: Launch, version: str | None = None) -> Judged:
     ]
     blocked = next((f.message for f in findings if f.code == "CHK008"), None)
     mode = _sampling_mode(settings, number)
-    findings += [*_without_effect(settings, mode, number), *_losses(settings, number)]
+    unknown = {finding.field for finding in findings if finding.code == "CHK005"}
+    findings += [f for f in _without_effect(settings, mode, number) if f.field not in unknown]
+    findings += _losses(settings, number)
     findings += _awake(settings, mode, number)
+    if settings.readable(*decides - EVALUATION):
+        findings += _steps(settings, batch, number, launch)
     if settings.readable(*decides):
-        findings += [*_steps(settings, batch, number, launch), *_evaluation(settings, batch, number, launch)]
+        findings += _evaluation(settings, batch, number, launch)
     findings += _lengths(settings, mode, launch)
     host = str(settings.text("vllm_server_base_url") or settings.text("vllm_server_host", "0.0.0.0"))
     local = any(name in host for name in ("0.0.0.0", "localhost", "127.0.0.1"))
@@ -92,6 +97,8 @@ def judge_trl(launch: Launch, version: str | None = None) -> Judged:
     )
     findings += server_size_finding(launch, "")
     knobs = {key: value for key, name in _FIELDS.items() if (value := getattr(batch, name)) is not None}
+    if not batch.evaluates:
+        del knobs["per_device_eval_batch_size"]
 
     def start(world_size: int, changed: Knobs) -> Start:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
@@ -137,7 +144,7 @@ def _version_findings(told: str, version: Version) -> list[Finding]:
 def _batch(settings: Settings, version: Version) -> TrlBatch:
     """The numbers of the batch. Keys that this version does not know do not count."""
     later = version >= (0, 18)
-    evaluates = settings.text("eval_strategy", settings.text("evaluation_strategy", "no")) != "no"
+    strategy = settings.text("eval_strategy", settings.text("evaluation_strategy", "no"))
     colocated = _sampling_mode(settings, version) == "colocate"
     return TrlBatch(
         per_device=settings.whole("per_device_train_batch_size", 8),
@@ -145,7 +152,7 @@ def _batch(settings: Settings, version: Version) -> TrlBatch:
         generations=settings.whole("num_generations", 8),
         generation_batch_size=settings.whole("generation_batch_size", None) if later else None,
         steps_per_generation=settings.whole("steps_per_generation", None) if later else None,
-        evaluates=evaluates,
+        evaluates=strategy != "no" and settings.readable(*EVALUATION),
         per_device_eval=settings.whole("per_device_eval_batch_size", 8),
         generations_eval=settings.whole("num_generations_eval", None) if version >= (0, 26) else None,
         tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if later and colocated else 1,

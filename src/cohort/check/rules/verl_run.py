@@ -49,12 +49,15 @@ def judge_verl(launch: Launch) -> Judged:
 
     knobs = {key: getattr(batch, name) for key, name in _FIELDS.items()}
 
-    def start(num_gpus: int, changed: Knobs) -> Start:
+    def with_knobs(changed: Knobs) -> VerlBatch:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
-        result = verl_start(replace(batch, **fields), num_gpus)
-        if result.starts or changed != knobs:
-            return result
-        return replace(result, nearest=missing_sizes(batch, num_gpus))
+        return replace(batch, **fields)
+
+    def start(num_gpus: int, changed: Knobs) -> Start:
+        return verl_start(with_knobs(changed), num_gpus)
+
+    def missing(num_gpus: int, changed: Knobs) -> tuple[str, ...]:
+        return missing_sizes(with_knobs(changed), num_gpus)
 
     return Judged(
         version=DEFAULT_VERSION,
@@ -62,6 +65,8 @@ def judge_verl(launch: Launch) -> Judged:
         knobs=knobs,
         decides=decides,
         start=start,
+        usual_field="data.train_batch_size",
+        missing=missing,
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
         findings=(*settings.findings, *findings),
         blocked=blocked,

@@ -1,0 +1,190 @@
+"""What a finding proposes and names, what is judged where something could not be read, and quantized weights."""
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from checks import COHORT, by_code, report
+from cohort.check import FileReport, convert_file
+from cohort.check.report import print_reports
+from cohort.config import config_from_dict
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size={size} "
+    "actor_rollout_ref.model.path=m actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 "
+    "actor_rollout_ref.rollout.n=1 trainer.n_gpus_per_node=8 trainer.nnodes=1 {more}"
+)
+SWIFT = "NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct --num_generations 8 "
+SEVEN = (
+    "model: {path: Qwen/Qwen2.5-7B-Instruct}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
+    "rollout: {max_prompt_tokens: 512, max_completion_tokens: 4096, num_generations: 8}\n"
+    "train: {prompts_per_step: 16, micro_batch_tokens: auto}\n"
+)
+TRL = "reward_funcs: [accuracy]\nmodel_name_or_path: m\n"
+
+
+def shown(result: FileReport, *, width: int = 80) -> str:
+    console = Console(width=width, file=StringIO())
+    with console.capture() as captured:
+        print_reports([result], console)
+    return captured.get()
+
+
+# --- proposals
+
+
+def test_what_verl_lacks_is_proposed_together_with_a_number(tmp_path: Path) -> None:
+    finding = by_code(report(tmp_path, VERL.format(size=1023, more="")))["CHK002"]
+    key = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40"
+    assert finding.field == "data.train_batch_size"
+    assert finding.nearest[:2] == (f"data.train_batch_size=1024 and {key}", f"data.train_batch_size=1016 and {key}")
+    assert report(tmp_path, VERL.format(size=1024, more=key)).starts[8].starts
+    alone = by_code(report(tmp_path, VERL.format(size=1024, more="")))["CHK002"]
+    assert (alone.field, alone.nearest) == (key.partition("=")[0], (key,))
+
+
+def test_a_group_of_one_has_proposals_that_cohort_takes(tmp_path: Path) -> None:
+    text = COHORT + "rollout: {num_generations: 1}\n"
+    finding = by_code(report(tmp_path, text, "run.yaml"))["CHK002"]
+    assert finding.nearest == ("rollout.num_generations=2", "algorithm.name=reinforce_pp")
+    for more in ("rollout: {num_generations: 2}\n", "rollout: {num_generations: 1}\nalgorithm: {name: reinforce_pp}\n"):
+        config_from_dict(yaml.safe_load(COHORT + more))
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("per_device_train_batch_size: -4", ("per_device_train_batch_size=1",)),
+        ("per_device_train_batch_size: 2.5", ("per_device_train_batch_size=2", "per_device_train_batch_size=3")),
+        ("per_device_train_batch_size: abc", ("per_device_train_batch_size=8",)),
+        ("generation_batch_size: abc", ("without generation_batch_size",)),
+        ("use_vllm: perhaps", ("use_vllm=true", "use_vllm=false")),
+    ],
+)
+def test_a_wrong_value_has_the_nearest_that_its_key_takes(line: str, nearest: tuple[str, ...], tmp_path: Path) -> None:
+    assert by_code(report(tmp_path, TRL + line + "\n", "r.yaml"))["CHK010"].nearest == nearest
+
+
+@pytest.mark.parametrize("version", ["0.16", "0.18", "1.16"])
+def test_an_evaluation_batch_that_is_refused_is_named_and_changed(version: str, tmp_path: Path) -> None:
+    text = TRL + "num_generations: 8\neval_strategy: steps\nper_device_eval_batch_size: 3\n"
+    options: dict[str, Any] = {"launched_with": "accelerate launch --num_processes 2", "trl_version": version}
+    finding = by_code(report(tmp_path, text, "r.yaml", **options))["CHK002"]
+    assert finding.field == "per_device_eval_batch_size" and "per_device_eval_batch_size=4" in finding.nearest
+    fixed = report(tmp_path, text.replace("size: 3", "size: 4"), "r.yaml", **options)
+    assert fixed.starts[2].starts
+    trains = by_code(report(tmp_path, TRL + "num_generations: 7\n", "r.yaml", **options))["CHK002"]
+    assert trains.field == "num_generations" and not any("eval" in text for text in trains.nearest)
+
+
+# --- what could not be read
+
+
+def test_training_is_judged_where_only_evaluation_is_unread(tmp_path: Path) -> None:
+    result = report(tmp_path, SWIFT + "--per_device_eval_batch_size $BS --val_dataset v", gpu="h100")
+    assert not result.starts[4].starts and result.starts[8].starts
+    findings = by_code(result)
+    assert "so evaluation is not judged" in findings["CHK004"].message
+    assert "CHK009" not in findings and result.memory is not None and "not judged" not in result.memory
+
+
+def test_that_memory_is_not_judged_is_told(tmp_path: Path) -> None:
+    result = report(tmp_path, SWIFT + "--per_device_train_batch_size $BS", gpu="h100")
+    assert result.starts == {}
+    assert "memory not judged: per_device_train_batch_size could not be read" in shown(result, width=200)
+
+
+def test_the_output_of_a_command_is_told_as_one(tmp_path: Path) -> None:
+    text = "N=$(nvidia-smi -L | wc -l)\n" + SWIFT + "--gradient_accumulation_steps $N --num_iterations $M"
+    told = {f.field: f.message for f in report(tmp_path, text).findings if f.code == "CHK004"}
+    steps = told["gradient_accumulation_steps"]
+    assert "$(nvidia-smi -L | wc -l) is the output of a command" in steps and "assigned" not in steps
+    assert "$M is not assigned in the file" in told["num_iterations"]
+
+
+def test_a_key_without_effect_is_told_once(tmp_path: Path) -> None:
+    text = TRL + "use_vllm: true\nvllm_mode: server\nvllm_max_model_length: 2048\n"
+    found = [f for f in report(tmp_path, text, "r.yaml", trl_version="0.18").findings if f.code == "CHK005"]
+    assert [f.field for f in found] == ["vllm_max_model_length"]
+
+
+# --- memory of Cohort's files
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "told"),
+    [
+        ("", {}, "does not suffice: 172.2 GB of each GPU in backward with 1 process (hardware.processes is not set)"),
+        ("", {"world_sizes": (8,)}, "on 8 GPUs (--world-sizes)"),
+        ("", {"launched_with": "accelerate launch --num_processes 8"}, "with 8 processes (--launch)"),
+        ("hardware: {processes: auto}\n", {}, "with hardware.processes: auto on 8 GPUs by"),
+        ("hardware: {processes: 8}\n", {"world_sizes": (1,)}, "with 8 processes (line 6)"),
+    ],
+)
+def test_memory_is_that_of_the_processes_that_are_named(
+    more: str, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    result = report(tmp_path, SEVEN + more, "run.yaml", gpu="h100", **options)
+    assert result.memory is not None and told in result.memory
+    alone = "1 process (" in told
+    assert ("CHK019" in by_code(result)) == alone and result.memory.startswith("does not") == alone
+    if alone:
+        assert by_code(result)["CHK019"].nearest[0] == "hardware.processes=auto on 8 GPUs"
+
+
+# --- the table
+
+
+def test_the_table_fits_80_columns_and_joins_equal_rows(tmp_path: Path) -> None:
+    lines = shown(report(tmp_path, COHORT, "run.yaml")).splitlines()
+    row = next(i for i, line in enumerate(lines) if line.startswith("1 to 16, 24, 32, 64"))
+    assert lines[row].split()[-5:] == ["yes", "128", "128", "1", "16"]
+    assert lines[row - 1].split() == ["GPUs", "starts", "batch", "batch", "generation", "prompts"]
+    assert not lines[row + 1].strip()
+
+
+def test_one_process_and_one_gpu_are_singular(tmp_path: Path) -> None:
+    one = report(tmp_path, TRL, "r.yaml", launched_with="accelerate launch --num_processes 1")
+    assert "  1 training process (--launch)" in shown(one)
+    some = report(tmp_path, TRL + "per_device_train_batch_size: 4\n", "r.yaml", world_sizes=(1, 2))
+    assert "it starts with 2 GPUs and not with 1 GPU; with 1:" in by_code(some)["CHK003"].message
+
+
+# --- conversion of quantized weights
+
+QUANTIZED = TRL + "use_peft: true\nlora_r: 8\ntorch_dtype: bfloat16\n"
+
+
+@pytest.mark.parametrize(("bits", "name"), [(4, "nf4"), (8, "int8")])
+def test_quantized_weights_are_converted(bits: int, name: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(QUANTIZED + f"load_in_{bits}bit: true\nbnb_4bit_quant_type: nf4\n")
+    text = convert_file(tmp_path / "r.yaml")
+    assert config_from_dict(yaml.safe_load(text)).model.quantization == name
+    assert ("torchao" in text) == (bits == 8) and ("bnb_4bit_quant_type" in text) == (bits == 8)
+
+
+@pytest.mark.parametrize(
+    ("more", "processes", "why"),
+    [
+        ("", 2, "works in one process"),
+        ("use_vllm: true\n", 1, "servers load the base as its files have it"),
+        ("use_peft: false\n", 1, "cannot be trained"),
+    ],
+)
+def test_why_quantized_weights_have_no_equivalent(more: str, processes: int, why: str, tmp_path: Path) -> None:
+    base = QUANTIZED.replace("use_peft: true\n", "") if "use_peft" in more else QUANTIZED
+    (tmp_path / "r.yaml").write_text(base + "load_in_4bit: true\n" + more)
+    text = convert_file(tmp_path / "r.yaml", launched_with=f"accelerate launch --num_processes {processes}")
+    line = next(line for line in text.splitlines() if "weights of 4 bits" in line)
+    assert line.startswith("# - no equivalent") and why in line
+    assert config_from_dict(yaml.safe_load(text)).model.quantization is None
+
+
+def test_swift_is_quantized_too(tmp_path: Path) -> None:
+    command = "swift rlhf --rlhf_type grpo --model m --dataset d --quant_method bnb --quant_bits 4 --num_generations 8"
+    (tmp_path / "run.sh").write_text(command)
+    assert config_from_dict(yaml.safe_load(convert_file(tmp_path / "run.sh"))).model.quantization == "nf4"
