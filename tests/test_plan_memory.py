@@ -297,6 +297,6 @@ def test_the_command_verifies_its_own_plan(tmp_path: Any, more: list[str]) -> No
     command = ["plan", str(tmp_path / "run.yaml"), *more, "--verify", "--layers", "2", "--json"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    verified = json.loads(done.output)["verified"]
+    verified = json.loads(done.stdout)["verified"]
     assert verified["layers"] == 2
     assert verified["ratio"] == pytest.approx(1, abs=0.08)

@@ -33,7 +33,7 @@ def test_out_of_memory_is_survived_shown_and_remembered(tmp_path: Path, monkeypa
     result = cohort.train(changed(config, train={"steps": 4}), display=notes)
     events, budgets = metric(result.run_dir, "out_of_memory"), metric(result.run_dir, "micro_batch_tokens")
     assert events[0] >= 1 and 25 < budgets[-1] <= 60
-    assert notes.told == [
+    assert notes.told[:-1] == [
         f"out of memory in {number} micro-batches, which were computed again in parts: the gradient is the same, and "
         f"the budget is {budget} tokens from here on"
         for number, budget in zip(events, budgets, strict=True)
@@ -54,7 +54,7 @@ def test_gradients_in_forward_without_a_known_head_are_refused(tmp_path: Path, m
         train(config)
     notes = Notes()
     cohort.train(changed(config, train={"gradients_in_forward": False}), display=notes)
-    assert notes.told == [
+    assert notes.told[:-1] == [
         "the model computes its full logits, because its head is not a linear layer that is known here"
     ]
 
@@ -67,11 +67,11 @@ def test_a_run_says_why_its_rows_are_padded(tmp_path: Path, window: int, layout:
     result = cohort.train(config, display=notes)
     shared = metric(result.run_dir, "prompt_tokens_saved")[0]
     if layout == "padded":
-        (told,) = notes.told
+        told, _ = notes.told
         assert told.startswith("the model is computed in padded rows, because its longest sequence of ")
         assert told.endswith("tokens is longer than its attention window of 8 tokens") and shared == 0
     else:
-        assert not notes.told and shared > 0
+        assert len(notes.told) == 1 and shared > 0
 
 
 def test_a_sequence_that_does_not_fit_by_itself_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -89,9 +89,9 @@ def test_the_budget_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
     (budget,) = set(metric(result.run_dir, "micro_batch_tokens"))
     if room == 70:
         assert 0.9 * 70 / 1.1 <= budget <= 70
-        assert notes.told == [f"train.micro_batch_tokens: auto: {budget:.0f} tokens, the most that fits"]
+        assert notes.told[:-1] == [f"train.micro_batch_tokens: auto: {budget:.0f} tokens, the most that fits"]
     else:
-        assert notes.told == [
+        assert notes.told[:-1] == [
             f"train.micro_batch_tokens: auto: {budget:.0f} tokens, a whole step's share of one process"
         ]
         assert budget == 12 * (8 + 12 - 1)  # 12 sequences of the longest prompt and the longest completion

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from cohort.cli.options import Debug
+from cohort.plan.presets import PRESETS
 
 if TYPE_CHECKING:
     from cohort.config import Config
@@ -35,7 +36,8 @@ def plan(
     ] = "h100",
     gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU, such as 80GB. Default: what --gpu has.")] = None,
     model_shape: Annotated[
-        str | None, typer.Option(help="A common model, such as qwen3-8b or 7b, in place of model.path.")
+        str | None,
+        typer.Option(help=f"A common model in place of model.path: {', '.join(PRESETS)}; or a size, such as 7b."),
     ] = None,
     max_: Annotated[str | None, typer.Option("--max", help="The most that fits: model, length or generations.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, for the run's cost.")] = None,
@@ -137,7 +139,7 @@ def _show(
     answer: dict[str, Any] = {**predicted.as_json(), "advice": [a.as_json() for a in advice]}
     answer["notes"] = [*notes, *answer["notes"]]
     if max_ is not None:
-        answer["max"] = {max_: _largest(settings, predicted, max_)}
+        answer["max"], answer["max_problem"] = _largest(settings, predicted, max_)
     if price is not None and "gpu_hours" in answer["timing"]:
         answer["cost"] = price * answer["timing"]["gpu_hours"]["value"]
     if verified_layers is not None:
@@ -154,11 +156,14 @@ def _show(
     print_plan(predicted, advice, answer, Console(), with_vllm=settings.rollout.engine == "vllm")
 
 
-def _largest(settings: "Config", predicted: "Plan", wanted: str) -> str | int | None:
+def _largest(settings: "Config", predicted: "Plan", wanted: str) -> tuple[dict[str, str | int | None], str | None]:
+    """The most that fits, and where nothing does why."""
     from cohort.errors import UserError
-    from cohort.plan.limits import Limit, largest
+    from cohort.plan.limits import Limit, largest, why_none_fits
 
+    about = settings, predicted.shape, predicted.hardware
     for limit in get_args(Limit):
         if limit == wanted:
-            return largest(settings, predicted.shape, predicted.hardware, limit)
+            most = largest(*about, limit)
+            return {limit: most}, why_none_fits(*about, limit) if most is None else None
     raise UserError(f"--max: {wanted!r} has to be model, length or generations")

@@ -10,19 +10,27 @@ from rich.table import Table
 
 from cohort.plan.advice import Advice
 from cohort.plan.calibration import Calibration
-from cohort.plan.memory import PHASES
+from cohort.plan.memory import PHASES, checkpointed_activations
 from cohort.plan.predict import Plan
 
 _LABELS = {
     "products_tflops": "matrix products, TFLOP/s",
     "memory_gbytes/s": "memory, GB/s",
+    "bus_gbytes/s": "bus between host and GPU, GB/s",
     "training_s": "training, s",
     "gathering_s": "gathering weights, s",
+    "visiting_s": "weights visiting from host memory, s",
     "offloading_s": "offloading activations, s",
     "sampling_s": "sampling, s",
     "step_s": "step, s",
     "run_hours": "run, hours",
     "gpu_hours": "run, GPU hours",
+}
+
+_MOST = {  # of --max, and the unit
+    "model": ("largest model", ""),
+    "length": ("longest completion", " tokens"),
+    "generations": ("largest group", " generations"),
 }
 
 
@@ -76,6 +84,13 @@ def print_plan(
     console.print(table)
     if "framework" in parts:
         console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
+    kept = checkpointed_activations(plan.work)
+    console.print(
+        f"[dim]activations of the same micro-batch: {_gb(kept[False])} without checkpointing, {_gb(kept['selective'])} "
+        f"with selective, {_gb(kept[True])} with true (model.gradient_checkpointing)[/dim]",
+        highlight=False,
+        soft_wrap=True,
+    )
     for line in _verdict(plan, advice, answer, with_vllm=with_vllm):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -132,18 +147,20 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
     if advice:
         yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
         for change in advice:
-            seconds = (
-                f"{_digits(abs(change.saved_seconds), 2)} s a step {'less' if change.saved_seconds > 0 else 'more'}"
-            )
+            more = "less" if change.saved_seconds > 0 else "more"
+            seconds = f"{_digits(abs(change.saved_seconds), 2)} s a step {more}"
+            if change.saved_seconds == 0:
+                seconds = "the same predicted time"
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
-            yield f"  {change.told()}: {size}, {seconds}; costs {change.costs}"
+            yield escape(f"  {change.told()}: {size}, {seconds}; costs {change.costs}")
     elif not plan.fits:
         others = (
             "other GPUs or a smaller model" if with_vllm else "other GPUs, a smaller model, or rollout.engine: vllm"
         )
         yield f"\nno change that is known here makes it fit; try {others}"
     for name, value in answer.get("max", {}).items():
-        yield f"\nlargest {name} that fits: {value if value is not None else 'none'}"
+        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_MOST[name][1]}"
+        yield escape(f"\n{_MOST[name][0]} that fits: {found}")
     if "cost" in answer:
         yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours at the price that was given"
     if "verified" in answer:

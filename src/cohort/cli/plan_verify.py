@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+import typer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
@@ -228,6 +229,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
         raise UserError("--verify: the symbolic run is of sharded training; plan for at least 2 GPUs")
     model_config = _model_config(config, plan)
     model_config["num_hidden_layers"] = layers = layers or plan.shape.layers
+    typer.echo(f"running {layers} of {plan.shape.layers} layers symbolically", err=True)
     rollout, completions = config.rollout, plan.rows.row_completions
     tracked = track_step(
         model_config,

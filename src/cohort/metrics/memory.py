@@ -82,6 +82,14 @@ def reset_resident_peak() -> bool:
         return False
 
 
+def resident_now() -> int:
+    """Bytes that are resident; the most that were, where the system does not tell."""
+    try:
+        return resident()["VmRSS"]
+    except (OSError, KeyError):
+        return _resident_peak()
+
+
 def resident() -> dict[str, int]:
     """Bytes that are resident (VmRSS), and the most that were (VmHWM)."""
     status = (_PROC / "status").read_text()

@@ -216,18 +216,18 @@ _KINDS = (  # those that cost the experiment the least come first
     _Kind(_budget, "nothing: the gradient is the same"),
     _Kind(_sampled, "time; the gradient is the same"),
     _Kind(_checkpointing, "time; the gradient is the same"),
-    _Kind(_offload, "time, which is not predicted; the gradient is the same"),
+    _Kind(_offload, "time where copies take longer than the computation beside them; the gradient is the same"),
     _Kind(_parked_reference, "time: the reference comes from host memory once a step; the gradient is the same"),
     _Kind(
         _state_on_host,
-        "time: each update sends gradients to host memory and weights back, and is made there; the gradient is the "
-        "same, to the rounding of bfloat16 weights",
+        "time: each update sends gradients to host memory and weights back, and is made there by the CPU, whose time "
+        "is not predicted; the gradient is the same, to the rounding of bfloat16 weights",
         changes_gradient=True,
     ),
     _Kind(
         _weights_on_host,
-        "time: each micro-batch brings the weights from host memory twice; the gradient is the same, to the rounding "
-        "of bfloat16 weights",
+        "time: each micro-batch brings the weights from host memory twice, beside the computation, and updates are "
+        "made by the CPU, whose time is not predicted; the gradient is the same, to the rounding of bfloat16 weights",
         changes_gradient=True,
     ),
     _Kind(_gpus, _GPUS, changes_gradient=True),

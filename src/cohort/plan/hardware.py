@@ -18,11 +18,19 @@ class Hardware:
     on_gpu: bool = True
     measured: Calibration | None = None  # of one of the GPUs, or of one process's share of the CPU
     memory_is_measured: bool = False
+    resident_bytes: int | None = None  # of a process on the CPU that plans for itself, and has no model yet
 
     @property
     def num_gpus(self) -> int:
         """Over all nodes."""
         return self.gpus_per_node * self.nodes
+
+    @property
+    def framework_bytes(self) -> int | None:
+        """What a process takes before it has any tensor; None where nobody measured that."""
+        if self.resident_bytes is not None:
+            return self.resident_bytes
+        return self.measured.framework_bytes if self.measured else None
 
 
 # As their drivers name them, and the memory that a process can have of them.

@@ -14,7 +14,7 @@ and goes, gradients too, only one model's is there at a time.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cohort.plan.activations import forward_only_bytes
@@ -22,7 +22,7 @@ from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, lar
 from cohort.plan.optimizer import state_bytes
 from cohort.plan.quantization import model_bytes
 from cohort.plan.shape import WeightShape
-from cohort.plan.work import Work
+from cohort.plan.work import Checkpointing, Work
 
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
 PHASES: Mapping[Phase, str] = {  # for a person
@@ -74,6 +74,17 @@ def plan_memory(work: Work) -> MemoryPlan:
             "publish": {**always, "gathered weights": (work.weight_bytes + work.compute_bytes) * largest},
         }
     )
+
+
+def checkpointed_activations(work: Work) -> dict[Checkpointing, int]:
+    """Bytes of the activations of the same micro-batch in backward, by `model.gradient_checkpointing`."""
+    found: dict[Checkpointing, int] = {}
+    kinds: tuple[Checkpointing, ...] = (False, "selective", True)
+    for kind in kinds:
+        critic = replace(work.critic, checkpointing=kind) if work.critic else None
+        backward = plan_memory(replace(work, checkpointing=kind, critic=critic)).phases["backward"]
+        found[kind] = backward.get("activations", 0)
+    return found
 
 
 def _shard(work: Work, parameters: int, bytes_each: int) -> int:

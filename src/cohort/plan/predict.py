@@ -8,7 +8,15 @@ from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, check_host_memory, check_processes, plan_layout
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES, MemoryPlan, host_bytes, plan_memory
+from cohort.plan.memory import (
+    ASLEEP_BYTES,
+    CUDA_BYTES,
+    NCCL_BYTES,
+    MemoryPlan,
+    checkpointed_activations,
+    host_bytes,
+    plan_memory,
+)
 from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
 from cohort.plan.shape import ModelShape
 from cohort.plan.timetable import Number, plan_timing
@@ -141,6 +149,9 @@ class Plan:
                 "headroom_bytes": self.headroom_bytes,
                 "fits": self.fits,
                 "trl_bytes": self.trl_bytes,
+                "activations_by_checkpointing": {
+                    str(kind).lower(): size for kind, size in checkpointed_activations(self.work).items()
+                },
             },
             "notes": list(self.notes),
             "timing": {name: {"value": n.value, "origin": n.origin, "how": n.how} for name, n in self.timing.items()},
@@ -227,6 +238,8 @@ def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
     if part != "framework":
         how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
         return Number(value=size, origin="derived", how=how)
+    if hardware.resident_bytes is not None:
+        return Number(value=size, origin="measured", how="resident in this process before it had a model")
     assumed = [
         f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
         for what, bytes_, is_there in (
@@ -245,6 +258,8 @@ def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
 
 def _memory_there(hardware: Hardware) -> Number:
     size = hardware.gpu_memory_bytes
+    if hardware.resident_bytes is not None:
+        return Number(value=size, origin="measured", how="of this machine, for each process")
     if hardware.memory_is_measured and hardware.measured is not None:
         return Number(value=size, origin="measured", how=hardware.measured.told())
     return Number(value=size, origin="assumed", how="what was said, or what such a GPU has for a process")

@@ -38,6 +38,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768),
     "qwen2.5-14b": _preset("qwen2", 5120, 13824, 48, 40, 8, 152064, 32768),
     "qwen2.5-32b": _preset("qwen2", 5120, 27648, 64, 40, 8, 152064, 32768),
+    "qwen2.5-72b": _preset("qwen2", 8192, 29568, 80, 64, 8, 152064, 32768),
+    "qwen2.5-math-1.5b": _preset("qwen2", 1536, 8960, 28, 12, 2, 151936, 4096, **_TIED),
+    "qwen2.5-math-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064, 4096),
+    "r1-qwen-1.5b": _preset("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072),
+    "r1-qwen-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
+    "r1-qwen-14b": _preset("qwen2", 5120, 13824, 48, 40, 8, 152064, 131072),
+    "r1-qwen-32b": _preset("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072),
     "qwen3-0.6b": _preset("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, **_TIED),
     "qwen3-1.7b": _preset("qwen3", 2048, 6144, 28, 16, 8, 151936, 40960, **_TIED),
     "qwen3-4b": _preset("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, **_TIED),
@@ -72,6 +79,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 # Names on the hub of models with these shapes: what was trained further has the same one.
 IDS: tuple[tuple[str, str], ...] = (
     (r"qwen2\.5-(?:coder-)?([\d.]+b)(?:-instruct)?", "qwen2.5-{}"),
+    (r"qwen2\.5-(math-[\d.]+b)(?:-instruct)?", "qwen2.5-{}"),
+    (r"qwen2-(7b)(?:-instruct)?", "qwen2.5-{}"),
+    (r"deepseek-r1-distill-qwen-([\d.]+b)", "r1-qwen-{}"),
     (r"qwen3-([\d.]+b(?:-a3b)?)(?:-base)?", "qwen3-{}"),
     (r"qwen3-(4b|30b-a3b)-(?:instruct|thinking)-2507", "qwen3-{}"),
     (r"(?:meta-)?llama-3\.1-(8b|70b)(?:-instruct)?", "llama3-{}"),
@@ -97,4 +107,5 @@ ALIASES: Mapping[str, str] = {
     "14b": "qwen2.5-14b",
     "32b": "qwen2.5-32b",
     "70b": "llama3-70b",
+    "72b": "qwen2.5-72b",
 }

@@ -1,7 +1,8 @@
 """How fast a GPU computes and reads: the makers' data sheets or what was measured, and the share that is reached.
 
 The shares are assumptions, that of computing the same as in docs/scaling.md: 40 % of the maker's peak and 60 % of his
-bandwidth, or 60 % and 80 % of what was measured (`cohort.plan.calibration`).
+bandwidth, or 60 % and 80 % of what was measured (`cohort.plan.calibration`). How fast the bus between host and GPU is
+depends on the machine: where it was not measured, copies are taken to be as fast as is usual of 16 lanes of PCIe 4.0.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ _SHARE_OF_PEAK = 0.4
 _SHARE_OF_BANDWIDTH = 0.6
 _SHARE_OF_MEASURED = 0.6  # of what a product alone has reached
 _SHARE_OF_MEASURED_BANDWIDTH = 0.8
+_USUAL_BUS = 25e9  # bytes per second, of the 32e9 that 16 lanes of PCIe 4.0 have one way
 USUAL_GPU = "NVIDIA H100 80GB HBM3"  # stands in for one that is not known here
 
 
@@ -47,3 +49,10 @@ def reading_rate(hardware: Hardware) -> Rate:
     bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(USUAL_GPU)
     assert bandwidth is not None
     return Rate(bandwidth, _SHARE_OF_BANDWIDTH, False)
+
+
+def bus_rate(hardware: Hardware) -> Rate:
+    """Bytes between host and GPU, one way; where that was not measured, of a usual bus."""
+    if hardware.measured is not None and hardware.measured.host_bandwidth is not None:
+        return Rate(hardware.measured.host_bandwidth, 1.0, True)
+    return Rate(_USUAL_BUS, 1.0, False)

@@ -13,7 +13,7 @@ from cohort.plan.activations import kept_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
-from cohort.plan.rates import Rate, computing_rate, reading_rate
+from cohort.plan.rates import Rate, bus_rate, computing_rate, reading_rate
 from cohort.plan.rows import Rows
 from cohort.plan.timing import step_times, training_operations
 from cohort.plan.work import Work
@@ -34,7 +34,12 @@ class Number:
 def plan_timing(
     config: Config, hardware: Hardware, layout: Layout, rows: Rows, work: Work, *, num_steps: int | None
 ) -> dict[str, Number]:
-    """Seconds by phase, what they were worked out from, and the GPU hours of the run where its steps are known."""
+    """Seconds by phase, what they were worked out from, and the GPU hours of the run where its steps are known.
+
+    Nothing of a CPU that was not measured: they differ too much.
+    """
+    if not hardware.on_gpu and hardware.measured is None:
+        return {}
     computing = computing_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
     reading = reading_rate(hardware)
     num_sampling = layout.num_sampling
@@ -49,12 +54,16 @@ def plan_timing(
         num_sampling=num_sampling,
         shared=layout.shared,
     )
-    moved = list(_waited_for(config, work))
-    bandwidth = hardware.measured.host_bandwidth if hardware.measured else None
-    if bandwidth:
-        times = replace(times, training_s=times.training_s + sum(size for _, size in moved) / bandwidth)
+    moved, beside = dict(_waited_for(config, work)), dict(_beside(hardware, rows, work))
+    bus = bus_rate(hardware)
+    # copies that go on beside the computation take time where they are the longer of the two
+    longest, waited_s = max([times.training_s, *(n.value for n in beside.values())]), sum(moved.values()) / bus.used
+    used = f"at {computing.share:.0%} of that (assumed)"
+    if longest > times.training_s:
+        used += ", which ends before the copies that go on beside it"
+    used += "".join(f", and {what}" for what in moved)
+    times = replace(times, training_s=longest + waited_s)
     operations = ", ".join(training_operations(config, work.shape))
-    used = f"at {computing.share:.0%} of that (assumed)" + "".join(f", and {what}" for what, _ in moved if bandwidth)
     sampler = (
         f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
         f"{computing.share:.0%}"
@@ -64,15 +73,16 @@ def plan_timing(
     numbers = {
         "products_tflops": _rate(computing, hardware, 1e-12),
         "memory_gbytes/s": _rate(reading, hardware, 1e-9),
+        **({"bus_gbytes/s": _bus(bus, hardware)} if moved or beside.keys() - {"gathering_s"} else {}),
         "training_s": _derived(times.training_s, f"{operations} {used}"),
-        **dict(_transfers(hardware, rows, work)),
+        **beside,
         "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
     if num_steps is not None:
         hours = times.step_s * num_steps / 3600
         gpus = layout.num_used
-        numbers["run_hours"] = _derived(hours, f"{num_steps} steps")
+        numbers["run_hours"] = _derived(hours, f"{num_steps} step{'s' * (num_steps != 1)}")
         numbers["gpu_hours"] = _derived(hours * gpus, f"{gpus} GPU{'s' * (gpus > 1)}")
     return numbers
 
@@ -101,26 +111,30 @@ def _rate(rate: Rate, hardware: Hardware, unit: float) -> Number:
     return Number(value=rate.best * unit, origin="assumed", how="the maker's data sheet")
 
 
-def _transfers(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str, Number]]:
-    """What goes over wires that were measured. It goes on beside the computation, and is no part of the step's time."""
-    measured = hardware.measured
-    if measured is None:
-        return
-    if measured.collective_bandwidth is not None and work.processes > 1:
+def _bus(rate: Rate, hardware: Hardware) -> Number:
+    if rate.is_measured:
+        return _rate(rate, hardware, 1e-9)
+    return Number(value=rate.best * 1e-9, origin="assumed", how="between host and GPU, as is usual of PCIe 4.0")
+
+
+def _beside(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str, Number]]:
+    """What goes on beside the computation: over the bus, and between GPUs where that was measured."""
+    measured, bus = hardware.measured, bus_rate(hardware).used
+    if measured is not None and measured.collective_bandwidth is not None and work.processes > 1:
         gathered = sum(
             2 * model.compute_bytes * model.shape.num_parameters + _REDUCED_BYTES * model.trained_parameters
             for model in work.models
         )
         seconds = rows.num_micro_batches * gathered / measured.collective_bandwidth
         yield "gathering_s", _derived(seconds, "two gathers and a reduction of every micro-batch, beside training")
-    if measured.host_bandwidth is not None and work.parameters_on_host:
+    if work.parameters_on_host:
         visits = sum(
             2 * model.weight_bytes * model.shape.num_parameters + model.trained_bytes * model.trained_parameters
             for model in work.models
         )
-        seconds = rows.num_micro_batches * visits / work.processes / measured.host_bandwidth
+        seconds = rows.num_micro_batches * visits / work.processes / bus
         how = "weights from host memory twice and gradients back, of every micro-batch, beside training"
         yield "visiting_s", _derived(seconds, how)
-    if measured.host_bandwidth is not None and work.offload:
+    if work.offload and hardware.on_gpu:
         moved = 2 * kept_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
-        yield "offloading_s", _derived(moved / measured.host_bandwidth, "activations out and back, beside training")
+        yield "offloading_s", _derived(moved / bus, "activations out and back, beside training")

@@ -154,7 +154,7 @@ def work_of(
         on_gpu=hardware.on_gpu,
         shares_prompts=rows.row_completions > 1 or rows.kept_prompt_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
-        framework_bytes=hardware.measured.framework_bytes if hardware.measured else None,
+        framework_bytes=hardware.framework_bytes,
         freezes=bool(model.freeze),
         optim=config.optim,
         reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,

@@ -1,13 +1,15 @@
-"""The plan of a run that is about to start, on the GPUs that it has: what cannot fit is refused before weights load."""
+"""The plan of a run that is about to start, on what it has: what cannot fit on GPUs is refused before weights load."""
 
+import os
 from collections.abc import Callable, Mapping
 
 import torch
 
 from cohort.config import Config
 from cohort.errors import UserError
+from cohort.metrics.memory import resident_now
 from cohort.plan.advice import advise
-from cohort.plan.calibration import calibration_of
+from cohort.plan.calibration import calibration_of, cpu_name
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
 from cohort.plan.predict import Plan, predict_run
@@ -27,7 +29,9 @@ def foresee(
     world_size: int,
     note: Callable[[str], None],
 ) -> Plan | None:
-    """Plan the run as `cohort plan` does; None on CPU, and where the shape of the model or its adapter is not known.
+    """Plan the run as `cohort plan` does; None where the shape of the model or its adapter is not known.
+
+    On CPU nothing is refused or said: the system decides what a process may have.
 
     Args:
         config: of the run.
@@ -40,22 +44,38 @@ def foresee(
     Raises:
         UserError: it cannot fit, and `run.ignore_plan` is not set.
     """
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
     return plan_on(
         config,
-        Hardware(
-            gpu_name=properties.name,
-            gpu_memory_bytes=properties.total_memory,
-            gpus_per_node=world_size,
-            nodes=1,
-            measured=calibration_of(properties.name),
-        ),
+        _gpus(device, world_size) if device.type == "cuda" else _cpu(world_size),
         shared=bool(servers and servers.placement and servers.placement.shared),
         longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
         num_prompts=len(inputs.prompts.prompts),
         note=note,
+    )
+
+
+def _gpus(device: torch.device, world_size: int) -> Hardware:
+    properties = torch.cuda.get_device_properties(device)
+    return Hardware(
+        gpu_name=properties.name,
+        gpu_memory_bytes=properties.total_memory,
+        gpus_per_node=world_size,
+        nodes=1,
+        measured=calibration_of(properties.name),
+    )
+
+
+def _cpu(world_size: int) -> Hardware:
+    name = cpu_name()
+    measured = calibration_of(name)
+    return Hardware(
+        gpu_name=name,
+        gpu_memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world_size,
+        gpus_per_node=world_size,
+        nodes=1,
+        on_gpu=False,
+        measured=measured.shared_by(world_size) if measured else None,
+        resident_bytes=resident_now(),
     )
 
 
@@ -68,11 +88,12 @@ def plan_on(
     num_prompts: int,
     note: Callable[[str], None],
 ) -> Plan | None:
-    """As `foresee`, on training GPUs that are known."""
+    """As `foresee`, on hardware that is known."""
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
-    # what does not fit is computed in parts, so that only the smallest budget has to
-    train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
-    smallest = config.model_copy(update={"rollout": rollout, "train": train})
+    smallest = config.model_copy(update={"rollout": rollout})
+    if hardware.on_gpu:  # what does not fit is computed in parts, so that only the smallest budget has to
+        train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
+        smallest = smallest.model_copy(update={"train": train})
     samples_itself = config.rollout.engine == "local"
     layout = Layout(
         num_training=hardware.num_gpus,
@@ -84,9 +105,10 @@ def plan_on(
         shape = read_shape(config.model.path)
         plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
     except UserError as error:
-        note(f"no plan was made: {error}")
+        if hardware.on_gpu:
+            note(f"no plan was made: {error}")
         return None
-    if plan.memory.peak_bytes <= _MARGIN * hardware.gpu_memory_bytes:
+    if not hardware.on_gpu or plan.memory.peak_bytes <= _MARGIN * hardware.gpu_memory_bytes:
         return plan
     needed = (
         f"{plan.memory.peak_bytes / 1e9:.1f} GB of each GPU in {plan.memory.peak_phase}, and they have "
@@ -108,13 +130,14 @@ def compared(plan: Plan, peaks: Mapping[int, float]) -> str | None:
 
     Args:
         plan: of the run.
-        peaks: `memory/peak_bytes` by step, of what PyTorch had allocated.
+        peaks: `memory/peak_bytes` by step: of what PyTorch had allocated on a GPU, and resident on CPU.
     """
     if not peaks:
         return None
     framework = plan.memory.phases[plan.memory.peak_phase].get("framework", 0)
-    measured, predicted = max(peaks.values()), plan.memory.peak_bytes - framework
+    measured, predicted = max(peaks.values()), plan.memory.peak_bytes - framework * plan.hardware.on_gpu
+    before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before it had a model)"
     return (
-        f"memory of one process: {measured / 1e9:.2f} GB at most, predicted {predicted / 1e9:.2f} GB for sequences of "
-        f"the longest length ({predicted / measured:.2f} x)"
+        f"memory of one process: {measured / 1e9:.2f} GB at most{before}, predicted {predicted / 1e9:.2f} GB for "
+        f"sequences of the longest length ({predicted / measured:.2f} x)"
     )

@@ -1,0 +1,120 @@
+"""What `cohort plan` answers besides: activations by checkpointing, why nothing fits, and models by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cohort.cli.app import app
+from cohort.cli.plan_verify import verify_plan
+from cohort.plan.hardware import hardware
+from cohort.plan.limits import largest, why_none_fits
+from cohort.plan.memory import checkpointed_activations
+from cohort.plan.predict import predict_run
+from cohort.plan.presets import PRESETS
+from cohort.plan.shape import preset_shape, read_shape
+from plans import EIGHT, config
+
+TINY = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
+ONE = "hardware.processes=1"
+
+
+@pytest.mark.parametrize("more", [(), ("algorithm.name=ppo",), ("model.adapter={rank: 8}",)], ids=str)
+def test_activations_by_checkpointing_are_those_of_a_plan_that_has_it(more: tuple[str, ...]) -> None:
+    shape = preset_shape("1.5b")
+    for planned in ("false", "true"):
+        plan = predict_run(config(f"model.gradient_checkpointing={planned}", *more), shape, EIGHT)
+        found = checkpointed_activations(plan.work)
+        for kind in (False, "selective", True):
+            wanted = config(f"model.gradient_checkpointing={str(kind).lower()}", *more)
+            other = predict_run(wanted, shape, EIGHT)
+            assert other.rows == plan.rows
+            assert found[kind] == other.memory.phases["backward"]["activations"]
+        assert found[False] > found["selective"] > found[True] > 0
+        assert plan.as_json()["memory"]["activations_by_checkpointing"] == {
+            "false": found[False],
+            "selective": found["selective"],
+            "true": found[True],
+        }
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [
+        ("model", "even the smallest model known here, qwen2.5-0.5b, needs "),
+        ("length", "even rollout.max_completion_tokens: 1 needs "),
+        ("generations", "even rollout.num_generations: 2 needs "),
+    ],
+)
+def test_where_nothing_fits_the_plan_says_why(limit: Any, why: str) -> None:
+    about = config(ONE), preset_shape("7b"), TINY
+    assert largest(*about, limit) is None
+    told = why_none_fits(*about, limit)
+    assert told.startswith(why) and told.endswith("they have 1.0 GB")
+    with_vllm = config("rollout.engine=vllm"), preset_shape("7b"), TINY
+    assert "GB" in why_none_fits(*with_vllm, limit)
+
+
+def test_other_reasons_than_memory() -> None:
+    long = config(ONE, "rollout.max_prompt_tokens=32768")
+    assert "none of the model's positions" in why_none_fits(long, preset_shape("7b"), TINY, "length")
+    impossible = config("hardware.processes=2"), preset_shape("7b"), TINY
+    assert "hardware.processes: 2 is more than" in why_none_fits(*impossible, "generations")
+
+
+def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: Qwen/Qwen2.5-7B}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n")
+    command = ["plan", str(file), "--gpu", "h200", "train.steps=1", "--max"]
+    assert "largest group that fits: " in (told := CliRunner().invoke(app, [*command, "generations"]).output)
+    assert " generations\n" in told and "derived: 1 step " in told
+    assert "cohort-rl[quantization]" in told  # which is no markup
+    assert "longest completion that fits: " in CliRunner().invoke(app, [*command, "length"]).output
+    small = [*command, "length", "--gpu-memory", "1GB"]
+    assert "longest completion that fits: none: even" in CliRunner().invoke(app, small).output
+    answer = json.loads(CliRunner().invoke(app, [*small, "--json"]).output)
+    assert answer["max"] == {"length": None} and answer["max_problem"].startswith("even")
+
+
+@pytest.mark.parametrize(
+    ("model_id", "parameters"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct", 72_706_203_648),
+        ("Qwen/Qwen2-7B-Instruct", 7_615_616_512),
+        ("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-Math-7B-Instruct", 7_615_616_512),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7_615_616_512),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14_770_033_664),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32_763_876_352),
+    ],
+)
+def test_more_models_are_known_by_their_id(model_id: str, parameters: int) -> None:
+    assert read_shape(model_id).num_parameters == parameters
+
+
+def test_positions_of_models_with_the_same_weights() -> None:
+    positions = {name: preset_shape(name).max_positions for name in ("7b", "qwen2.5-math-7b", "r1-qwen-7b", "72b")}
+    assert positions == {"7b": 32_768, "qwen2.5-math-7b": 4_096, "r1-qwen-7b": 131_072, "72b": 32_768}
+
+
+def test_help_names_the_models() -> None:
+    told = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "1000"}).output
+    assert all(name in told for name in PRESETS)
+
+
+def test_a_symbolic_run_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    class BegunError(Exception):
+        pass
+
+    def track(*arguments: Any, **options: Any) -> None:
+        raise BegunError
+
+    monkeypatch.setattr("cohort.cli.plan_verify.track_step", track)
+    plan = predict_run(config(), preset_shape("7b"), EIGHT)
+    with pytest.raises(BegunError):
+        verify_plan(config(), plan, layers=4)
+    captured = capsys.readouterr()
+    assert captured.err == "running 4 of 28 layers symbolically\n" and captured.out == ""
