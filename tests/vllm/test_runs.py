@@ -158,6 +158,7 @@ def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, 
     assert 0 < first["sampling/parity/mean"] < 1e-5  # weights that are right pass the same gate
 
 
+@pytest.mark.slow  # it takes the time of two runs, of which one has to be quicker
 def test_sampling_ahead_learns_as_much_in_less_time(
     tmp_path: Path, url: str, local_accuracy: float, monkeypatch: pytest.MonkeyPatch
 ):

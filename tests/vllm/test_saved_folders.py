@@ -21,7 +21,7 @@ def experts() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
+@pytest.mark.parametrize("kind", [pytest.param("tied", marks=pytest.mark.slow), "untied", "experts"])
 def test_its_logprobs_are_the_models_own(tmp_path: Path, vllm_python: str, kind: str):
     model = experts() if kind == "experts" else serving_model(tie=kind == "tied")
     folder = tmp_path / "saved"
