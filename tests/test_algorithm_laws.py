@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,21 @@ from test_laws import dense_gradient, make_engine, packed_gradient, random_group
 from tiny import make_policy, pack_for, relative_error
 
 WEIGHTS = {"brief": 0.5, "right": 2.0}
-GRID = [*itertools.product(COMPONENTS["policy_loss"], COMPONENTS["loss_weight"], (False, True))]
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "truncated": {"mask_truncated_completions": True},
+    "off-policy": {"off_policy_mask_threshold": 0.05},
+    "top-entropy": {"top_entropy_quantile": 0.4},
+}
+GRID = [
+    (policy_loss, loss_weight, mask)
+    for policy_loss, loss_weight, mask in itertools.product(COMPONENTS["policy_loss"], COMPONENTS["loss_weight"], MASKS)
+    # one ratio for a completion cannot tell its tokens apart: refused
+    if not (mask == "top-entropy" and COMPONENTS["policy_loss"][policy_loss].one_advantage)
+]
 LENGTHS = [[3, 14, 9, 1], [1, 6, 2, 5]]
+SEED = 10  # of a step in which every mask takes something away, and no loss all of it
+LAYOUTS: list[Layout] = ["shared", "packed", "padded"]
 
 
 def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
@@ -40,9 +54,12 @@ def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
 
 
 def expected_returns(groups: Sequence[ScoredGroup]) -> Estimates:
-    """What a critic might say of each token."""
+    """What a critic might say of each token, and how unsure the policy might be of it."""
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
-    return Estimates(values={n: np.random.default_rng(n).normal(size=length) for n, length in enumerate(lengths)})
+    return Estimates(
+        values={n: np.random.default_rng(n).normal(size=length) for n, length in enumerate(lengths)},
+        entropies={n: np.random.default_rng(n).random(length) for n, length in enumerate(lengths)},
+    )
 
 
 @cache
@@ -51,7 +68,7 @@ def shallow_policy() -> Policy:
     return make_policy(dtype=torch.float64, num_hidden_layers=1)
 
 
-def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int) -> None:
+def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int, layout: Layout) -> None:
     policy = shallow_policy()
     algorithm = build_algorithm(config, max_completion_tokens=16)
     sequences = sequences_of(algorithm, seed)
@@ -59,10 +76,9 @@ def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int) 
     assert max(gradient.norm() for gradient in expected.values()) > 1e-6
     engine = make_engine(policy)
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
-    layouts: list[Layout] = ["shared", "packed", "padded"]
-    splits = [(sequences, 10_000, "shared"), (with_gradient(shuffled, algorithm), 25, layouts[seed % 3])]
-    for order, budget, layout in splits:
-        loss, actual = packed_gradient(engine, order, algorithm, budget, layout)
+    splits = [(sequences, 10_000, "shared"), (with_gradient(shuffled, algorithm), 25, layout)]
+    for order, budget, computed in splits:
+        loss, actual = packed_gradient(engine, order, algorithm, budget, computed)
         assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
         for key, gradient in expected.items():
             assert relative_error(actual[key], gradient) < 1e-6, key
@@ -70,13 +86,25 @@ def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int) 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_gradient_of_every_algorithm_depends_on_no_split(name: str):
-    assert_any_split_has_the_dense_gradient(AlgorithmConfig(name=name), seed=len(name))
+    assert_any_split_has_the_dense_gradient(AlgorithmConfig(name=name), len(name), LAYOUTS[len(name) % 3])
 
 
 @pytest.mark.parametrize(("policy_loss", "loss_weight", "mask"), GRID)
-def test_the_gradient_of_every_combination_depends_on_no_split(policy_loss: str, loss_weight: str, mask: bool):
-    config = AlgorithmConfig(policy_loss=policy_loss, loss_weight=loss_weight, mask_truncated_completions=mask)
-    assert_any_split_has_the_dense_gradient(config, seed=GRID.index((policy_loss, loss_weight, mask)))
+def test_the_gradient_of_every_combination_depends_on_no_split(policy_loss: str, loss_weight: str, mask: str):
+    config = AlgorithmConfig(policy_loss=policy_loss, loss_weight=loss_weight, **MASKS[mask])
+    layout = LAYOUTS[GRID.index((policy_loss, loss_weight, mask)) % 3]
+    assert_any_split_has_the_dense_gradient(config, seed=SEED, layout=layout)
+
+
+@pytest.mark.parametrize("mask", ["truncated", "off-policy", "top-entropy"])
+def test_every_mask_takes_something_away(mask: str):
+    """Negative control: else the grid would compare the same gradient again."""
+    policy = shallow_policy()
+    gradients = []
+    for keys in ({}, MASKS[mask]):
+        algorithm = build_algorithm(AlgorithmConfig(**keys), max_completion_tokens=16)
+        gradients.append(dense_gradient(policy, policy, sequences_of(algorithm, SEED), algorithm)[1])
+    assert max(relative_error(gradients[1][key], gradient) for key, gradient in gradients[0].items()) > 1e-3
 
 
 def test_a_completion_in_two_micro_batches_would_have_another_gradient():
