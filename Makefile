@@ -38,8 +38,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/cohort demo
 
-# WORKERS=0 runs the tests one after the other in one process, as pytest does by itself
-WORKERS ?= logical
+# Three for two cores, as many tests wait for processes of their own. WORKERS=0 runs them one after the other.
+WORKERS ?= $(shell python3 -c 'import os; print(-(-3 * os.cpu_count() // 2))')
 SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test: $(READY)
