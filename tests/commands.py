@@ -1,6 +1,7 @@
 """The command line in tests: a small run to give it, how it ended, and what a refusal looks like."""
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,23 @@ import yaml
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+# Python leaves signals ignored that its parent ignores, and a shell's background jobs ignore Ctrl-C.
+_DEFAULT_SIGNALS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "cohort", *sys.argv[1:]])
+"""
+
+
+def start_command(*arguments: object) -> subprocess.Popen[str]:
+    """Start the command line in a fresh interpreter that takes Ctrl-C, however the tests were started.
+
+    In the environment as it is now: tests change PYTHONPATH.
+    """
+    command = [sys.executable, "-c", _DEFAULT_SIGNALS, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,61 @@
-"""Before torch is imported: waiting threads must sleep and not spin, or a busy machine slows them several times."""
+"""What every test finds: an environment for busy machines, Hypothesis profiles, and the command line as a function."""
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from selection import QUICK, THOROUGH
 
 if TYPE_CHECKING:
     from commands import Ended
 
+# Before torch is imported: waiting threads must sleep and not spin, or a busy machine slows them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+for profile in (QUICK, THOROUGH):  # of `examples`; a busy machine is no reason to fail
+    settings.register_profile(profile, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(QUICK)  # `--hypothesis-profile` comes after this
+
+# markers, and how to run what is left out for them
+LEFT_OUT = {"slow": "make test-all", "vllm": "make test-vllm", "extras": "make test-extras"}
+left_out: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every slow test says what `make test` has in its place."""
+    for item in items:
+        assert all(mark.args for mark in item.iter_markers("slow")), f"{item.nodeid}: slow without a reason"
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count what the expression of `-m` leaves out, by the first of its markers."""
+    left_out.update(next((name for name in LEFT_OUT if item.get_closest_marker(name)), "") for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the counts from a worker of xdist to what started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the counts of a worker, which are those of all: each collects every test."""
+    left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}) if not left_out else {})
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what was left out and how to run it."""
+    for name, command in LEFT_OUT.items():
+        if left_out[name]:
+            terminalreporter.write_line(f"left out: {left_out[name]} tests marked {name}; run them by `{command}`")
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,13 @@ import torch
 PRELOAD = ["rank_script", "cohort.cli", "cohort.launch", "cohort.trainer", "cohort.display"]
 
 
+def start_server() -> None:
+    """Have the process that others are forked from import what they need, while this one goes on."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+
+
 def fork(
     target: Callable[..., Any], *arguments: object, out: Path, err: Path | None = None, **environment: object
 ) -> BaseProcess:
@@ -31,12 +38,10 @@ def fork(
         err: the file for what it prints as errors; the same unless given.
         environment: variables beside this process's.
     """
+    start_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
-        forkserver.ensure_running()
     variables = {**os.environ, **{name: str(value) for name, value in environment.items()}}
-    process = context.Process(target=_start, args=(target, arguments, variables, out, err or out))
+    process = context.Process(target=_start, args=(target, arguments, variables, out, err or out), daemon=True)
     process.start()
     return process
 

@@ -12,8 +12,27 @@ from rank_script import do_jobs
 from waiting import until
 
 
-def run_ranks(world_size: int, folder: Path, *jobs: tuple[str, ...], timeout_s: float = 240) -> list[dict[str, Any]]:
-    """The results of jobs (a name in `rank_script.JOBS` and its arguments) that `world_size` ranks do together.
+class RanksOnDemand:
+    """Jobs of several ranks, each of which is done once, when a test first asks for what came of it.
+
+    Ranks are forked for each job: that takes a fraction of a second, and a job that fails spoils no other.
+    """
+
+    def __init__(self, folder: Path):
+        """`folder` is for what the ranks write."""
+        self._folder = folder
+        self._results: dict[tuple[int, tuple[str, ...]], Any] = {}
+
+    def __call__(self, world_size: int, *job: str) -> Any:
+        """What `world_size` ranks made of a job: a name in `rank_script.JOBS` and its arguments."""
+        key = (world_size, job)
+        if key not in self._results:
+            (self._results[key],) = run_ranks(world_size, self._folder, job)
+        return self._results[key]
+
+
+def run_ranks(world_size: int, folder: Path, *jobs: tuple[str, ...]) -> list[Any]:
+    """The results of jobs that `world_size` ranks do together, one after the other.
 
     They meet at a store of this process, as torchrun's do at the launcher's.
     """
@@ -28,9 +47,7 @@ def run_ranks(world_size: int, folder: Path, *jobs: tuple[str, ...], timeout_s: 
         for rank in range(world_size)
     ]
     try:
-        until(
-            lambda: any(p.exitcode for p in processes) or all(p.exitcode == 0 for p in processes), timeout_s=timeout_s
-        )
+        until(lambda: any(p.exitcode for p in processes) or all(p.exitcode == 0 for p in processes))
         assert not any(p.exitcode for p in processes), said.read_text()[-4000:]
     finally:
         for process in processes:

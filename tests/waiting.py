@@ -8,8 +8,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+PATIENCE_S = 900.0  # for what must come about, on however busy a machine; nothing here asserts that something is quick
 
-def until(condition: Callable[[], Any], *, timeout_s: float = 180.0, every_s: float = 0.01) -> None:
+
+def until(condition: Callable[[], Any], *, timeout_s: float = PATIENCE_S, every_s: float = 0.01) -> None:
     """Wait until it holds; a test that waits in vain fails."""
     deadline = time.monotonic() + timeout_s
     while not condition():
