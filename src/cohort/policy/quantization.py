@@ -5,6 +5,7 @@ hold the same tensors: torchao's layers keep a whole weight each for backward, a
 (a bias gets the input's dtype, codes are packed anew for some CPUs).
 """
 
+from copy import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -138,9 +139,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Any) -> Tensor:
         ctx.weight = weight
-        if hasattr(weight, "qdata"):
+        if hasattr(weight, "qdata") or not input.is_cuda:
             return nn.functional.linear(input, whole(weight, input.dtype))
-        from bitsandbytes import matmul_4bit
+        from bitsandbytes import matmul_4bit  # a fused kernel on GPUs only
 
         out: Tensor = matmul_4bit(input, weight, weight.quant_state)
         return out
@@ -158,5 +159,9 @@ def whole(weight: Any, dtype: torch.dtype) -> Tensor:
         return numbers
     from bitsandbytes.functional import dequantize_4bit
 
-    numbers = dequantize_4bit(weight.data, weight.quant_state)
-    return numbers.to(dtype)
+    # As one row: on CPUs with AVX-512 bitsandbytes 0.50 reads the wrong scales where a row is no multiple of its blocks
+    # of 64 (an in_features of 96, 144 or 208).
+    state = copy(weight.quant_state)
+    state.shape = torch.Size((1, state.shape.numel()))
+    numbers = dequantize_4bit(weight.data, state)
+    return numbers.view(weight.quant_state.shape).to(dtype)
