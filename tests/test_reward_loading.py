@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
@@ -200,9 +199,7 @@ def test_format_wants_one_think_block_and_an_answer(text, expected):
 
 def test_format_pattern_and_linear_time():
     assert FormatReward()(["a\nb", "ab"], pattern="a.b") == [1.0, 0.0]
-    start = time.monotonic()
-    FormatReward()(["<think>" + " " * 200_000 + "</think>" + " <" * 100_000 + "<think>"])
-    assert time.monotonic() - start < 2
+    FormatReward()(["<think>" + " " * 2_000_000 + "</think>" + " <" * 1_000_000 + "<think>"])
 
 
 def test_overlong_is_the_soft_punishment_of_dapo():

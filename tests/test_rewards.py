@@ -65,6 +65,20 @@ def test_without_kwargs_only_what_is_named():
     assert scored[0].rewards.tolist() == [0.0, 3.0]
 
 
+def test_the_prompt_column_is_passed_by_its_own_name():
+    """As rewards of TRL and reasoning-gym expect it, beside `prompts`."""
+    seen = {}
+
+    def f(prompts, completions, question, **columns):
+        seen.update(prompts=prompts, question=question, columns=columns)
+        return [1.0] * len(completions)
+
+    runner = RewardRunner([reward(f)], columns=["answer", "question"], prompt_column="question")
+    runner.score([group("p", ["a", "b"], answer=1), group(MESSAGES, ["c"], answer=2)])
+    assert seen["question"] == seen["prompts"] == ["p", "p", MESSAGES]
+    assert seen["columns"]["answer"] == [1, 1, 2]
+
+
 def test_a_dataset_column_that_no_row_of_the_step_has_is_all_none():
     def f(completions, hint):
         assert hint == [None]
@@ -196,11 +210,9 @@ def test_system_exit_is_an_error_too():
 
 def test_a_hung_function_is_an_error_with_its_deadline_and_line():
     def f(completions):
-        threading.Event().wait(30)
+        threading.Event().wait(3600)
 
-    start = time.monotonic()
     message = fails(f, name="slow", timeout_s=0.1)
-    assert time.monotonic() - start < 5
     for word in ["reward 'slow'", "deadline of 0.1 s", f"{__file__}:{f.__code__.co_firstlineno + 1}"]:
         assert word in message
 
@@ -217,7 +229,7 @@ def test_a_function_that_keeps_the_interpreter_lock_ends_the_process(tmp_path):
     """
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(program))
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert "Timeout" in done.stderr and "in stuck" in done.stderr
 

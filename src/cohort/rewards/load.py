@@ -33,7 +33,7 @@ def build_rewards(
     Args:
         configs: the section `rewards`.
         base_dir: folder of the configuration file; relative file names are looked up there first.
-        columns: names of the dataset's columns, without the prompt column.
+        columns: names of the dataset's columns, the prompt column among them.
         max_completion_tokens: longest completion of the run.
 
     Raises:
@@ -108,7 +108,7 @@ def check_columns(
         function: a reward function.
         name: what to call it in messages.
         args: its extra keyword arguments.
-        columns: names of the dataset's columns, without the prompt column.
+        columns: names of the dataset's columns, the prompt column among them.
         field: what to call its settings in messages.
 
     Raises:

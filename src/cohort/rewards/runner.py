@@ -31,6 +31,7 @@ class RewardRunner:
         functions: Sequence[RewardFunction],
         *,
         columns: Collection[str] = (),
+        prompt_column: str | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         """Gives second and later functions of the same name the suffixes `_2`, `_3`, ...
@@ -38,6 +39,7 @@ class RewardRunner:
         Args:
             functions: at least one.
             columns: names of the dataset's columns; one that no row of a step has is passed as all None.
+            prompt_column: the one that holds the prompts, passed as the dataset has it.
             on_thread_start: called first in each thread that runs functions, for what belongs to a thread, as the
                 current CUDA device does.
 
@@ -49,6 +51,7 @@ class RewardRunner:
         self.functions = _with_unique_names(functions)
         self._wanted = {f.name: wanted_arguments(f.function) for f in self.functions}
         self._columns = tuple(columns)
+        self._prompt_column = prompt_column
         self._on_thread_start = on_thread_start
         self._async_caller = AsyncCaller(on_thread_start)
 
@@ -114,7 +117,7 @@ class RewardRunner:
         own = own_arguments(reward.function)  # a column of the same name is not meant for these
         wanted = self._wanted[reward.name]
         arguments: dict[str, Any] = {
-            name: [prompt.columns.get(name) for prompt, _ in places]
+            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in places]
             for name in column_names
             if wanted.accepts(name) and name not in own
         }

@@ -18,7 +18,7 @@ from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, Sampler
 from cohort.trainer.inputs import (
     check_eval_lengths,
-    columns_besides,
+    column_names,
     read_eval_rows,
     read_evaluation,
 )
@@ -36,14 +36,14 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     assert config.eval is not None, "an evaluation needs the eval section"
     device = resolve_device(config.hardware.device)
     rows = read_eval_rows(config.eval)
-    columns = columns_besides(rows, config.eval.prompt or config.data.prompt)
+    columns = [*column_names(rows), config.data.prompt]  # as in training, rewards get the prompts by that name
     functions = build_rewards(
         config.rewards,
         base_dir=Path.cwd(),
         columns=columns,
         max_completion_tokens=config.rollout.max_completion_tokens,
     )
-    rewards = RewardRunner(functions, columns=columns)
+    rewards = RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
     tokenizer = load_tokenizer(config.model)
     evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
     check_eval_lengths(config, evaluation)

@@ -81,17 +81,18 @@ def read_inputs(config: Config) -> Inputs:
     rows = read_rows(
         config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
     )
-    columns = columns_besides(rows, config.data.prompt)
+    columns = column_names(rows)
     functions = build_rewards(
         config.rewards,
         base_dir=Path.cwd(),
         columns=columns,
         max_completion_tokens=config.rollout.max_completion_tokens,
     )
-    rewards = RewardRunner(functions, columns=columns)
+    rewards = RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
     eval_rows = read_eval_rows(config.eval) if config.eval else []
     if config.eval:
-        _check_eval_columns(columns_besides(eval_rows, config.eval.prompt or config.data.prompt), rewards)
+        # rewards get the held-out prompts by the name that the column has in training
+        _check_eval_columns([*column_names(eval_rows), config.data.prompt], rewards)
     tokenizer = load_tokenizer(config.model)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(config.critic.path, field="critic.path")
@@ -179,9 +180,9 @@ def read_eval_rows(settings: EvalConfig) -> Rows:
     return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
 
 
-def columns_besides(rows: Rows, prompt_column: str) -> list[str]:
-    """The names of the columns that reach the rewards."""
-    return sorted({column for row in rows for column in row} - {prompt_column})
+def column_names(rows: Rows) -> list[str]:
+    """The names of the columns of all rows."""
+    return sorted({column for row in rows for column in row})
 
 
 def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:
