@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import AlgorithmConfig, config_from_dict, docs, load_config, to_yaml
 from cohort.errors import UserError
 from configs import MINIMAL
+from selection import examples
 
 # Files
 
@@ -27,7 +28,16 @@ from configs import MINIMAL
             "train:\n  steps: 1\n  seed: 2\n  steps: 3\n",
             "not valid YAML: line 4, column 3: the key 'steps' is there twice",
         ),
-        ("train: {steps: 2024-13-45}\n", "not valid YAML: month must be in 1..12"),
+        ("train: {steps: 2024-13-45}\n", "not valid YAML: line 1, column 16: '2024-13-45' is no timestamp"),
+        ("train: {seed: !!bool maybe}\n", "not valid YAML: line 1, column 15: 'maybe' is no bool"),
+        ("rewards: [{args: &a {x: *a}}]\n", "not valid YAML: line 1: an anchor that contains itself"),
+        ("[" * 3000, "not valid YAML: line 1, column 101: nested too deeply"),
+        ("{a: " * 3000, "not valid YAML: line 1, column 398: nested too deeply"),
+        (
+            "a0: &a0 [1, 2]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 10)),
+            "not valid YAML: more than 100,000 values, counting every use of an anchor",
+        ),
+        ("# " + "x" * 10_000_000, "10,000,002 bytes, and a configuration has at most 200,000; is this another file?"),
         ("a: !!python/object:os.x {}\n", "not valid YAML: line 1, column 4: could not determine a constructor"),
     ],
 )
@@ -162,7 +172,7 @@ raw_configs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(raw=raw_configs)
 def test_yaml_reads_back_to_an_equal_configuration(tmp_path_factory, raw):
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"

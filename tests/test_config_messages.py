@@ -51,6 +51,8 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "algorithm: std_epsilon: 1.0 has no effect with advantage: group_mean; remove it, or use advantage: "
             "group_mean_std",
         ),
+        ({"run": {"dir": "a\0b"}}, "run.dir: 'a\\x00b': a path has no character of code 0; remove it"),
+        ({"run": {"dir": "r/" + "x" * 300}}, "run.dir: "),
         ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
         ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
         (
@@ -234,3 +236,16 @@ def test_every_mistake_is_listed_and_long_values_are_cut():
     keys = ["train.seed", "train.stepz", "hardware.processes", "hardware.device"]
     assert [line.split(":")[0] for line in text.splitlines()] == keys
     assert text.splitlines()[3] == f"hardware.device: '{'x' * 76}...: must be auto, cpu, cuda or cuda:N"
+
+
+def test_of_very_many_mistakes_some_are_told_and_all_counted():
+    lines = message({**MINIMAL, **{f"key{n}": 1 for n in range(1000)}}).splitlines()
+    assert len(lines) == 21 and lines[-1] == "and 980 more mistakes"
+    assert sum("the configuration has: model, data" in line for line in lines) == 1
+
+
+def test_the_keys_of_a_section_are_listed_once():
+    assert message({**MINIMAL, "train": {"stepz": 1, "sed": 2}}).startswith(
+        "train.stepz: unknown key; did you mean steps?\n"
+        "train.sed: unknown key; did you mean seed? train has: steps, epochs"
+    )

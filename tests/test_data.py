@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,6 +22,7 @@ from cohort.data import PromptRenderer, PromptSet, PromptStream, build_prompts
 from cohort.errors import UserError
 from cohort.records import Prompt
 from data_files import ROWS, read
+from selection import examples
 
 WORDS = ["<s>", "</s>", "<unk>", "[system]", "[user]", "[assistant]", "[think]", "be", "brief", "one", "two", "plus"]
 TEMPLATE = (
@@ -215,7 +216,7 @@ def test_order_is_pinned():
 
 
 @given(num_prompts=st.integers(1, 12), seed=st.integers(0, 2**70), sizes=st.lists(st.integers(0, 30), max_size=12))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_epoch_visits_each_prompt_once(num_prompts, seed, sizes):
     prompts = prompt_set(num_prompts)
     stream = PromptStream(prompts, seed=seed)
@@ -234,7 +235,7 @@ def test_every_epoch_visits_each_prompt_once(num_prompts, seed, sizes):
     before=st.integers(0, 40),
     used=st.integers(0, 40),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_resume_anywhere_continues_the_uninterrupted_order(num_prompts, seed, shuffle, before, used):
     stream = PromptStream(prompt_set(num_prompts), seed=seed, shuffle=shuffle)
     stream.take(before)

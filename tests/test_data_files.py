@@ -219,3 +219,18 @@ def test_hub_id(tmp_path, monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test"), ("user/math-v1.5", None, "train")]
     message = refusal(tmp_path, "nobody/nothing")
     assert "ConnectionError: Couldn't reach 'nobody/nothing' on the Hub. Nor is it a file or folder here" in message
+
+
+def test_a_json_row_that_has_a_key_twice_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "a", "prompt": "b"}\n')
+    assert "line 2 cannot be read as JSON: the key 'prompt' is there twice." in refusal(tmp_path, "a.jsonl")
+
+
+def test_a_parquet_duration_that_python_cannot_hold_is_refused(tmp_path):
+    table = pa.table({"prompt": ["a"], "took": pa.array([2**62], pa.duration("s"))})
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=True)
+    assert "is not a readable Parquet file: " in refusal(tmp_path, "a.parquet")
+
+
+def test_the_root_of_the_file_system_is_no_data(tmp_path):
+    assert "is the root of the file system. Give a .jsonl" in refusal(tmp_path, "/")

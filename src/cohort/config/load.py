@@ -14,9 +14,12 @@ from cohort.config.catalogue import COMPONENTS
 from cohort.config.data import RewardConfig
 from cohort.config.rollout import VllmRolloutConfig
 from cohort.config.schema import UNIONS, Config, sections_in
+from cohort.config.yaml_text import read_yaml
 from cohort.errors import UserError
 
 WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
+_MAX_FILE_BYTES = 200_000
+_MAX_ERRORS = 20  # that are told at a time
 _OF_ALGORITHM = "# Of `algorithm`, what its name does not say already: see `cohort algorithms NAME`.\n"
 
 
@@ -36,13 +39,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Seq
     """
     path = Path(path)
     try:
-        raw = _parse_yaml(path.read_text(encoding="utf-8"))
+        text = _read_text(path)
     except FileNotFoundError:
         here = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, here, n=1)
         raise UserError(f"{path}: no such configuration file{f'; did you mean {near[0]}?' if near else ''}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
+    try:
+        raw = read_yaml(text)
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
@@ -52,6 +57,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Seq
         if isinstance(raw.get(section), dict):
             raw[section].pop(name, None)
     return config_from_dict(raw, overrides, base_dir=path.parent)
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file that may be a configuration."""
+    if (size := path.stat().st_size) > _MAX_FILE_BYTES:
+        raise UserError(
+            f"{path}: {size:,} bytes, and a configuration has at most {_MAX_FILE_BYTES:,}; is this another file?"
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, base_dir: Path | None = None) -> Config:
@@ -91,35 +105,6 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which YAML would silently drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping as a dict."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _parse_yaml(text: str) -> Any:
-    """The value of a YAML text.
-
-    Raises:
-        ValueError: says where it is not valid.
-    """
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(where + ", ".join(filter(None, (error.problem, error.context)))) from error
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
 def _plain_copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain_copy(v) for k, v in value.items()}
@@ -134,7 +119,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"override {override!r}: must look like key.sub=value, such as train.steps=100")
     try:
-        value = _parse_yaml(text)
+        value = read_yaml(text)
     except ValueError as error:
         raise UserError(f"override {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.split(".")
@@ -164,7 +149,26 @@ def _list_index(items: list[Any], part: str, override: str) -> int:
 def _explain_all(errors: Sequence[ErrorDetails]) -> str:
     # A list whose only entry is wrong is also reported as too short: that second message would mislead.
     nested = {e["loc"][0] for e in errors if len(e["loc"]) > 1}
-    return "\n".join(_explain(e) for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested)
+    told = [e for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested]
+    shown = told[:_MAX_ERRORS]
+    last_of_place = {e["loc"][:-1]: n for n, e in enumerate(shown)}
+    lines = [
+        (_explain(e) + _known_keys(e, last_of_place[e["loc"][:-1]] == n)).rstrip("; ") for n, e in enumerate(shown)
+    ]
+    if len(told) > len(shown):
+        lines.append(f"and {len(told) - len(shown):,} more mistakes")
+    return "\n".join(lines)
+
+
+def _known_keys(error: ErrorDetails, is_last: bool) -> str:
+    """The keys that a section has, behind the last one of it that is unknown."""
+    if error["type"] != "extra_forbidden" or not is_last:
+        return ""
+    *place, _ = error["loc"]
+    section, name = _section_at(error["loc"]), ".".join(str(p) for p in place) or "the configuration"
+    if place and place[0] in UNIONS:
+        name = f"{place[0]} {section.model_fields[UNIONS[str(place[0])]].default}"
+    return f"{name} has: {', '.join(section.model_fields)}"
 
 
 def _explain(error: ErrorDetails) -> str:
@@ -177,11 +181,7 @@ def _explain(error: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         known = list(section.model_fields)
         meant = _nearest_key(str(loc[-1]), known, section)
-        hint = f"did you mean {meant}? " if meant else ""
-        place = ".".join(str(p) for p in loc[:-1]) or "the configuration"
-        if loc[0] in UNIONS:
-            place = f"{loc[0]} {section.model_fields[UNIONS[str(loc[0])]].default}"
-        return f"{field}: unknown key; {hint}{place} has: {', '.join(known)}"
+        return f"{field}: unknown key; " + (f"did you mean {meant}? " if meant else "")
     if kind == "missing":
         return f"{field}: missing; this key is required"
     if kind == "union_tag_invalid":

@@ -1,5 +1,6 @@
 """Every key of a run, its type, default, bounds and meaning. `docs/config.md` is generated from here."""
 
+import os
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -86,6 +87,15 @@ class RunConfig(Section):
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description="Send the metrics there too, where the package is installed."
     )
+
+    @field_validator("dir")
+    @classmethod
+    def _can_be_a_folder(cls, value: str) -> str:
+        if "\0" in value:
+            raise ValueError("a path has no character of code 0; remove it")
+        if any(len(os.fsencode(part)) > 255 for part in value.split("/")):
+            raise ValueError("a folder's name has at most 255 bytes; use a shorter one")
+        return value
 
     @model_validator(mode="after")
     def _keep_what_is_made(self) -> Self:

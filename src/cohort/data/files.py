@@ -65,6 +65,8 @@ def _read(path: str, base_dir: Path, split: str, name: str | None) -> list[Row]:
             raise _UnreadableError(_missing(candidates))
         return _read_hub(path, split, name, candidates)
     if found.is_dir():
+        if found.resolve() == Path(found.resolve().anchor):
+            raise _UnreadableError(f"is the root of the file system. Give {_what_works()}.")
         return _read_folder(found, split, name)
     if split not in _DEFAULT_SPLITS or name is not None:
         option = f"name={name!r}" if name is not None else f"split={split!r}"
@@ -148,7 +150,7 @@ def _parse_json(data: bytes, where: str) -> Any:
             f"{where} is not UTF-8 text (byte {error.start + 1}). Save the file as UTF-8."
         ) from error
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object_of_pairs)
     except json.JSONDecodeError as error:
         excerpt = text[max(0, error.pos - 40) : error.pos + 40].strip()
         at = f"line {error.lineno}, character {error.colno}" if where == "the file" else f"character {error.colno}"
@@ -158,6 +160,15 @@ def _parse_json(data: bytes, where: str) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
         raise _UnreadableError(f"{where} cannot be read as JSON: {error}.") from error
+
+
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; one that has a key twice is refused, of which JSON's reader would drop the first in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {key!r} is there twice")
+    return found
 
 
 def _require_object(value: Any, where: str) -> Row:
@@ -218,7 +229,7 @@ def _read_parquet(file: Path) -> list[Row]:
         with pq.ParquetFile(file) as parquet:
             _refuse_repeated(parquet.schema_arrow.names)
             return parquet.read().to_pylist()
-    except (pa.ArrowException, ValueError, OSError) as error:
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:  # durations may overflow Python's
         raise _UnreadableError(f"is not a readable Parquet file: {_first_line(error)}") from error
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import yaml
 
 from cohort.check.launch import Said
-
-MAX_VALUES = 100_000
+from cohort.config.yaml_text import MAX_VALUES, compose
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +24,7 @@ def read_yaml_tree(text: str) -> YamlTree | None:
     Raises:
         ValueError: not valid YAML, or it refers to itself, or has too many values.
     """
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(where + ", ".join(filter(None, (error.problem, error.context)))) from error
-    except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from error
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    node = compose(text)
     if not isinstance(node, yaml.MappingNode):
         return None
     reader = _Reader()
