@@ -275,7 +275,7 @@ class ThreadServer:
     def poll(self) -> str | None:
         return None
 
-    def log_tail(self, n: int) -> str:
+    def log(self) -> str:
         return "no log"
 
     def stop(self) -> None:
@@ -308,8 +308,8 @@ class ProcessServer:
         code = self.process.poll() if self.process else None
         return None if code is None else f"exit code {code}"
 
-    def log_tail(self, n: int) -> str:
-        return "\n".join(self.log_file.read_text().splitlines()[-n:])
+    def log(self) -> str:
+        return self.log_file.read_text()
 
     def stop(self) -> None:
         if self.process:
@@ -320,6 +320,11 @@ class ProcessServer:
 if __name__ == "__main__":
     if "die_at_start" in sys.argv[2]:
         sys.exit("this model has no weights")
+    if "raise_at_start" in sys.argv[2]:
+        try:
+            raise RuntimeError("head_dim=16")
+        except RuntimeError as error:
+            raise ConnectionError("EngineCore encountered an issue") from error
     with _Server(
         ("127.0.0.1", int(sys.argv[1])), make_handler(FakeVllm(json.loads(sys.argv[2]), **json.loads(sys.argv[3])))
     ) as server:

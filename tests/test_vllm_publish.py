@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import cohort
 from fake_vllm import HANG_S, FakeVllm, ThreadServer
 from runs import changed, make_inputs, metric
+from selection import slow
 
 
 class WeightTaker(FakeVllm):
@@ -52,6 +53,7 @@ class WeightTaker(FakeVllm):
         return tensor
 
 
+@slow("a run of two processes that waits for 20 s; test_crew has the waiting")
 def test_the_other_ranks_do_not_give_up_while_a_server_hangs(tmp_path: Path):
     """They wait inside of the gathering of weights, for as long as rank 0 waits for the server, and not longer."""
     server = ThreadServer(make=WeightTaker)

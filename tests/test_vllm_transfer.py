@@ -1,4 +1,4 @@
-"""What is said on the way of weights to a server that shares a GPU, with stand-ins: `tests/vllm` has real servers."""
+"""The transfer of weights to a server that shares a GPU, with stand-ins: `tests/real_vllm` has real servers."""
 
 import importlib.util
 import inspect

@@ -105,7 +105,8 @@ class VllmRolloutConfig(SamplingConfig):
         3,
         ge=0,
         description="A server that fails is started again, with back-off, and its prompts are sampled again; at so "
-        "many failures with no completion between it is given up. The run ends when no server is left.",
+        "many failures, or two ends in the same way, with no completion between it is given up. The run ends when no "
+        "server is left.",
     )
     parity_every: int = Field(
         50,

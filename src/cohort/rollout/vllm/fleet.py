@@ -299,6 +299,7 @@ class Fleet:
         error = ServerError(f"{server} has failed") if task.cancelled() else task.exception()
         if error is None:
             server.num_failures = server.num_rests = 0
+            server.last_end = None
             self._finish(job, task.result())
         elif isinstance(error, BusyError):
             job.num_leases -= 1  # no fault of the request

@@ -22,6 +22,7 @@ WORKER_FOLDER = Path(__file__).parent / "worker"
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's own default with chunks
+_MAX_LOG_BYTES = 4 << 20
 _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={VLLM_LINE}.*')"
 # of torchrun's ranks and of the environment that Cohort itself runs in: a server is neither
 _NOT_INHERITED = {
@@ -225,15 +226,15 @@ class ServerProcess:
             return f"it was killed by {signal.Signals(code - 128).name}"
         return f"it ended by itself with exit code {code}"
 
-    def log_tail(self, n: int) -> str:
-        """The last `n` lines that it has said since its last start."""
+    def log(self) -> str:
+        """What it has said since its last start: the last 4 MB."""
         try:
             with self.log_file.open("rb") as log:
-                log.seek(self._log_start)
-                said = log.read().decode(errors="replace")
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _MAX_LOG_BYTES))
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(said.splitlines()[-n:])
 
     def stop(self) -> None:
         """End it and all its processes, within seconds. It may be started again."""

@@ -32,8 +32,8 @@ class ServerHandle(Protocol):
         """None while it runs, else how it ended."""
         ...
 
-    def log_tail(self, n: int) -> str:
-        """The last `n` lines that it wrote."""
+    def log(self) -> str:
+        """What it has written since its last start."""
         ...
 
     def stop(self) -> None:
@@ -55,7 +55,7 @@ class RemoteServer:
         """Nobody here sees how it ends."""
         return None
 
-    def log_tail(self, n: int) -> str:
+    def log(self) -> str:
         """Its log is where it runs."""
         return ""
 
@@ -100,6 +100,7 @@ class Server:
     state: State = State.STARTING
     num_starts: int = 0
     num_failures: int = 0  # since its last completion
+    last_end: str | None = None  # in which way it has ended, since its last completion
     num_rests: int = 0  # since its last completion: how often it had no room
     full_since: float = 0.0  # loop time of the first of them
     version: int | None = None  # of the policy that was published to it, in this start of it

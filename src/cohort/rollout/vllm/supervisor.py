@@ -1,10 +1,12 @@
 """Keeps servers running: starts them, sees that they answer, and starts those that fail again."""
 
 import asyncio
+import re
 from collections.abc import Callable
 
 from cohort.rollout.vllm.api import ServerError
 from cohort.rollout.vllm.client import GenerateClient
+from cohort.rollout.vllm.root_cause import root_cause
 from cohort.rollout.vllm.servers import FleetLimits, Server, State
 
 _LOG_LINES = 20
@@ -112,22 +114,33 @@ class Supervisor:
         server.state = State.FAILED
         server.num_failures += 1
         self._on_down(server)
-        last_words = await self._last_words(server, error)
+        words, way = await self._last_words(server, error)
         await server.in_thread(server.handle.stop)
         too_often = server.num_failures >= max(1, self._limits.max_server_failures)
-        if too_often or (isinstance(error, _StartTimeoutError) and not server.restartable):
+        # one that ends in the same way twice would do so a third time; one that answers wrongly might not
+        again = way is not None and way == server.last_end
+        server.last_end = way
+        if too_often or again or (isinstance(error, _StartTimeoutError) and not server.restartable):
             server.state = State.LOST
-        return last_words
+        return words
 
-    async def _last_words(self, server: Server, error: ServerError) -> str:
+    async def _last_words(self, server: Server, error: ServerError) -> tuple[str, str | None]:
+        """How a server failed, with the cause from its log or the log's last lines; and in which way it has ended."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.first_pause_s
         # a server that breaks off in the midst of an answer is about to end, and how says more
         while (ended := server.handle.poll()) is None and server.restartable and loop.time() < deadline:
             await asyncio.sleep(_FIRST_LOOK_S)
         how = str(error) if ended is None or ended in str(error) else f"{error} ({ended})"
-        log = await server.in_thread(lambda: server.handle.log_tail(_LOG_LINES))
-        return f"{how}; the last lines of its log:\n{log}" if log else how
+        log = (await server.in_thread(server.handle.log)).rstrip()
+        cause = root_cause(log) if ended is not None else None
+        if cause:  # bytes, ids and addresses differ from one end to the next
+            return f"{how}; the cause, from its log:\n{cause}", re.sub(r"\d+", "#", cause)
+        last_lines = "\n".join(log.splitlines()[-_LOG_LINES:])
+        way = "did not start" if isinstance(error, _StartTimeoutError) else ended
+        if way and re.search("SIGKILL|SIGTERM", way):  # somebody else's doing
+            way = None
+        return f"{how}; the last lines of its log:\n{last_lines}" if log else how, way
 
 
 class _StartTimeoutError(ServerError):
