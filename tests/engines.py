@@ -12,6 +12,7 @@ import numpy as np
 from cohort.policy import Policy, end_token_ids
 from cohort.records import Completion, Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, StreamKey
+from waiting import PATIENCE_S
 
 
 class ScriptedEngine:
@@ -98,7 +99,7 @@ class ThreadEngine:
                 if self._num_computing == 0:
                     self._let_go(self._held_back[:1])
                 else:
-                    assert self._changed.wait(timeout=60)
+                    assert self._changed.wait(timeout=PATIENCE_S)
 
     def load_weights(self, *, policy_version: int) -> None:
         with self._weights:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import PATIENCE_S
+
 FAKE_SCONTROL = """#!/bin/bash
 [ "$1 $2" = "show hostnames" ] || exit 1
 case $3 in
@@ -74,13 +76,13 @@ def make_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run_script(text: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def run_script(text: str) -> subprocess.CompletedProcess[str]:
     """Run a script and, if it takes too long, end all that it started."""
     process = subprocess.Popen(
         ["bash", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)  # torchrun hands it on to its ranks
         try:
@@ -88,5 +90,5 @@ def run_script(text: str, *, timeout_s: float) -> subprocess.CompletedProcess[st
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-        pytest.fail(f"not done after {timeout_s} s; it said:\n{output}")
+        pytest.fail(f"not done after {PATIENCE_S:g} s; it said:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output)

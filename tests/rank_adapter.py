@@ -93,19 +93,16 @@ def base_digest(engine: TrainEngine) -> str:
     return digest.hexdigest()
 
 
-def run_adapter_gradients(ranks: Ranks, model: str, *folders: str) -> dict[str, Any]:
-    """Law 1 with every kind of adapter, from where it stands on; `folders`: start and current of each."""
+def run_adapter_gradients(ranks: Ranks, model: str, kind: str, start: str, current: str) -> dict[str, Any]:
+    """Law 1 with a kind of adapter; `start`: the folder of what the run started from, or nothing."""
     results = {}
-    pairs = dict(zip(KINDS, zip(folders[::2], folders[1::2], strict=True), strict=True))
-    for kind, starts_from_one in WAYS:
-        start, current = pairs[kind]
-        engine = make_engine(ranks, model, start if starts_from_one else None, current, adapter=KINDS[kind])
-        for step, lengths in LENGTHS.items():
-            algorithm, sequences = step_sequences("grpo_kl", *lengths)
-            shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
-            for budget in BUDGETS:
-                result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
-                results[f"{kind}/{starts_from_one}/{step}/{budget}"] = (result.metrics["loss"], gradients)
+    engine = make_engine(ranks, model, start or None, current, adapter=KINDS[kind])
+    for step, lengths in LENGTHS.items():
+        algorithm, sequences = step_sequences("grpo_kl", *lengths)
+        shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
+        for budget in BUDGETS:
+            result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
+            results[f"{step}/{budget}"] = (result.metrics["loss"], gradients)
     return results
 
 
@@ -156,49 +153,49 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
     }
 
 
-def run_adapter_precision(ranks: Ranks, model: str, current: str) -> dict[str, Any]:
-    """Other ways to compute and to load, two updates each: gradients, dtypes, and whether the base is as it was."""
-    ways: dict[str, dict[str, Any]] = {
-        "float64": {},
-        "checkpointing": {"gradient_checkpointing": True},
-        "selective": {"gradient_checkpointing": "selective"},
-        "gradients in forward": {"train": {"gradients_in_forward": True}},
-        "whole": {},
-        "bfloat16": {"dtype": "bfloat16"},
-        "mixed": {"dtype": "float32", "compute_dtype": "bfloat16"},
+MODES: dict[str, dict[str, Any]] = {
+    "float64": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "selective": {"gradient_checkpointing": "selective"},
+    "gradients in forward": {"train": {"gradients_in_forward": True}},
+    "whole": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "mixed": {"dtype": "float32", "compute_dtype": "bfloat16"},
+}
+
+
+def run_adapter_way(ranks: Ranks, model: str, current: str, way: str) -> dict[str, Any]:
+    """Another way to compute or to load, with two updates: gradients, dtypes, and whether the base is as it was."""
+    read: list[int] = []
+    arrive = arrival._arrive
+
+    def count(places: Any, rows: Any) -> None:
+        before = bytes_read()
+        arrive(places, rows)
+        read[:] = [bytes_read() - before]  # of the last, after the look at the first layers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cohort.policy.arrival._arrive", count)
+        if way == "whole":  # as if the files had to be converted
+            patch.setattr("cohort.policy.load.match", lambda *_: None)
+        engine = make_engine(ranks, model, None, current, adapter=KINDS["lora"], **MODES[way])
+    before, gradients = base_digest(engine), []
+    for step, budget in (("long prompts", 20), ("uneven", 20)):
+        algorithm, sequences = step_sequences("grpo_kl", *STEPS[step])
+        gradients.append(gradient(engine, algorithm, sequences, ranks, budget)[1])
+    for _ in range(2):
+        engine.forward_backward(batches_of(engine, sequences, ranks, 20)[ranks.rank], algorithm.policy_loss)
+        engine.optim_step()
+    state = engine.state_dict()["optimizer"]["state"]
+    return {
+        "gradients": gradients,
+        "frozen": ranks.gather(base_digest(engine) == before),
+        "base": {t.dtype for _, t in saved_tensors(engine.policy.model)},
+        "adapter": {t.dtype for t in engine.policy.adapter.tensors().values()},
+        "states": {s["exp_avg"].dtype for s in state.values()},
+        "num_states": len(state),
+        "num_bytes": ranks.gather(sum(read)),  # of the base, by this rank
     }
-    results = {}
-    for way, settings in ways.items():
-        read: list[int] = []
-
-        def count(places: Any, rows: Any, read: list[int] = read, arrive: Any = arrival._arrive) -> None:
-            before = bytes_read()
-            arrive(places, rows)
-            read[:] = [bytes_read() - before]  # of the last, after the look at the first layers
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cohort.policy.arrival._arrive", count)
-            if way == "whole":  # as if the files had to be converted
-                patch.setattr("cohort.policy.load.match", lambda *_: None)
-            engine = make_engine(ranks, model, None, current, adapter=KINDS["lora"], **settings)
-        before, gradients = base_digest(engine), []
-        for step, budget in (("long prompts", 20), ("uneven", 20)):
-            algorithm, sequences = step_sequences("grpo_kl", *STEPS[step])
-            gradients.append(gradient(engine, algorithm, sequences, ranks, budget)[1])
-        for _ in range(2):
-            engine.forward_backward(batches_of(engine, sequences, ranks, 20)[ranks.rank], algorithm.policy_loss)
-            engine.optim_step()
-        state = engine.state_dict()["optimizer"]["state"]
-        results[way] = {
-            "gradients": gradients,
-            "frozen": ranks.gather(base_digest(engine) == before),
-            "base": {t.dtype for _, t in saved_tensors(engine.policy.model)},
-            "adapter": {t.dtype for t in engine.policy.adapter.tensors().values()},
-            "states": {s["exp_avg"].dtype for s in state.values()},
-            "num_states": len(state),
-            "num_bytes": ranks.gather(sum(read)),  # of the base, by this rank
-        }
-    return results
 
 
 def run_adapter_sampling(ranks: Ranks, model: str, current: str) -> dict[str, Any]:
@@ -219,6 +216,6 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "adapter_gradients": run_adapter_gradients,
     "adapter_out_of_memory": run_adapter_out_of_memory,
     "adapter_updates": run_adapter_updates,
-    "adapter_precision": run_adapter_precision,
+    "adapter_way": run_adapter_way,
     "adapter_sampling": run_adapter_sampling,
 }

@@ -21,7 +21,7 @@ from cohort.trainer.crew import Crew
 from rank_engine import STEPS, make_engine, step_sequences
 from test_laws import ALGORITHMS
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 
 
 def crew_of(engine: TrainEngine, ranks: Ranks) -> Crew:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -119,17 +120,16 @@ def gradient(engine: TrainEngine, algorithm, sequences, ranks: Ranks, budget: in
     return result, whole_gradients(engine)
 
 
-def run_gradients(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """Law 1: every algorithm, step and budget, in a shuffled order."""
+def run_gradients(ranks: Ranks, model: str, reference: str, name: str) -> dict[str, Any]:
+    """Law 1: an algorithm with every step and budget, in a shuffled order."""
     results = {}
     engine = make_engine(model, ranks, reference=reference)
-    for name in ALGORITHMS:
-        for step, lengths in STEPS.items():
-            algorithm, sequences = step_sequences(name, *lengths)
-            shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
-            for budget in BUDGETS:
-                result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
-                results[f"{name}/{step}/{budget}"] = (result.metrics["loss"], gradients, result.num_micro_batches)
+    for step, lengths in STEPS.items():
+        algorithm, sequences = step_sequences(name, *lengths)
+        shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
+        for budget in BUDGETS:
+            result, gradients = gradient(engine, algorithm, shuffled, ranks, budget)
+            results[f"{step}/{budget}"] = (result.metrics["loss"], gradients, result.num_micro_batches)
     return results
 
 
@@ -285,22 +285,23 @@ def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     }
 
 
-def run_precision(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """Other ways to compute: activations computed again in backward, and bfloat16 with float32 master weights.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the sections `model` and `train`
+    "float64": ({"dtype": "float64"}, {}),
+    "checkpointing": ({"dtype": "float64", "gradient_checkpointing": True}, {}),
+    "selective": ({"dtype": "float64", "gradient_checkpointing": "selective"}, {}),
+    "offload": ({"dtype": "float64", "activation_offload": True}, {}),
+    "gradients in forward": ({"dtype": "float64"}, {"gradients_in_forward": True}),
+    "mixed": ({"dtype": "float32", "compute_dtype": "bfloat16"}, {}),
+}
 
-    Of micro-batches, and of streams.
+
+def run_precision(ranks: Ranks, model: str, reference: str, way: str) -> tuple[list[Any], set[torch.dtype]]:
+    """Another way to compute, such as activations computed again in backward, of micro-batches and of streams.
+
+    Gradients, and the dtypes of parameters and moments.
     """
-    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "float64": ({"dtype": "float64"}, {}),
-        "checkpointing": ({"dtype": "float64", "gradient_checkpointing": True}, {}),
-        "selective": ({"dtype": "float64", "gradient_checkpointing": "selective"}, {}),
-        "offload": ({"dtype": "float64", "activation_offload": True}, {}),
-        "gradients in forward": ({"dtype": "float64"}, {"gradients_in_forward": True}),
-        "mixed": ({"dtype": "float32", "compute_dtype": "bfloat16"}, {}),
-    }
-    results = {}
-    activations.enable_offload = partial(enable_offload, device_type="cpu", min_bytes=1)
-    for way, (precision, train) in ways.items():
+    precision, train = WAYS[way]
+    with mock.patch.object(activations, "enable_offload", partial(enable_offload, device_type="cpu", min_bytes=1)):
         engine = make_engine(model, ranks, reference=reference, precision=precision, learning_rate=0.01, **train)
         gradients = []
         for step, budget in (("long prompts", 20), ("one prompt", 10_000), ("uneven", 20)):
@@ -308,10 +309,8 @@ def run_precision(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
             gradients.append(gradient(engine, algorithm, sequences, ranks, budget)[1])
         engine.forward_backward(batches_of(engine, sequences, ranks, 20)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
-        state = engine.state_dict()["optimizer"]["state"].values()
-        dtypes = {p.dtype for p in engine.policy.model.parameters()} | {s["exp_avg"].dtype for s in state}
-        results[way] = (gradients, dtypes)
-    return results
+    state = engine.state_dict()["optimizer"]["state"].values()
+    return gradients, {p.dtype for p in engine.policy.model.parameters()} | {s["exp_avg"].dtype for s in state}
 
 
 def run_sharded_head(ranks: Ranks) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import rank_offload
 import rank_optimizer
 import rank_saving
 from cohort.distributed import join_ranks, leave_ranks
+from waiting import PATIENCE_S
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_engine.JOBS,
@@ -33,7 +34,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def do_jobs(jobs: list[str], out: Path) -> None:
     """Be the rank that the environment names."""
-    this = join_ranks(backend="gloo", timeout_s=60, command_timeout_s=60)
+    this = join_ranks(backend="gloo", timeout_s=PATIENCE_S, command_timeout_s=PATIENCE_S)
     done = {}
     for job in jobs:
         name, *arguments = json.loads(job)

@@ -15,6 +15,7 @@ import cohort
 from cohort.display import Display, StepReport
 from forked import fork
 from tiny import copy_task_rows, save_model_folder, write_jsonl
+from waiting import PATIENCE_S
 
 REWARDS = '''
 """Rewards in TRL's signature."""
@@ -85,7 +86,7 @@ def in_a_process(target: Callable[..., Any], config: dict[str, Any], *arguments:
     # bit for bit needs the same number of threads: that of this process
     said = Path(config["run"]["dir"]).with_name("said")
     process = fork(target, config, *arguments, out=said, OMP_NUM_THREADS=torch.get_num_threads())
-    process.join(240)
+    process.join(PATIENCE_S)
     process.kill()
     process.join()
     return process.exitcode

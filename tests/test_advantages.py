@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.algorithms import AdvantageInputs, advantages, assign_advantages, build_algorithm
@@ -28,6 +28,7 @@ from cohort.config import COMPONENTS, AlgorithmConfig
 from cohort.errors import TrainingError, UserError
 from cohort.records import Estimates
 from samples import NAN, judged, scored
+from selection import examples
 
 ALL = COMPONENTS["advantage"]
 
@@ -174,7 +175,7 @@ def test_max_at_k_of_rewards_0_and_1():
     close(max_at_k(judged(rewards([0.0, 1.0, 1.0, 0.0])), at_k=2), [[0.0, 4 / 3, 4 / 3, 0.0]])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     values=st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(NAN)), min_size=2, max_size=6),
     at_k=st.integers(2, 6),

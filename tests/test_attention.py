@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -19,6 +19,7 @@ from cohort.policy.activations import enable_gradient_checkpointing
 from cohort.policy.attention import KeyValues, cascade, flex, interface, varlen
 from cohort.policy.forward import forward
 from cohort.segments import PREFIX, ROOT, Segments, lay_out
+from selection import examples
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
 
 Groups = list[tuple[int, list[int]]]  # tokens of each root and of its branches
@@ -131,7 +132,7 @@ def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     varlen._options.cache_clear()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(groups=GROUPS, prefix=st.none() | st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=4)))
 @pytest.mark.parametrize("value_dim", [8, 6])  # the fused kernel, and matrix products
 def test_cascade_is_dense_attention(value_dim: int, groups: Groups, prefix: tuple[int, list[int]] | None):
@@ -175,7 +176,7 @@ def test_flex_is_dense_attention(prefix):
     torch.testing.assert_close(run(flex.flex, x, segments, 0.3), reference(x, segments, 0.3))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     groups=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), max_size=3)), min_size=1, max_size=3),
     prefix=st.none() | st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), min_size=1, max_size=3)),

@@ -8,22 +8,55 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).parent.parent / "bench"
-sys.path.insert(0, str(BENCH))
+import training_step
+from harness import ModelShape, disagreement, make_group, sketch, spread
+from selection import slow
+from training_step import Point, ratio, run_point, sharing_table
 
-import training_step  # noqa: E402
-from harness import ModelShape, disagreement, make_group, sketch, spread  # noqa: E402
-from training_step import Point, ratio, run_point, sharing_table  # noqa: E402
+BENCH = Path(__file__).parent.parent / "bench"
+
+# Each script, and what its output has. `trl_demo.py` needs TRL, and `vllm_servers.py` servers: tests/real_vllm has it.
+SCRIPTS = {
+    "algorithms.py": "| grpo | 16 |",
+    "invariance.py": "| grpo | ",
+    "models.py": "| Llama | `llama` | shared prompts |",
+    "modes.py": "| the defaults |",
+    "packing.py": "| 1,000 | 8 |",
+    "plan_verify.py": '"ratio": ',
+    "sampler.py": "largest difference of a logprob",
+    "scaling.py": "| strong | 2 |",
+    "training_step.py": "| shared | ",
+    "trl_demo.py": "Cohort's step is ",
+}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(name, marks=pytest.mark.extras if name == "trl_demo.py" else slow("it runs for up to 20 s"))
+        for name in SCRIPTS
+    ],
+)
+def test_a_script_runs_quickly(script: str):
+    assert SCRIPTS[script] in run(sys.executable, str(BENCH / script), "--quick")
+
+
+def test_every_script_is_run_somewhere():
+    """Scripts begin with their command line; what the GPU benchmark is made of runs with it."""
+    scripts = {file.name for file in BENCH.glob("*.py") if f"    python bench/{file.name}" in file.read_text()}
+    assert scripts == {*SCRIPTS, "vllm_servers.py"}
+    assert all('"--quick"' in (BENCH / name).read_text() for name in scripts)
 
 
 def run(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=400
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@slow("every part of it; it runs for a minute")
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     out = run("bash", str(BENCH / "gpu.sh"), "--tiny", OUT=str(tmp_path), PYTHON=sys.executable)
     assert "FAILED" not in out
@@ -33,6 +66,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert (tmp_path / "gpu.json").stat().st_size > 0
 
 
+@slow("it trains twice")
 def test_the_algorithms_benchmark_keeps_what_it_has_run(tmp_path):
     command = [sys.executable, str(BENCH / "algorithms.py"), "--out", str(tmp_path), "--only", "grpo", "--seeds", "0"]
     first = run(*command, "--steps", "1")
@@ -43,6 +77,7 @@ def test_the_algorithms_benchmark_keeps_what_it_has_run(tmp_path):
     assert file.stat().st_mtime_ns == written
 
 
+@slow("four processes, two of which load large tables")
 def test_the_training_step_benchmark_finds_the_same_gradients():
     methods = ["full-logits", "shared"]
     out = run(

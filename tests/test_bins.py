@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.packing.bins import Bins, CostModel, fill_bins, packing_efficiency, padding_efficiency
+from selection import examples
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)), min_size=0, max_size=12
@@ -73,7 +74,7 @@ def assert_laws(groups, bins: Bins, budget: int, world_size: int, **way: bool) -
         assert size(groups, [n for rows in stream for n in rows]) > budget
 
 
-@settings(deadline=None)
+@examples(100)
 @given(groups=GROUPS, budget=st.integers(1, 400), world_size=st.integers(1, 9), way=WAYS, seed=st.integers(0, 99))
 def test_laws(groups, budget: int, world_size: int, way, seed: int):
     flags = {"share_prompts": way[0], "padded": way[1]}

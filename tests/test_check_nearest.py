@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checks import COHORT, SEVEN
@@ -13,12 +13,13 @@ from cohort.check.nearest import GPUS, nearest_starts
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl import TrlBatch, trl_start
 from cohort.errors import UserError
+from selection import examples
 
 # --- the nearest values
 COUNTS = st.integers(1, 24)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(COUNTS, COUNTS, COUNTS, st.integers(2, 24), st.sampled_from([(0, 16), (0, 17), (0, 18), (0, 22), (1, 16)]))
 def test_what_is_proposed_starts_and_is_sorted_by_distance(
     world_size: int, per_device: int, accumulation: int, generations: int, version: tuple[int, ...]

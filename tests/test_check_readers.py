@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checks import read
@@ -14,6 +14,7 @@ from cohort.check.readers import read_launch
 from cohort.check.readers.shell import parse_shell
 from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
+from selection import examples
 
 # --- Python
 PYTHON = '''"""Train.
@@ -276,7 +277,7 @@ def test_a_count_that_is_none_is_told_and_nothing_is_judged(value: str, tmp_path
     assert report.starts == {}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.text(max_size=120), st.sampled_from(["a.yaml", "a.py", "a.sh"]))
 def test_no_file_makes_it_fail(tmp_path_factory: pytest.TempPathFactory, text: str, name: str):
     path = tmp_path_factory.mktemp("any") / name

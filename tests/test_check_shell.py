@@ -6,12 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checks import read
 from cohort.check import check_file
 from cohort.check.readers.shell import parse_shell
+from selection import examples
 
 
 def words(text: str) -> list[list[str]]:
@@ -87,7 +88,7 @@ def test_variables_come_back_as_they_were_assigned(values: dict[str, str], brace
     assert words(f"{assigned}run {used}\n")[-1] == ["run", *values.values()]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.text(max_size=200))
 def test_any_text_is_read_without_an_error_and_to_its_end(text: str):
     commands = parse_shell(text)
@@ -123,14 +124,14 @@ SHELL_BITS = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(SHELL_BITS, max_size=30).map("".join))
 def test_any_mixture_of_shell_syntax_is_read_to_its_end(text: str):
     parse_shell(text)
 
 
 @pytest.mark.skipif(not os.path.exists("/bin/sh"), reason="needs /bin/sh")
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(
         st.sampled_from(

@@ -1,7 +1,6 @@
 """TRL's rules against TRL: a committed table of many versions, and the installed one's own `GRPOConfig`."""
 
 import dataclasses
-import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -16,10 +15,6 @@ from cohort.check.rules.trl_keys import known_keys
 from trl_truth import NAMES, Case, Verdict, cases
 
 TABLE = json.loads(Path(__file__).with_name("trl_starts.json").read_text())
-HAS_TRL = importlib.util.find_spec("trl") is not None
-if not HAS_TRL:  # a skip alone would not be seen
-    warnings.warn("TRL is not installed (pip install '.[bench]'): its rules are held to a table only", stacklevel=1)
-needs_trl = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed (pip install '.[bench]')")
 OPEN_R1_CODE = """
 model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
 torch_dtype: bfloat16
@@ -80,7 +75,7 @@ def test_the_versions_of_the_table_differ():
             assert differ == (version != other), (version, other)
 
 
-@needs_trl
+@pytest.mark.extras
 @pytest.mark.timeout(1200)
 def test_the_installed_trl_agrees_with_every_case_of_the_grid():
     """Its own class with its own parents, over thousands of combinations; only the number of processes is put in."""
@@ -113,7 +108,7 @@ def _asked(config_class: Any, case: Case) -> Verdict:
     return (True, None, config.generation_batch_size, config.steps_per_generation)
 
 
-@needs_trl
+@pytest.mark.extras
 def test_the_keys_of_the_installed_trl_are_known_and_no_others_of_its_own():
     from trl import GRPOConfig, ModelConfig, ScriptArguments, __version__
     from trl.scripts.grpo import GRPOScriptArguments
@@ -127,7 +122,7 @@ def test_the_keys_of_the_installed_trl_are_known_and_no_others_of_its_own():
     assert added <= theirs | {"activation_checkpointing", "activation_checkpointing_kwargs"}
 
 
-@needs_trl
+@pytest.mark.extras
 def test_an_unknown_argument_gets_the_message_of_the_class(tmp_path: Path):
     from trl import GRPOConfig
 

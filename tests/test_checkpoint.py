@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cohort import checkpoint
 from cohort.checkpoint import (
     TrainerState,
     checkpoints,
@@ -32,7 +34,10 @@ from cohort.checkpoint import (
 from cohort.config import ModelConfig
 from cohort.errors import TrainingError
 from cohort.policy import LoadRequest, Policy, load_policy, load_tokenizer
+from forked import fork
+from selection import slow
 from tiny import CHAT_TEMPLATE, make_policy, make_tokenizer, save_model_folder
+from waiting import PATIENCE_S, until
 
 TOKENIZER = make_tokenizer()
 FULL = "no space left on the disk. Nothing written earlier is lost: free some space and run the same command again"
@@ -215,36 +220,29 @@ def test_a_file_is_replaced_or_as_before(tmp_path):
     assert contents(tmp_path) == {"made/summary.json": b"new"}
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import test_checkpoint
-from cohort import checkpoint
+def save_and_stop(root: str) -> None:
+    """Save two checkpoints and half of a third one, and wait to be killed."""
+    save(Path(root), 1)
+    save(Path(root), 2)
+    real = checkpoint.save_model
 
-root = Path(sys.argv[1])
-test_checkpoint.save(root, 1)
-test_checkpoint.save(root, 2)
-real = checkpoint.save_model
+    def stop(*args: Any) -> None:
+        real(*args)
+        print("half written", flush=True)
+        time.sleep(PATIENCE_S)
 
-def slow(*args):
-    real(*args)
-    print("half written", flush=True)
-    time.sleep(60)
-
-checkpoint.save_model = slow
-test_checkpoint.save(root, 3, keep=1)
-"""
+    checkpoint.save_model = stop
+    save(Path(root), 3, keep=1)
 
 
 def test_a_kill_while_writing_leaves_the_earlier_ones_whole(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        assert any(line == "half written\n" for line in lines)
-        process.send_signal(signal.SIGKILL)
+    said = tmp_path / "said"
+    process = fork(save_and_stop, str(tmp_path), out=said)
+    until(lambda: not process.is_alive() or (said.exists() and "half written" in said.read_text()))
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    said.unlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".writing-step-3", "step-1", "step-2"]
     assert (tmp_path / ".writing-step-3" / "model.safetensors").exists()
     assert [p.name for p in checkpoints(tmp_path)] == ["step-1", "step-2"]
@@ -332,7 +330,7 @@ from cohort.checkpoint import save_checkpoint
 from cohort.distributed import join_ranks, leave_ranks
 from cohort.errors import TrainingError
 
-ranks = join_ranks(backend="gloo", timeout_s=30, command_timeout_s=30)
+ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600)
 torch.manual_seed(0)
 policy, root = make_policy(), Path(sys.argv[1])
 
@@ -359,14 +357,13 @@ leave_ranks()
 """
 
 
+@slow("a launcher and two ranks; one process has every full disk")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_is_full_for_one_rank_is_explained_by_all(tmp_path):
     (tmp_path / "script.py").write_text(FULL_ON_ONE_RANK)
     root = tmp_path / "root"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*launcher, str(tmp_path / "script.py"), str(root), str(Path(__file__).parent)], check=True, timeout=120
-    )
+    subprocess.run([*launcher, str(tmp_path / "script.py"), str(root), str(Path(__file__).parent)], check=True)
     for rank in range(2):
         assert (root / f"rank-{rank}").read_text().startswith(f"{root}/step-2: {FULL}")
     assert sorted(p.name for p in root.iterdir()) == ["rank-0", "rank-1", "step-1"]

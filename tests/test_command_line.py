@@ -11,8 +11,9 @@ from cohort.checkpoint import checkpoints, load_trainer_state
 from cohort.config import load_config
 from cohort.display import Display, StepReport
 from cohort.launch import train
-from commands import ENVIRONMENT, Ended, set_up
-from waiting import until
+from commands import ENVIRONMENT, Ended, set_up, start_command
+from selection import slow
+from waiting import PATIENCE_S, until
 
 
 def test_debug_shows_the_traceback(tmp_path, cohort):
@@ -65,6 +66,7 @@ def test_interrupted(tmp_path, cohort, monkeypatch):
     assert ended == Ended(code=130, out="", err="interrupted\n")
 
 
+@slow("Ctrl-C ends a real process too, with its code and message")
 def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
     path = set_up(tmp_path, data={"prompt": "questoin"})
     result = subprocess.run(
@@ -77,15 +79,48 @@ def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
     )
 
 
+TRL = "model_name_or_path: m\nnum_generations: 8\nper_device_train_batch_size: 8\nreward_funcs: [accuracy]\n"
+FRESH = {
+    "algorithms": (["grpo"], "arXiv:2402.03300"),
+    "check": (["trl.yaml"], "trl.yaml"),
+    "convert": (["trl.yaml"], "num_generations: 8"),
+    "plan": (["run.yaml", "--gpus", "1"], "memory"),
+    "launch": (["slurm", "run.yaml", "hardware.device=cpu"], "#SBATCH --nodes="),
+    "eval": (["model", "--data", "data.jsonl", "--prompt", "question", "--reward", "exact"], "accuracy"),
+    "merge": (["nowhere", "merged"], "nowhere"),
+}
+
+
+@pytest.mark.parametrize("command", FRESH)
+def test_a_command_in_a_fresh_interpreter(tmp_path, command):
+    """As a person starts it, with no module imported before; `train` is below, and `serve` in tests/real_vllm."""
+    set_up(tmp_path)
+    (tmp_path / "trl.yaml").write_text(TRL)
+    arguments, shown = FRESH[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "cohort", command, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "COLUMNS": "200"},
+    )
+    assert shown in done.stdout + done.stderr, done
+    assert "Traceback" not in done.stderr and done.returncode == (2 if command == "merge" else 0), done
+
+
+def test_a_reward_may_ask_for_the_prompt_column(tmp_path, cohort):
+    code = "def f(prompts, completions, question, **kw): return [float(len(q)) for q in question]\n"
+    path = set_up(tmp_path, files={"r.py": code}, rewards=[{"use": f"{tmp_path}/r.py:f"}], train={"steps": 1})
+    assert cohort("train", path).code == 0
+
+
 def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     path = set_up(tmp_path, train={"steps": 100_000}, run={"completions_every": 0})
-    command = [sys.executable, "-m", "cohort", "train", str(path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+    with start_command("train", path) as process:
         try:
             until(lambda: (tmp_path / "run" / "checkpoints" / "step-2").exists() or process.poll() is not None)
             process.send_signal(signal.SIGINT)
-            err = process.communicate(timeout=120)[1]
+            err = process.communicate(timeout=PATIENCE_S)[1]
         finally:
             process.kill()
     assert process.returncode == 130

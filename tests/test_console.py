@@ -17,6 +17,7 @@ from cohort.demo import run as demo
 from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
 from cohort.plan import plan_run
 from cohort.records import Completion, Prompt, ScoredGroup
+from selection import slow
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
 
@@ -126,7 +127,7 @@ def test_demos_take_the_next_free_folder(tmp_path: Path):
     assert demo.free_folder(tmp_path) == tmp_path / "demo-3"
 
 
-@pytest.mark.slow
+@slow("the whole demo, five times; make test has two steps of it")
 @pytest.mark.parametrize("seed", range(5))
 def test_the_demo_gains_at_least_55_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int):
     assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", seed) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorithm, value_metrics, with_returns
@@ -27,6 +27,7 @@ from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import critic_sequences, make_crew
 from rank_engine import out_of_memory_over
 from runs import changed, make_inputs
+from selection import examples
 from test_flops import make_moe
 from test_laws import random_groups
 from tiny import gradients, make_model, make_tokenizer, pack_for, relative_error, save_model_folder
@@ -78,7 +79,7 @@ def test_whitening_by_hand():
     assert not gae(nothing, gamma=1.0, gae_lambda=1.0, whiten_advantages=True).any()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     gamma=st.floats(0.1, 1.0),

@@ -1,13 +1,13 @@
 """The critic over several ranks, which is the one of a single process."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cohort.distributed import ALONE
 from rank_critic import PLACES, STEPS, critic_gradient, critic_sequences, make_crew, run_critic_steps
-from ranks import run_ranks
+from ranks import RanksOnDemand
+from selection import slow
 from tiny import relative_error, save_model_folder
 
 
@@ -23,44 +23,46 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory, model: str, root: Path) -> list[dict[str, Any]]:
-    """What three ranks made of each job."""
-    jobs = (("critic_gradients", model), ("critic_steps", model, str(root)))
-    return run_ranks(3, tmp_path_factory.mktemp("ranks"), *jobs)
+def on(tmp_path_factory: pytest.TempPathFactory) -> RanksOnDemand:
+    return RanksOnDemand(tmp_path_factory.mktemp("ranks"))
 
 
-def test_the_gradient_over_three_ranks_is_that_of_one(three: list[dict[str, Any]], model: str):
+def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: str):
     """Any budget, streams, ranks with nothing to do, and one that runs out of memory at every place."""
-    crew = make_crew(model, ALONE)
+    crew, three = make_crew(model, ALONE), on(3, "critic_gradients", model)
     for step, lengths in STEPS.items():
         sequences = critic_sequences(*lengths, seed=3)
         result, expected = critic_gradient(crew, sequences, 10_000)
         for budget in (20, 10_000):
-            loss, actual = three[0][f"{step}/{budget}"]
+            loss, actual = three[f"{step}/{budget}"]
             assert loss == pytest.approx(result.metrics["loss"], rel=1e-6)
             assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, (step, budget)
     _, expected = critic_gradient(crew, critic_sequences(*STEPS["uneven"], seed=3), 10_000)
     for place in PLACES:
-        num_out_of_memory, actual = three[0][f"memory/{place}"]
+        num_out_of_memory, actual = three[f"memory/{place}"]
         assert num_out_of_memory >= 1, place
         assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, place
 
 
-def test_updates_over_three_ranks_are_those_of_one(three: list[dict[str, Any]], model: str, tmp_path: Path):
+@slow("its gradients are compared")
+def test_updates_over_three_ranks_are_those_of_one(on: RanksOnDemand, model: str, root: Path, tmp_path: Path):
+    three = on(3, "critic_steps", model, str(root))
     one = run_critic_steps(ALONE, model, str(tmp_path))
-    for (critic, loss), (expected_critic, expected_loss) in zip(three[1]["metrics"], one["metrics"], strict=True):
+    for (critic, loss), (expected_critic, expected_loss) in zip(three["metrics"], one["metrics"], strict=True):
         assert critic == pytest.approx(expected_critic, rel=1e-6)
         assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
     for part in ("policy", "critic"):
-        assert three[1][part].keys() == one[part].keys()
-        assert max(relative_error(three[1][part][k], one[part][k]) for k in one[part]) < 1e-6
+        assert three[part].keys() == one[part].keys()
+        assert max(relative_error(three[part][k], one[part][k]) for k in one[part]) < 1e-6
     assert one["metrics"][0][0].keys() == {"value_loss", "value/clip_ratio", "value/grad_norm", "value/learning_rate"}
 
 
-def test_a_checkpoint_of_three_ranks_goes_on_with_one(three: list[dict[str, Any]], model: str, root: Path):
+@slow("test_critic_runs resumes in one process, and test_ranks three ranks")
+def test_a_checkpoint_of_three_ranks_goes_on_with_one(on: RanksOnDemand, model: str, root: Path):
     """Policy, critic and both optimizers."""
+    three = on(3, "critic_steps", model, str(root))
     resumed = run_critic_steps(ALONE, model, str(root), "resume")
-    (metrics, loss), (expected, expected_loss) = resumed["metrics"][0], three[1]["metrics"][2]
+    (metrics, loss), (expected, expected_loss) = resumed["metrics"][0], three["metrics"][2]
     assert metrics == pytest.approx(expected, rel=1e-6) and loss == pytest.approx(expected_loss, rel=1e-6)
     for part in ("policy", "critic"):
-        assert max(relative_error(resumed[part][k], weight) for k, weight in three[1][part].items()) < 1e-6
+        assert max(relative_error(resumed[part][k], weight) for k, weight in three[part].items()) < 1e-6

@@ -16,6 +16,7 @@ from cohort.errors import UserError
 from cohort.trainer.crew import Crew
 from rank_critic import critic_sequences, make_crew
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
+from selection import slow
 from tiny import save_model_folder
 
 
@@ -69,6 +70,7 @@ def test_values_in_bfloat16(tmp_path: Path, model: dict[str, str]):
     assert dtypes == {getattr(torch, model.get("dtype", "float32"))}
 
 
+@slow("it learns for 20 steps; test_critic has a critic that learns")
 def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
     raw = demo_config(tmp_path / "run", seed=0).model_dump(mode="json")
     raw = changed(raw, rollout={"num_generations": 1}, train={"prompts_per_step": 128, "steps": 4})

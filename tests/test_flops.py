@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -14,6 +14,7 @@ from cohort.metrics import flops_of
 from cohort.plan.flops import ModelFlops, model_flops, peak_flops
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
+from selection import examples
 from tiny import VOCAB_SIZE, make_model
 
 
@@ -58,7 +59,7 @@ def close(costs: ModelFlops, model: Any, tokens: int) -> None:
     assert costs.forward_backward(**sizes) == pytest.approx(both, rel=0.01)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     kind=st.sampled_from(["llama", "qwen2", "qwen3"]),
     tie=st.booleans(),

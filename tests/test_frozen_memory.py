@@ -1,13 +1,10 @@
 """Memory under `model.freeze`: gradients and moments of what is trained, and of nothing else."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cohort
@@ -29,6 +29,7 @@ from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, Str
 from cohort.trainer.gather import Gathered, Gatherer
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
 from runs import Killed, assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train
+from selection import examples, mostly_slow, slow
 from tiny import make_policy, make_tokenizer
 
 SAMPLING = SamplingParams(num_generations=4, max_completion_tokens=6, temperature=1.0)
@@ -111,7 +112,7 @@ def test_nothing_is_asked_for_beyond_the_last_step():
     assert len(engine.asked) == 15 and prefetcher.state() == []
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     delays=st.randoms(use_true_random=False),
     max_staleness=st.integers(0, 3),
@@ -195,7 +196,9 @@ class SynchronousGatherer(Gatherer):
         return Gathered(groups=scored, replaced=[], metrics={"rollout/staleness_max": 0.0})
 
 
-@pytest.mark.parametrize("in_thread", [False, True], ids=["local", "thread"])
+@pytest.mark.parametrize(
+    "in_thread", mostly_slow([False, True], True, reason="the local engine, without a thread"), ids=["local", "thread"]
+)
 def test_no_staleness_is_the_synchronous_run_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_thread: bool
 ):
@@ -250,6 +253,7 @@ def test_a_run_ahead_with_stragglers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load_trainer_state(run / "checkpoints" / "step-10").pending == []
 
 
+@slow("as in the test of the prefetcher, with a whole run")
 def test_stale_groups_of_a_run_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sample_in_a_thread(monkeypatch.setattr, max_staleness=1, drop_stale=True)
     run = train(one_epoch(tmp_path)).run_dir
@@ -270,6 +274,7 @@ def patch(name: str, value: object) -> None:
     setattr(resolve_name(module), attribute, value)
 
 
+@slow("every prompt is trained once: Hypothesis has it, without processes")
 def test_killed_while_it_samples_ahead_and_resumed(tmp_path: Path):
     """SIGKILL after some steps, twice: every prompt of the epoch is trained on exactly once all the same."""
     config, run, chance, pending = one_epoch(tmp_path), tmp_path / "run", random.Random(0), []

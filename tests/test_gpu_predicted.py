@@ -1,12 +1,7 @@
 """The GPU benchmark's cases that compare a plan's memory with a GPU's: what is predicted for them."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import gpu
 from gpu_predicted import predicted_bytes

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,8 +28,10 @@ from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch.local import count_processes
+from commands import start_command
 from runs import assert_same_weights, changed, make_inputs, metric, train, weights
-from waiting import until
+from selection import slow
+from waiting import PATIENCE_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +55,7 @@ def start() -> Iterator[Start]:
     def begin(folder: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
         file = folder / "config.yaml"
         file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "cohort", "train", str(file)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        started.append(start_command("train", file))
         return started[-1]
 
     yield begin
@@ -69,8 +69,8 @@ def start() -> Iterator[Start]:
 
 
 def inputs(folder: Path, processes: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """As `make_inputs`, with processes that give up on each other soon."""
-    config = changed(make_inputs(folder), hardware={"processes": processes, "timeout_s": 20})
+    """As `make_inputs`, on the CPU."""
+    config = changed(make_inputs(folder), hardware={"processes": processes, "timeout_s": 120})
     return changed(config, **sections)
 
 
@@ -89,11 +89,10 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 # The same run
 
 
-@pytest.mark.parametrize(
-    ("steps", "numbers"), [(4, (1, 3)), pytest.param(20, (1, 2, 3), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_a_run_is_the_same_for_any_number_of_processes(tmp_path: Path, steps: int, numbers: tuple[int, ...]):
+@slow("twenty steps of the demo with three numbers of processes; test_launched_ranks has three and one")
+def test_a_run_is_the_same_for_any_number_of_processes(tmp_path: Path):
     """The demo with 1, 2 and 3 processes: the same prompts and completions throughout, the same losses."""
+    steps, numbers = 20, (1, 2, 3)
     runs = {}
     for processes in numbers:
         folder = tmp_path / f"run-{processes}"
@@ -123,6 +122,7 @@ def of_one_prompt(folder: Path, num_generations: int, steps: int) -> dict[str, A
     return changed(config, train=train, eval={"max_prompts": 2})
 
 
+@slow("three runs of several processes; test_ranks resumes on other numbers")
 def test_eight_generations_of_one_prompt_on_changing_numbers_of_processes(tmp_path: Path):
     """Interrupted with 3, gone on with 1, and then with 2: the run of one process that was never interrupted."""
     config = of_one_prompt(tmp_path, 8, 6)
@@ -135,7 +135,7 @@ def test_eight_generations_of_one_prompt_on_changing_numbers_of_processes(tmp_pa
         torch.testing.assert_close(weight, weights(expected.final_dir)[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
+@slow("test_ranks has ranks with nothing to do")
 def test_more_processes_than_completions(tmp_path: Path):
     config = of_one_prompt(tmp_path, 3, 2)
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
@@ -176,18 +176,19 @@ def test_how_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pro
 # Failures
 
 
-@pytest.mark.parametrize(("num_kills", "steps"), [(2, 20), pytest.param(20, 60, marks=pytest.mark.slow)])
-def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path, start: Start, num_kills: int, steps: int):
+@slow("twenty kills; test_launched_ranks has one")
+def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path, start: Start):
     """SIGKILL of a random rank, in the midst of a checkpoint and at random moments in turn, and the run ends by itself.
 
     It ends as the run of the same processes that were not killed, bit for bit. Every checkpoint that is there at any
     moment is whole, and what was done is never done by halves.
     """
-    config = inputs(tmp_path, 2, train={"steps": steps}, eval={"every": 0}, hardware={"max_restarts": 30})
+    num_kills = 20
+    config = inputs(tmp_path, 2, train={"steps": 60}, eval={"every": 0}, hardware={"max_restarts": 30})
     expected = cohort.train(changed(config, run={"dir": str(tmp_path / "whole"), "checkpoint_every": 0}))
     process = start(tmp_path, changed(config, run={"checkpoint_every": 1}))
     run, chance, kills, last_step = tmp_path / "run", random.Random(0), 0, 0
-    deadline = time.monotonic() + 500
+    deadline = time.monotonic() + PATIENCE_S
     steps_before = 0
     while process.poll() is None and time.monotonic() < deadline:
         ranks = ranks_of(process) if kills < num_kills and _steps(run) > steps_before else {}
@@ -206,7 +207,7 @@ def test_killed_ranks_end_in_a_resumed_run(tmp_path: Path, start: Start, num_kil
             last_step = newest
             until(lambda gone=set(ranks.values()): not any(p.is_running() for p in gone))
         time.sleep(0.02)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert kills == num_kills
     assert errors.count("was killed by SIGKILL") == errors.count("restarting") == num_kills
@@ -229,6 +230,7 @@ if os.environ["RANK"] == "2":
 """
 
 
+@slow("three starts of three processes")
 def test_a_rank_that_fails_again_and_again_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -242,13 +244,14 @@ def test_a_rank_that_fails_again_and_again_is_left_out(
     assert metric(run, "processes") == [2]
 
 
+@slow("it waits for deadlines; test_crew has one that passes")
 def test_a_rank_that_hangs_is_named_within_the_deadline(tmp_path: Path, start: Start):
-    config = inputs(tmp_path, 3, train={"steps": 1000}, eval={"every": 0}, hardware={"timeout_s": 10})
+    config = inputs(tmp_path, 3, train={"steps": 1000}, eval={"every": 0}, hardware={"timeout_s": 30})
     process = start(tmp_path, config)
     until(lambda: _steps(tmp_path / "run") > 0 or process.poll() is not None)
     ranks_of(process)[1].send_signal(signal.SIGSTOP)
-    # 10 s, a few for the roll call, 10 until a stopped process is killed; the rest is a busy machine's
-    _, errors = process.communicate(timeout=120)
+    # 30 s, a few for the roll call, 30 until a stopped process is killed; the rest is a busy machine's
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert re.search(r"error: rank 1 did not answer its peers within hardware.timeout_s", errors), errors
     assert not re.search(r"rank [02] did not answer", errors), errors
@@ -294,6 +297,7 @@ def test_a_rank_that_raises_is_named_with_its_last_words(tmp_path: Path, monkeyp
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
+@slow("two real processes; the next one that fails has them too")
 def test_a_mistake_of_the_user_that_rank_0_finds_costs_no_restart(tmp_path: Path):
     config = inputs(tmp_path, 2, hardware={"max_restarts": 2}, rollout={"max_completion_tokens": 1000})
     with pytest.raises(cohort.UserError, match=r"rollout.max_completion_tokens: 1000 after the longest prompt"):
@@ -301,6 +305,7 @@ def test_a_mistake_of_the_user_that_rank_0_finds_costs_no_restart(tmp_path: Path
     assert num_starts(tmp_path) == 1
 
 
+@slow("as a mistake of the user that rank 0 finds")
 def test_a_gradient_that_is_not_finite_ends_all_ranks_in_good_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sabotage(tmp_path, monkeypatch, NOT_FINITE)
     message = "the gradient's norm is nan at optimizer step 3; the weights were not changed"
@@ -309,7 +314,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_in_good_order(tmp_path: Pa
     assert num_starts(tmp_path) == 1
 
 
-@pytest.mark.slow
+@slow("test_rewards has it in one process, and a mistake of the user ends all ranks below")
 def test_a_reward_that_is_no_number_ends_all_ranks_in_good_order(tmp_path: Path):
     config = inputs(tmp_path, 2, hardware={"max_restarts": 2})
     (tmp_path / "my_rewards.py").write_text("def digit(completions, **kwargs): return ['one' for _ in completions]\n")
@@ -318,13 +323,14 @@ def test_a_reward_that_is_no_number_ends_all_ranks_in_good_order(tmp_path: Path)
     assert num_starts(tmp_path) == 1
 
 
+@slow("test_command_line interrupts one process")
 def test_interrupted_as_a_person_does(tmp_path: Path, start: Start):
     config = inputs(tmp_path, 2, train={"steps": 1000}, eval={"every": 0})
     process = start(tmp_path, config)
     until(lambda: _steps(tmp_path / "run") > 0 or process.poll() is not None)
     ranks = list(ranks_of(process).values())
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "interrupted; the same command goes on from the last checkpoint" in errors
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
@@ -335,7 +341,7 @@ def test_a_display_of_ones_own_needs_one_process(tmp_path: Path):
         cohort.train(inputs(tmp_path, 2), display=Display())
 
 
-@pytest.mark.slow
+@slow("test_ranks resumes three ranks bit for bit")
 def test_resumed_on_the_same_number_is_bit_for_bit(tmp_path: Path):
     config = inputs(tmp_path, 2)
     expected = cohort.train(changed(config, run={"dir": str(tmp_path / "whole")}))

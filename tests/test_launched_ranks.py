@@ -1,15 +1,23 @@
 """Processes that a launcher starts, known by their environment alone: how they meet, or why they cannot."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
+from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.config import load_config
+from cohort.launch import train
 from commands import ENVIRONMENT, Ended, assert_refused, set_up
 from forked import fork, run_module
+from runs import metric, weights
+from selection import slow
 from waiting import free_port, until
 
 
@@ -28,10 +36,16 @@ class LaunchedRank:
             **environment,
         )
 
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        self._process.kill()
+
     def end(self) -> Ended:
-        """How it ends, which has to be soon. It never outlives this."""
+        """How it ends. It never outlives this."""
         try:
-            until(lambda: not self._process.is_alive(), timeout_s=90)
+            until(lambda: not self._process.is_alive())
         finally:
             self._process.kill()
         err = self._err.read_text()
@@ -39,6 +53,7 @@ class LaunchedRank:
         return Ended(code=self._process.exitcode, out=self._out.read_text(), err=err[max(0, err.rfind("error: ")) :])
 
 
+@slow("a fresh interpreter; the ranks of test_launch are started so")
 def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
     path = set_up(tmp_path)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -47,11 +62,41 @@ def test_one_process_of_a_launcher_is_an_ordinary_run(tmp_path):
         capture_output=True,
         text=True,
         env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **place, "MASTER_PORT": str(free_port())},
-        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_three_ranks_one_of_which_is_killed_go_on_to_the_run_of_one_process(tmp_path):
+    """SIGKILL after a checkpoint: the others end and say so, and the same command goes on from there."""
+    sections = {"model": {"dtype": "float64"}, "run": {"checkpoint_every": 1}}
+
+    def start(steps: int) -> list[LaunchedRank]:
+        path = set_up(tmp_path, train={"steps": steps}, **sections)
+        place = {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": free_port()}
+        return [LaunchedRank(path, RANK=rank, LOCAL_RANK=rank, **place) for rank in range(3)]
+
+    first, run = start(100_000), tmp_path / "run"
+    until(lambda: ((run / "checkpoints").exists() and checkpoints(run / "checkpoints")) or not first[0].is_alive())
+    first[1].kill()
+    for rank in (0, 2):
+        ended = first[rank].end()
+        assert (ended.code, ended.err.count("Traceback")) == (1, 0), ended.err
+        absent = re.search(r"PeerError: .*ranks \[([\d, ]+)\] did not answer", ended.err)
+        assert absent and "1" in absent[1].split(", "), ended.err  # and another one that has noticed it first
+    steps = load_trainer_state(checkpoints(run / "checkpoints")[-1]).steps_done + 2
+    for ended in [rank.end() for rank in start(steps)]:
+        assert ended.code == 0, ended.err
+    one = train(load_config(tmp_path / "run.yaml", [f"run.dir={tmp_path / 'one'}"])).run_dir
+    for step in range(1, steps + 1):
+        tables = [pq.read_table(folder / "completions" / f"step-{step:06d}.parquet") for folder in (run, one)]
+        for column in ("prompt_id", "completion_token_ids", "reward", "advantage"):
+            assert tables[0][column].to_pylist() == tables[1][column].to_pylist(), (step, column)
+    assert metric(run, "loss") == pytest.approx(metric(one, "loss"), rel=1e-6, abs=1e-9)
+    assert metric(run, "processes") == [3] * steps
+    for name, weight in weights(run / "final").items():
+        torch.testing.assert_close(weight, weights(one / "final")[name], rtol=1e-5, atol=1e-7)
 
 
 def test_a_port_that_another_program_has(tmp_path):
@@ -78,7 +123,7 @@ def test_a_place_where_nobody_is(tmp_path):
 
 @pytest.mark.parametrize(("first", "second"), [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (2, 3))])
 def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
-    path, port = set_up(tmp_path, hardware={"timeout_s": 10}), free_port()
+    path, port = set_up(tmp_path, hardware={"timeout_s": 300}), free_port()
     told = f"rank 0 on {socket.gethostname()} says {first[1]} processes, rank {second[0]} on"
     processes = [
         LaunchedRank(path, RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, MASTER_PORT=port)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -36,6 +36,7 @@ from cohort.policy.attention import cascade
 from cohort.policy.layout import Layout
 from cohort.records import TrainSequence
 from cohort.segments import ROOT, lay_out
+from selection import examples, mostly_slow, slow
 from tiny import SIZES, VOCAB_SIZE, gradients, naive_logprobs, random_sequences
 
 Groups = list[tuple[int, list[int]]]  # tokens of each prompt and of its completions
@@ -158,7 +159,7 @@ def differences(actual: Scores, expected: Scores) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("layout", "checkpointing"), [*((layout, False) for layout in LAYOUTS), ("shared", True)])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", mostly_slow(MODELS, "qwen3", "gemma2", "qwen3_moe", reason="three families show it"))
 def test_float64(kind: str, layout: Layout, checkpointing: bool, monkeypatch: pytest.MonkeyPatch):
     model = make_law_model(kind)
     compute_in_float64(model, monkeypatch)
@@ -175,7 +176,7 @@ def test_float64(kind: str, layout: Layout, checkpointing: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", mostly_slow(MODELS, "qwen3", reason="test_float64 has three families"))
 def test_float32(kind: str, layout: Layout):
     model = make_law_model(kind, dtype=torch.float32)
     sequences = random_sequences(GROUPS)
@@ -184,7 +185,7 @@ def test_float32(kind: str, layout: Layout):
     assert value < 1e-5 and gradient < 1e-5
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=3
@@ -328,6 +329,7 @@ def squared_errors(actual: Scores, expected: Scores) -> Tensor:
     return torch.stack([(actual.logprobs - expected.logprobs).square().mean(), sum(grads) / whole])
 
 
+@slow("eight families and seeds; float64 is compared")
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bfloat16", "autocast"])
 def test_bfloat16_is_as_exact_as_the_naive_path(weights: torch.dtype):
     """The error against float64 is no larger, as the root of its mean square over models, seeds and parameters.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cohort.policy import linear_logprobs, linear_loss, logit_products, logit_tiles
 from cohort.policy.logprobs import head_logits
+from selection import examples
 from tiny import relative_error
 
 VOCABULARY, WIDTH, RANK = 11, 6, 2
@@ -81,7 +82,7 @@ heads = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(**heads, frozen=st.sets(st.sampled_from(["hidden", "weight", "bias", "features", "adapter"]), max_size=3))
 def test_values_and_gradients_are_those_of_whole_logits(
     num_tokens, tile_elements, tile_tokens, block_elements, transform, bias, adapter, live, entropy, frozen
@@ -294,7 +295,7 @@ def test_frozen_parts_and_entropy_without_gradient_cost_nothing():
     assert products(entropy=True, tile_elements=10**5, live=0, **both) == (0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(**heads)
 def test_a_loss_with_gradients_made_in_forward(
     num_tokens, tile_elements, tile_tokens, block_elements, transform, bias, adapter, live, entropy

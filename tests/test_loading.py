@@ -28,6 +28,7 @@ from cohort.policy import LoadRequest, Policy, check_model_folder, load_policy
 from cohort.policy.skeleton import empty_model, keep_first_layers
 from cohort.policy.weights import stored_weights
 from ranks import run_ranks
+from selection import slow
 from tiny import SIZES, VOCAB_SIZE, make_model, make_tokenizer, save_model_folder
 
 CPU = torch.device("cpu")
@@ -205,7 +206,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=slow("three ranks show it")), 3])
 def ranks(request, tmp_path_factory, models) -> dict[str, Any]:
     """What came of each job with a number of ranks: one start of the processes for all of them."""
     folder = tmp_path_factory.mktemp("ranks")

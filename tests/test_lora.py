@@ -20,6 +20,7 @@ from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
 from cohort.policy.layout import Layout
 from cohort.policy.skeleton import saved_tensors
+from selection import mostly_slow, slow
 from test_law_two import (
     GROUPS,
     LAYOUTS,
@@ -75,7 +76,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("layout", "checkpointing"), [*((layout, False) for layout in LAYOUTS), ("shared", True)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("family", mostly_slow(["qwen2", "gemma3", "mixtral"], "qwen2", reason="see test_law_two"))
 def test_fast_equals_naive(
     family: str, kind: str, layout: Layout, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -263,6 +264,7 @@ def test_a_base_in_bfloat16_is_merged_in_float32_and_rounded_once(tmp_path: Path
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected), name
 
 
+@slow("it fits 64 tokens, twice")
 def test_full_rank_reaches_what_training_all_weights_reaches(tmp_path: Path):
     """Fitting 64 tokens by gradient descent: an adapter of full rank on everything gets as far."""
     sequences = random_sequences([(3, [8]), (2, [8]), (4, [8, 8])])

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from adapters import KINDS, adapter_names, peft_model, save_adapter
 from rank_adapter import BUDGETS, LENGTHS, PLACES, WAYS
 from rank_engine import step_sequences
-from ranks import run_ranks
+from ranks import RanksOnDemand
+from selection import mostly_slow, slow
 from test_laws import dense_gradient
 from test_ranks import worst
 from tiny import policy_of, save_model_folder
 
-WORLDS = (1, 3)
-Results = Callable[[int], dict[str, Any]]
+WORLDS = (pytest.param(1, marks=slow("test_lora has one process")), 3)
 
 
 @pytest.fixture(scope="module")
@@ -38,68 +38,60 @@ def adapters(tmp_path_factory, base: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, base: str, adapters) -> Results:
-    folder = tmp_path_factory.mktemp("ranks")
-
-    @cache
-    def of(world_size: int) -> dict[str, Any]:
-        current = adapters["lora"][1]
-        jobs: dict[str, tuple[str, ...]] = {
-            "gradients": ("adapter_gradients", base, *(path for pair in adapters.values() for path in pair)),
-            "out_of_memory": ("adapter_out_of_memory", base, current),
-            "precision": ("adapter_precision", base, current),
-            "sampling": ("adapter_sampling", base, current),
-            "sampling of the other": ("adapter_sampling", base, adapters["lora"][0]),
-        }
-        if world_size == 3:
-            jobs["saved"] = ("adapter_updates", base, str(folder), "save")
-        else:
-            of(3)  # which leave a checkpoint
-        jobs["resumed"] = ("adapter_updates", base, str(folder), "resume")
-        return dict(zip(jobs, run_ranks(world_size, folder, *jobs.values()), strict=True))
-
-    return of
+def on(tmp_path_factory) -> RanksOnDemand:
+    return RanksOnDemand(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def dense(base: str, adapters) -> dict[str, Any]:
+def root(tmp_path_factory) -> str:
+    """Of the checkpoint of three ranks."""
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def dense(base: str, adapters) -> Callable[[str, bool, str], tuple[float, dict[str, torch.Tensor]]]:
     """peft's own models: one unpadded forward per completion, full logits, one backward."""
-    expected = {}
-    for kind, starts_from_one in WAYS:
+
+    @cache
+    def of(kind: str, starts_from_one: bool, step: str) -> tuple[float, dict[str, torch.Tensor]]:
         start, current = adapters[kind]
         model = peft_model(base, current)
         names = adapter_names(model)
         policies = policy_of(model.train()), policy_of(peft_model(base, start if starts_from_one else None))
-        for step, lengths in LENGTHS.items():
-            loss, gradients = dense_gradient(*policies, *reversed(step_sequences("grpo_kl", *lengths)))
-            assert gradients.keys() == names.keys()
-            named = {names[name]: gradient for name, gradient in gradients.items()}
-            expected[f"{kind}/{starts_from_one}/{step}"] = (loss, named)
-    return expected
+        loss, gradients = dense_gradient(*policies, *reversed(step_sequences("grpo_kl", *LENGTHS[step])))
+        assert gradients.keys() == names.keys()
+        return loss, {names[name]: gradient for name, gradient in gradients.items()}
+
+    return of
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize(("kind", "starts_from_one"), WAYS)
+@pytest.mark.parametrize(
+    ("kind", "starts_from_one"),
+    mostly_slow(WAYS, ("lora", True), reason="test_lora has the kinds in one process"),
+)
 def test_the_gradient_is_that_of_peft_and_whole_logits(
-    results: Results, dense, world_size: int, kind: str, starts_from_one: bool
+    on: RanksOnDemand, base: str, adapters, dense, world_size: int, kind: str, starts_from_one: bool
 ):
     """Any budget, shared prompts and streams; the reference is the base, or the base with the first adapter."""
+    first, current = adapters[kind]
+    done = on(world_size, "adapter_gradients", base, kind, first if starts_from_one else "", current)
     for step in LENGTHS:
-        expected_loss, expected = dense[f"{kind}/{starts_from_one}/{step}"]
+        expected_loss, expected = dense(kind, starts_from_one, step)
         for budget in BUDGETS:
-            loss, actual = results(world_size)["gradients"][f"{kind}/{starts_from_one}/{step}/{budget}"]
+            loss, actual = done[f"{step}/{budget}"]
             assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
             assert worst(actual, expected) < 1e-6, (step, budget)
 
 
 def test_the_reference_is_what_the_run_started_from(dense):
     """The two losses differ by far more than the tolerance: another reference would be seen."""
-    assert abs(dense["lora/True/uneven"][0] - dense["lora/False/uneven"][0]) > 1e-3
+    assert abs(dense("lora", True, "uneven")[0] - dense("lora", False, "uneven")[0]) > 1e-3
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_out_of_memory_on_one_rank_changes_nothing(results: Results, world_size: int):
-    done = dict(results(world_size)["out_of_memory"])
+def test_out_of_memory_on_one_rank_changes_nothing(on: RanksOnDemand, base: str, adapters, world_size: int):
+    done = dict(on(world_size, "adapter_out_of_memory", base, adapters["lora"][1]))
     expected = done.pop("expected")
     assert set(done) == set(PLACES)
     for place, (num_out_of_memory, actual) in done.items():
@@ -108,48 +100,70 @@ def test_out_of_memory_on_one_rank_changes_nothing(results: Results, world_size:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(results: Results, world_size: int):
-    saved, resumed = results(3)["saved"], results(world_size)["resumed"]
+def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(on: RanksOnDemand, base: str, root: str, world_size: int):
+    saved, resumed = (
+        on(number, "adapter_updates", base, root, how) for number, how in ((3, "save"), (world_size, "resume"))
+    )
     assert worst(resumed["weights"], saved["weights"]) <= (0.0 if world_size == 3 else 1e-4)
     assert all(saved["frozen"]) and all(resumed["frozen"])
     assert worst(saved["first"], saved["weights"]) > 1e-2  # it was trained
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_other_ways_to_compute(results: Results, world_size: int):
-    done, expected = results(world_size)["precision"], results(1)["precision"]["float64"]["gradients"]
-    for way in ("float64", "checkpointing", "selective", "gradients in forward", "whole"):
-        for actual, right in zip(done[way]["gradients"], expected, strict=True):
-            assert worst(actual, right) < 1e-6, way
-    for way in ("bfloat16", "mixed"):
-        for actual, right in zip(done[way]["gradients"], expected, strict=True):
-            largest = max(gradient.norm() for gradient in right.values())
-            for k, gradient in actual.items():
-                assert (gradient - right[k]).norm() < 0.15 * max(right[k].norm(), 0.1 * largest), (way, k)
+@pytest.mark.parametrize(
+    "way",
+    mostly_slow(
+        ("float64", "checkpointing", "selective", "gradients in forward", "whole"),
+        "whole",
+        reason="test_ranks has them without an adapter, and test_lora with one in one process",
+    ),
+)
+def test_other_ways_to_compute(on: RanksOnDemand, base: str, adapters, world_size: int, way: str):
+    done, one = (on(n, "adapter_way", base, adapters["lora"][1], w) for n, w in ((world_size, way), (1, "float64")))
+    for actual, right in zip(done["gradients"], one["gradients"], strict=True):
+        assert worst(actual, right) < 1e-6
+    assert_frozen_and_wide(done, world_size, base=torch.float64)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_the_base_keeps_its_bits_and_the_adapter_is_wide(results: Results, world_size: int):
-    done = results(world_size)["precision"]
-    for way, of in done.items():
-        assert all(of["frozen"]) and len(of["frozen"]) == world_size
-        wide = torch.float64 if of["base"] == {torch.float64} else torch.float32
-        assert of["adapter"] == of["states"] == {wide}, way
-        assert of["num_states"] == 28, way  # two factors of seven layers, twice
-    assert done["bfloat16"]["base"] == {torch.bfloat16}
+@pytest.mark.parametrize(
+    ("way", "base_dtype"),
+    mostly_slow(
+        [("bfloat16", torch.bfloat16), ("mixed", torch.float32)], ("mixed", torch.float32), reason="rounded likewise"
+    ),
+)
+def test_a_base_in_16_bits(on: RanksOnDemand, base: str, adapters, world_size: int, way: str, base_dtype: torch.dtype):
+    done, one = (on(n, "adapter_way", base, adapters["lora"][1], w) for n, w in ((world_size, way), (1, "float64")))
+    for actual, right in zip(done["gradients"], one["gradients"], strict=True):
+        largest = max(gradient.norm() for gradient in right.values())
+        for k, gradient in actual.items():
+            assert (gradient - right[k]).norm() < 0.15 * max(right[k].norm(), 0.1 * largest), k
+    assert_frozen_and_wide(done, world_size, base=base_dtype)
+
+
+def assert_frozen_and_wide(done: dict[str, Any], world_size: int, *, base: torch.dtype) -> None:
+    """The base keeps its bits and its dtype; the adapter and its moments are in float32, or float64 with it."""
+    assert all(done["frozen"]) and len(done["frozen"]) == world_size
+    assert done["base"] == {base}
+    assert done["adapter"] == done["states"] == {torch.float64 if base == torch.float64 else torch.float32}
+    assert done["num_states"] == 28  # two factors of seven layers, twice
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_the_sampler_has_the_adapter_on_every_rank(results: Results, world_size: int):
-    sampled = results(world_size)["sampling"]["tokens"]
+def test_the_sampler_has_the_adapter_on_every_rank(on: RanksOnDemand, base: str, adapters, world_size: int):
+    first, current = adapters["lora"]
+    sampled, one, other = (
+        on(number, "adapter_sampling", base, folder)["tokens"]
+        for number, folder in ((world_size, current), (1, current), (world_size, first))
+    )
     assert len(sampled) == world_size
-    assert all(of_rank == results(1)["sampling"]["tokens"][0] for of_rank in sampled)
-    assert sampled != results(world_size)["sampling of the other"]["tokens"]
+    assert all(of_rank == one[0] for of_rank in sampled)
+    assert sampled != other
 
 
-def test_every_rank_reads_its_rows_of_the_base(results: Results, base: str):
-    done = results(3)["precision"]
+def test_every_rank_reads_its_rows_of_the_base(on: RanksOnDemand, base: str, adapters):
+    own, whole = (on(3, "adapter_way", base, adapters["lora"][1], way)["num_bytes"] for way in ("float64", "whole"))
     size = sum(t.numel() * t.element_size() for t in load_file(f"{base}/model.safetensors").values())
-    assert size <= sum(done["float64"]["num_bytes"]) < 1.01 * size
-    assert max(done["float64"]["num_bytes"]) < 0.4 * size
-    assert done["whole"]["num_bytes"] == [0, 0, 0]  # negative control: rank 0 has read all, as the library does
+    assert size <= sum(own) < 1.01 * size
+    assert max(own) < 0.4 * size
+    assert whole == [0, 0, 0]  # negative control: rank 0 has read all, as the library does

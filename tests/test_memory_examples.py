@@ -3,15 +3,12 @@
 import json
 import platform
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import cohort
 from cohort.cli.app import app

@@ -3,22 +3,21 @@
 The modes are those of `bench/modes.py`; one that is added there is compared here.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
 import modes
 from allocations import counting
 from harness import write_model
 from modes import MODES, PARTS, SIZES, Measured, configuration, measure, measure_apart, processes_of
+from selection import mostly_slow, slow
 
 CLOSE = 0.05
 SIZE = SIZES["tiny"]
+QUICK = ("float32", "checkpointing", "one completion", "muon", "dora", "nf4", "reference in int8", "critic")
 ALONE = [name for name, mode in MODES.items() if processes_of(mode) == 1]
 APART = [name for name, mode in MODES.items() if processes_of(mode) > 1]
 
@@ -43,14 +42,14 @@ def compare(measured: Measured) -> None:
         assert sum(measured.counted.values()) == pytest.approx(sum(measured.planned.values()), rel=CLOSE)
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", mostly_slow(ALONE, *QUICK, reason="other modes of the same comparison"))
 def test_memory_is_what_the_plan_says(name: str, model: Path) -> None:
     if "adamw_8bit" in name:
         pytest.importorskip("torchao")
     compare(measure(configuration(MODES[name], SIZE, model), SIZE))
 
 
-@pytest.mark.slow
+@slow("several processes; one is measured")
 def test_memory_of_several_processes_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts; `cohort plan --verify` and its tests compare the most of a step with several processes."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

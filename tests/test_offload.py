@@ -21,6 +21,7 @@ from cohort.policy import load_tokenizer
 from cohort.policy.masters import Masters
 from rank_engine import OPTIMIZERS
 from rank_offload import make_engine, run_resumed, run_saved, run_trajectory, update
+from selection import mostly_slow
 from test_optimizers import Model, train, weights_of
 from tiny import save_model_folder
 
@@ -120,7 +121,15 @@ def test_law_one(folder: str, mode: str):
 
 @pytest.mark.parametrize(
     "mode",
-    ["offloaded", "mixed, offloaded", "parameters", "8 bits", "8 bits, offloaded", "at random", "at random, 8 bits"],
+    mostly_slow(
+        [
+            *("offloaded", "mixed, offloaded", "parameters", "8 bits", "8 bits, offloaded", "at random"),
+            "at random, 8 bits",
+        ],
+        "mixed, offloaded",
+        "at random, 8 bits",
+        reason="parts of these",
+    ),
 )
 def test_it_goes_on_exactly_from_a_checkpoint(folder: str, tmp_path: Path, mode: str):
     if "8 bits" in mode:

@@ -1,14 +1,18 @@
 """Several ranks with weights in host memory, with 8 bits, and with gathered weights that stay: gloo, real processes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
+
 from cohort.distributed import ALONE
 from rank_offload import run_resumed
-from ranks import run_ranks
+from ranks import RanksOnDemand
+from selection import mostly_slow, slow
 from tiny import save_model_folder
 
 SAVED = ("mixed", "mixed, offloaded", "mixed, parameters", "8 bits", "8 bits, offloaded", "at random")
@@ -24,14 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Results:
-    """All jobs of two ranks."""
-    pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
-    model, root = str(folder / "model"), str(folder / "checkpoints")
-    jobs = {"resharding": ("resharding", model)}
-    jobs |= {f"saved {mode}": ("saved", model, mode, root) for mode in SAVED}
-    jobs |= {f"resumed {mode}": ("resumed", model, mode, root) for mode in SAVED}
-    return dict(zip(jobs, run_ranks(2, folder, *jobs.values(), timeout_s=500), strict=True))
+def on(folder: Path) -> RanksOnDemand:
+    return RanksOnDemand(folder)
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path, on: RanksOnDemand) -> Callable[[str], dict[str, torch.Tensor]]:
+    """The weights of two ranks after four updates in a mode; a checkpoint of the second is left in `folder`."""
+    return lambda mode: on(2, "saved", str(folder / "model"), mode, str(folder / "checkpoints"))["weights"]
 
 
 def furthest(actual: Results, expected: Results) -> float:
@@ -39,37 +43,45 @@ def furthest(actual: Results, expected: Results) -> float:
 
 
 @pytest.mark.parametrize("mode", ["mixed, offloaded", "mixed, parameters"])
-def test_the_host_changes_no_bit(two: Results, mode: str):
+def test_the_host_changes_no_bit(saved, mode: str):
     """With float32 weights that are computed with in bfloat16: copies on the device are what was gathered before."""
-    assert furthest(two[f"saved {mode}"]["weights"], two["saved mixed"]["weights"]) == 0
+    assert furthest(saved(mode), saved("mixed")) == 0
 
 
-def test_eight_bits_on_the_host_change_no_bit(two: Results):
-    assert furthest(two["saved 8 bits, offloaded"]["weights"], two["saved 8 bits"]["weights"]) == 0
+@slow("in one process: test_offload")
+def test_eight_bits_on_the_host_change_no_bit(saved):
+    assert furthest(saved("8 bits, offloaded"), saved("8 bits")) == 0
 
 
-@pytest.mark.parametrize("mode", SAVED)
-def test_a_checkpoint_of_two_ranks_goes_on_exactly_with_two(two: Results, mode: str):
-    assert furthest(two[f"resumed {mode}"]["weights"], two[f"saved {mode}"]["weights"]) == 0
+@pytest.mark.parametrize("mode", mostly_slow(SAVED, "mixed, offloaded", reason="modes differ in one process too"))
+def test_a_checkpoint_of_two_ranks_goes_on_exactly_with_two(folder: Path, on: RanksOnDemand, saved, mode: str):
+    expected = saved(mode)
+    resumed = on(2, "resumed", str(folder / "model"), mode, str(folder / "checkpoints"))
+    assert furthest(resumed["weights"], expected) == 0
 
 
 # One process sums in another order, and with bfloat16 products it computes by autocast or rounds otherwise: in two
 # updates of 3e-3 no weight ends further from where two ranks take it.
 @pytest.mark.parametrize(
     ("mode", "bound"),
-    [
-        ("mixed", 6e-3),
+    mostly_slow(
+        [
+            ("mixed", 6e-3),
+            ("mixed, offloaded", 2e-3),
+            ("mixed, parameters", 2e-3),
+            ("8 bits", 1e-5),
+            ("8 bits, offloaded", 1e-5),
+            ("at random", 8e-3),
+        ],
         ("mixed, offloaded", 2e-3),
-        ("mixed, parameters", 2e-3),
-        ("8 bits", 1e-5),
-        ("8 bits, offloaded", 1e-5),
-        ("at random", 8e-3),
-    ],
+        reason="modes differ in one process too",
+    ),
 )
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, two: Results, mode: str, bound: float):
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, saved, mode: str, bound: float):
+    expected = saved(mode)
     with torch.compiler.set_stance("force_eager"):
         resumed = run_resumed(ALONE, str(folder / "model"), mode, str(folder / "checkpoints"))
-    assert furthest(resumed["weights"], two[f"saved {mode}"]["weights"]) < bound
+    assert furthest(resumed["weights"], expected) < bound
 
 
 def check_resharding(results: Results, processes: int) -> None:
@@ -90,14 +102,14 @@ def check_resharding(results: Results, processes: int) -> None:
         assert furthest(recovered, whole) < 1e-6, reshard
 
 
-def test_gathered_weights_may_stay(two: Results):
-    check_resharding(two["resharding"], 2)
+def test_gathered_weights_may_stay(folder: Path, on: RanksOnDemand):
+    check_resharding(on(2, "resharding", str(folder / "model")), 2)
 
 
-@pytest.mark.slow
-def test_gathered_weights_may_stay_spread_over_neighbours(folder: Path):
+@slow("four ranks; two are compared above")
+def test_gathered_weights_may_stay_spread_over_neighbours(folder: Path, on: RanksOnDemand):
     """Four ranks, N = 2: as many gathers as when they are freed, each in backward among two ranks and not four."""
-    (results,) = run_ranks(4, folder, ("resharding", str(folder / "model")), timeout_s=500)
+    results = on(4, "resharding", str(folder / "model"))
     check_resharding(results, 4)
     assert results["2"]["gathers"] == results["True"]["gathers"]
     assert furthest(results["2"]["gradients"][0], results["True"]["gradients"][0]) == 0

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from ranks import run_ranks
+from selection import slow
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@slow("torchao compiles for a minute; test_optimizers has the optimizer, not compiled")
+@pytest.mark.parametrize("first", [0, 1])
 def test_no_rank_runs_what_another_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int):
     """51 and 50 rows of 128: moments in 8 bits on one rank and not on the other, whichever compiles first.
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.batch import MicroBatch
 from cohort.packing import collate, pack
 from cohort.records import TrainSequence
 from cohort.segments import ROOT, Segments, Stretches, lay_out
+from selection import examples
 from tiny import random_sequences
 
 LENGTHS = st.lists(
@@ -58,7 +59,7 @@ def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
     assert row.source.dtype == row.targets.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
 
 
-@settings(deadline=None)
+@examples(100)
 @given(
     lengths=LENGTHS,
     budget=st.integers(1, 300),
@@ -131,7 +132,7 @@ def without_padding(stretches: Stretches, row: torch.Tensor) -> list[list[int]]:
     return [tokens[~pad].tolist() for tokens, pad in zip(taken, padding, strict=True)]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(tree=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 300), max_size=4)), min_size=1, max_size=4))
 def test_a_token_sees_its_root_and_what_is_before_it_in_its_segment(tree):
     lengths, roots, expected = [], [], []

@@ -12,6 +12,7 @@ from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import ModelShape, preset_shape, shape_of
 from cohort.plan.work import Work
+from selection import slow
 
 SMALL = {
     "model_type": "qwen2",
@@ -77,6 +78,7 @@ def test_one_completion_keeps_what_attention_puts_out_once() -> None:
     assert activation_bytes(several) - activation_bytes(one) == 6 * 896 * 24 * 1000
 
 
+@slow("a symbolic step takes seconds; test_plan_memory has one")
 @pytest.mark.parametrize(
     ("adapter", "checkpointing", "tokens"),
     [

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import Adamw8bitConfig
@@ -14,6 +14,7 @@ from cohort.plan.limits import largest
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
 from plans import EIGHT, config
+from selection import examples
 
 _settings = st.builds(
     lambda name, gpu, gpus, *overrides: (name, hardware(gpu=gpu, gpus=gpus, nodes=1, gpu_memory=None), overrides),
@@ -28,7 +29,7 @@ _settings = st.builds(
 
 
 @given(_settings)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
     name, machines, overrides = case
     wanted, shape = config(*overrides), preset_shape(name)

@@ -28,6 +28,7 @@ from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape
 from plans import config
+from selection import slow
 
 H100 = GPUS["h100"][0]
 MEASURED = Calibration(
@@ -140,6 +141,7 @@ def test_processes_share_a_cpu() -> None:
     assert plan.timing["training_s"].value == pytest.approx(one.timing["training_s"].value)
 
 
+@slow("it measures for seconds")
 def test_a_real_measurement_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that are possible, and a plan with them; by the command, which keeps them."""
     monkeypatch.setattr(Effort, "usual", classmethod(lambda cls, device: TINY))
@@ -156,6 +158,7 @@ def test_a_real_measurement_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert hardware(gpu="here", gpus=1, nodes=1, gpu_memory=None).measured == measured
 
 
+@slow("it measures for seconds")
 def test_a_plan_with_a_measurement_is_one_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Effort, "usual", classmethod(lambda cls, device: TINY))
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-0.5b"]))
@@ -165,6 +168,7 @@ def test_a_plan_with_a_measurement_is_one_json(monkeypatch: pytest.MonkeyPatch, 
     assert calibration_here() is not None
 
 
+@slow("it measures for seconds")
 def test_a_real_gather_of_two_processes() -> None:
     assert 1e3 < collective_bandwidth("cpu", 2, TINY) < 1e13
 

@@ -12,9 +12,10 @@ from cohort.cli.plan_verify import TrackedStep, track_step
 from cohort.config import AdamwConfig
 from cohort.plan.memory import Work, host_bytes, plan_memory
 from cohort.plan.shape import shape_of
+from selection import slow
 from test_plan_memory import SMALL, app, work
 
-pytestmark = pytest.mark.slow  # a symbolic step takes seconds
+pytestmark = slow("a symbolic step takes seconds; test_plan_memory has one")
 MODEL = {**SMALL, "num_hidden_layers": 4, "model_type": "qwen2", "vocab_size": 512}
 PROMPT, COMPLETION, GROUP = 32, 64, 2
 
@@ -74,4 +75,4 @@ def test_the_command_verifies_layers_that_stay(tmp_path: Path) -> None:
     )
     done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--verify", "--layers", "4", "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.output)["verified"]["ratio"] == pytest.approx(1, abs=0.08)
+    assert json.loads(done.stdout)["verified"]["ratio"] == pytest.approx(1, abs=0.08)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -31,7 +31,9 @@ from cohort.plan.work import Work, critic_work
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
 from rank_engine import OPTIMIZERS
+from selection import examples, slow
 
+OTHER_SHAPES = "a symbolic step takes seconds; make test has one"
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -93,7 +95,7 @@ _works = st.builds(
 
 
 @given(_works)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_more_of_anything_never_needs_less(some: Work) -> None:
     plan = plan_memory(some)
     assert plan.peak_bytes == max(map(plan.total, plan.phases))
@@ -113,7 +115,7 @@ def test_more_of_anything_never_needs_less(some: Work) -> None:
 
 
 @given(_works)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_what_is_kept_less_of_needs_less(some: Work) -> None:
     bytes_by = [activation_bytes(replace(some, checkpointing=c, offload=False)) for c in (True, "selective", False)]
     if some.shape.layers > 8:
@@ -123,9 +125,9 @@ def test_what_is_kept_less_of_needs_less(some: Work) -> None:
 @pytest.mark.parametrize(
     ("more", "processes", "checkpointing"),
     [
-        ({"model_type": "qwen2", "vocab_size": 512}, 2, False),
+        pytest.param({"model_type": "qwen2", "vocab_size": 512}, 2, False, marks=slow(OTHER_SHAPES)),
         ({"model_type": "qwen3", "vocab_size": 8192, "head_dim": 64, "tie_word_embeddings": True}, 4, True),
-        ({"model_type": "llama", "vocab_size": 4096}, 8, "selective"),
+        pytest.param({"model_type": "llama", "vocab_size": 4096}, 8, "selective", marks=slow(OTHER_SHAPES)),
     ],
 )
 def test_closed_form_agrees_with_the_symbolic_run(more: dict[str, Any], processes: int, checkpointing: Any) -> None:
@@ -133,6 +135,7 @@ def test_closed_form_agrees_with_the_symbolic_run(more: dict[str, Any], processe
     compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapter=None, tolerance=0.06)
 
 
+@slow("a symbolic step takes seconds; make test has one")
 @pytest.mark.parametrize(
     ("more", "processes", "checkpointing", "adapter"),
     [
@@ -270,6 +273,7 @@ def test_a_critic_is_there_always_and_its_gradients_never_beside_the_policys() -
     assert plan_memory(adapted).phases["backward"]["logprob head"] < 10**9
 
 
+@slow(OTHER_SHAPES)
 @pytest.mark.parametrize(("processes", "checkpointing"), [(2, False), (4, True)])
 def test_closed_form_of_a_critic_agrees_with_the_symbolic_run(processes: int, checkpointing: bool) -> None:
     config = {**SMALL, "model_type": "qwen2", "vocab_size": 4096, "tie_word_embeddings": True}
@@ -286,6 +290,7 @@ def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None
     assert all(parts["reference weights"] == 4 * 494_032_768 for parts in beside.values())
 
 
+@slow(OTHER_SHAPES)
 @pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
 def test_the_command_verifies_its_own_plan(tmp_path: Any, more: list[str]) -> None:
     config = {**SMALL, "model_type": "qwen2", "vocab_size": 512}

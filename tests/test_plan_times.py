@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import Config, config_from_dict
@@ -12,6 +12,7 @@ from cohort.plan.calibration import Calibration
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import StepTimes, step_times, training_operations
+from selection import examples
 
 # 1,000 weights, of which a token is multiplied with 100: 50 of the head, and 25 of each of two layers. One token has
 # 2 (keys and values) x 4 features x 2 layers = 16 numbers of keys and values.
@@ -107,7 +108,7 @@ def test_the_trainers_own_sampling_has_the_same_roofline() -> None:
     model=st.sampled_from(["0.5b", "7b", "qwen3-30b-a3b"]),
     seqs=st.sampled_from([1, 32, 1024]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_long_completions_take_longer_by_the_token(length: int, model: str, seqs: int) -> None:
     shape = preset_shape(model)
 

@@ -1,10 +1,8 @@
-"""Laws 1, 4 and the survival of out of memory with 1, 2 and 3 processes: real gloo, real FSDP2.
-
-Two processes are among the slow tests: whatever goes wrong with them goes wrong with three, where some are idle too.
-"""
+"""Laws 1, 4 and the survival of out of memory with 1, 2 and 3 processes: real gloo, real FSDP2."""
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rank_engine import BUDGETS, OPTIMIZERS, STEPS, head_inputs, places, step_sequences
-from ranks import run_ranks
+from ranks import RanksOnDemand
+from selection import mostly_slow, slow
 from test_laws import ALGORITHMS, dense_gradient, make_engine
 from test_linear_logprobs import naive
 from tiny import make_policy, policy_of, relative_error, save_model_folder
 
-TWO = pytest.param(2, marks=pytest.mark.slow)
+TWO = pytest.param(2, marks=slow("what goes wrong with two goes wrong with three, where some are idle too"))
 WORLDS = (1, TWO, 3)
-JOBS = ("gradients", "accumulation", "out_of_memory", "out_of_memory_in_a_stream", "budget", "precision")
-Results = Callable[[int], dict[str, Any]]
-
-
+EXACT = ("float64", "checkpointing", "selective", "offload", "gradients in forward")
 # PyTorch's Adafactor does not work on shards, and torchao's compiles for half a minute on each rank
 SHARDED = [name for name in OPTIMIZERS if name not in ("adafactor", "adamw_8bit")]
 
@@ -33,36 +29,29 @@ def models(tmp_path_factory) -> tuple[str, str]:
     return str(save_model_folder(folder / "policy")), str(save_model_folder(folder / "reference", seed=1))
 
 
+class Results(RanksOnDemand):
+    """What ranks made of a job with policy and reference."""
+
+    def __init__(self, folder: Path, models: tuple[str, str]):
+        super().__init__(folder)
+        self.checkpoints, self._models = folder / "checkpoints", models
+
+    def of(self, world_size: int, job: str, *more: str) -> Any:
+        return self(world_size, job, *self._models, *more)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, models) -> Results:
-    """What a number of ranks made of each job: one start of the processes for all of them."""
-    folder = tmp_path_factory.mktemp("ranks")
-
-    @cache
-    def of(world_size: int) -> dict[str, Any]:
-        jobs: dict[str, tuple[str, ...]] = {name: (name, *models) for name in JOBS}
-        jobs["sharded_head"] = ("sharded_head",)
-        if world_size == 3:
-            jobs |= {f"saved {name}": ("checkpoint", *models, str(folder), "save", name) for name in SHARDED}
-        else:
-            of(3)  # which leave a checkpoint
-        jobs |= {f"resumed {name}": ("checkpoint", *models, str(folder), "resume", name) for name in SHARDED}
-        return dict(zip(jobs, run_ranks(world_size, folder, *jobs.values()), strict=True))
-
-    return of
+    return Results(tmp_path_factory.mktemp("ranks"), models)
 
 
 @pytest.fixture(scope="module")
-def dense(models) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def dense(models) -> Callable[[str, str], tuple[float, dict[str, torch.Tensor]]]:
     """The reference: one process, one unpadded forward per completion, full logits, one backward."""
     policy, reference = (
         policy_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()) for path in models
     )
-    return {
-        f"{name}/{step}": dense_gradient(policy, reference, *reversed(step_sequences(name, *lengths)))
-        for name in ALGORITHMS
-        for step, lengths in STEPS.items()
-    }
+    return cache(lambda name, step: dense_gradient(policy, reference, *reversed(step_sequences(name, *STEPS[step]))))
 
 
 def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -75,26 +64,29 @@ def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(ALGORITHMS, "grpo_all_terms", reason="test_algorithm_laws splits all, without ranks"),
+)
 def test_the_gradient_is_that_of_one_process_and_whole_logits(results: Results, dense, world_size: int, name: str):
     """Any budget, shuffled, uneven lengths, ranks with nothing to do; each algorithm, with and without a KL term."""
     for step in STEPS:
-        expected_loss, expected = dense[f"{name}/{step}"]
+        expected_loss, expected = dense(name, step)
         for budget in BUDGETS:
-            loss, actual, _ = results(world_size)["gradients"][f"{name}/{step}/{budget}"]
+            loss, actual, _ = results.of(world_size, "gradients", name)[f"{step}/{budget}"]
             assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
             assert worst(actual, expected) < 1e-6, (step, budget)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_budgets_are_different_splits(results: Results, world_size: int):
-    counts = [results(world_size)["gradients"][f"grpo/uneven/{budget}"][2] for budget in BUDGETS]
+    counts = [results.of(world_size, "gradients", "grpo_all_terms")[f"uneven/{budget}"][2] for budget in BUDGETS]
     assert counts[0] > counts[1] > counts[2] == counts[3] == 1
 
 
 @pytest.mark.parametrize("world_size", [TWO, 3])
 def test_accumulation_clipping_and_updates_are_those_of_one_process(results: Results, world_size: int):
-    one, several = results(1)["accumulation"], results(world_size)["accumulation"]
+    one, several = results.of(1, "accumulation"), results.of(world_size, "accumulation")
     assert min(one["norms"]) > 0.05  # the clipping has something to do
     assert several["norms"] == pytest.approx(one["norms"], rel=1e-6)
     assert worst(several["weights"], one["weights"]) < 1e-6
@@ -102,7 +94,7 @@ def test_accumulation_clipping_and_updates_are_those_of_one_process(results: Res
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_out_of_memory_on_one_rank_changes_nothing_but_the_budget(results: Results, world_size: int):
-    done = dict(results(world_size)["out_of_memory"])
+    done = dict(results.of(world_size, "out_of_memory"))
     expected = done.pop("expected")
     assert set(done) == set(places(make_engine(make_policy())))
     for place, (num_out_of_memory, budget, actual) in done.items():
@@ -113,7 +105,7 @@ def test_out_of_memory_on_one_rank_changes_nothing_but_the_budget(results: Resul
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_out_of_memory_in_a_stream(results: Results, world_size: int):
-    done = dict(results(world_size)["out_of_memory_in_a_stream"])
+    done = dict(results.of(world_size, "out_of_memory_in_a_stream"))
     expected = done.pop("expected")
     assert len(done) == 4
     for place, (num_out_of_memory, budget, actual) in done.items():
@@ -123,20 +115,27 @@ def test_out_of_memory_in_a_stream(results: Results, world_size: int):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_largest_budget_that_fits_is_found(results: Results, world_size: int):
-    found = results(world_size)["budget"]
+    found = results.of(world_size, "budget")
     assert 0.9 * 300 / 1.1 <= found["limited"] <= 300
     assert found["unlimited"] == 2000
     assert found["untouched"] and found["no_gradient"]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_checkpointing_offloading_and_mixed_precision(results: Results, world_size: int):
-    done = results(world_size)["precision"]
-    expected, _ = results(1)["precision"]["float64"]
-    for way in ("checkpointing", "selective", "offload", "gradients in forward"):
-        for actual, right in zip(done[way][0], expected, strict=True):
-            assert worst(actual, right) < 1e-6, way
-    mixed, dtypes = done["mixed"]
+@pytest.mark.parametrize(
+    "way",
+    mostly_slow(EXACT, "gradients in forward", reason="test_laws and test_law_two have them in one process"),
+)
+def test_other_ways_to_compute_the_same(results: Results, world_size: int, way: str):
+    actual, expected = results.of(world_size, "precision", way)[0], results.of(1, "precision", "float64")[0]
+    for step, right in zip(actual, expected, strict=True):
+        assert worst(step, right) < 1e-6
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_mixed_precision(results: Results, world_size: int):
+    expected, _ = results.of(1, "precision", "float64")
+    mixed, dtypes = results.of(world_size, "precision", "mixed")
     assert dtypes == {torch.float32} and {g.dtype for step in mixed for g in step.values()} == {torch.float32}
     for actual, right in zip(mixed, expected, strict=True):
         largest = max(gradient.norm() for gradient in right.values())
@@ -144,13 +143,16 @@ def test_checkpointing_offloading_and_mixed_precision(results: Results, world_si
             assert (gradient - right[k]).norm() < 0.1 * max(right[k].norm(), 0.1 * largest), k
 
 
-@pytest.mark.parametrize("optim", SHARDED)
+@pytest.mark.parametrize("optim", mostly_slow(SHARDED, "adamw", reason="the others' state is of the same kind"))
 @pytest.mark.parametrize(("world_size", "tolerance"), [(3, 0.0), pytest.param(2, 1e-4, marks=TWO.marks), (1, 1e-4)])
 def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(
     results: Results, world_size: int, tolerance: float, optim: str
 ):
     """Weights, optimizer and a reference that changes: 3 ranks go on bit for bit, 1 and 2 to rounding in float32."""
-    resumed, saved = results(world_size)[f"resumed {optim}"], results(3)[f"saved {optim}"]
+    saved, resumed = (
+        results.of(number, "checkpoint", str(results.checkpoints), how, optim)
+        for number, how in ((3, "save"), (world_size, "resume"))
+    )
     # Muon's iterations are in bfloat16
     assert worst(resumed["weights"], saved["weights"]) <= tolerance * (10 if optim == "muon" else 1)
 
@@ -158,7 +160,7 @@ def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(
 @pytest.mark.parametrize("world_size", [TWO, 3])
 def test_a_sharded_head_sums_its_gradient_over_ranks(results: Results, world_size: int):
     """Ranks with different tokens; negative control: `full_tensor()` alone loses the other ranks' shares."""
-    actual, expected = results(world_size)["sharded_head"], 0
+    actual, expected = results(world_size, "sharded_head"), 0
     for rank in range(world_size):
         hidden, weight, targets = head_inputs(rank)
         expected += torch.autograd.grad(naive(hidden, weight.requires_grad_(), targets)[0].sum(), weight)[0]

@@ -10,9 +10,10 @@ import pytest
 
 import cohort
 from runs import assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train, train_and_be_killed
+from selection import mostly_slow
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", mostly_slow([0.0, 0.1], 0.1, reason="dropout adds random numbers to it"))
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, dropout: float):
     config = make_inputs(tmp_path, attention_dropout=dropout)
     config = changed(config, train={"lr_schedule": "cosine", "warmup_steps": 1, "updates_per_rollout": 2})
@@ -26,12 +27,19 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, dr
         assert metric(actual.run_dir, name) == metric(expected.run_dir, name), name
 
 
-def test_killed_at_random_moments_and_resumed_by_the_same_command(tmp_path: Path):
-    """SIGKILL at random moments of three stretches, then nothing; compare every weight."""
-    config = changed(make_inputs(tmp_path), train={"steps": 30}, eval={"every": 7}, run={"checkpoint_every": 3})
+@pytest.mark.parametrize(
+    ("steps", "kills"),
+    mostly_slow([(9, ((2, 4),)), (30, ((1, 8), (10, 17), (19, 26)))], (9, ((2, 4),)), reason="three kills"),
+    ids=["one", "three"],
+)
+def test_killed_at_random_moments_and_resumed_by_the_same_command(
+    tmp_path: Path, steps: int, kills: tuple[tuple[int, int], ...]
+):
+    """SIGKILL at random moments of some stretches, then nothing; compare every weight."""
+    config = changed(make_inputs(tmp_path), train={"steps": steps}, eval={"every": 7}, run={"checkpoint_every": 3})
     expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
     chance = random.Random(0)
-    for first, last in ((1, 8), (10, 17), (19, 26)):
+    for first, last in kills:
         train_and_be_killed(config, chance.randint(first, last), chance.random() * 0.05)
     assert in_a_process(train, config) == 0
     assert_same_weights(tmp_path / "run" / "final", expected.final_dir)
@@ -42,16 +50,16 @@ def test_killed_at_random_moments_and_resumed_by_the_same_command(tmp_path: Path
 
 
 def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path: Path):
-    config = make_inputs(tmp_path)
-    expected = train(changed(config, train={"steps": 8}, run={"dir": str(tmp_path / "whole")}))
+    config = changed(make_inputs(tmp_path), train={"steps": 2})
+    expected = train(changed(config, train={"steps": 4}, run={"dir": str(tmp_path / "whole")}))
     first = train(config)
     assert train(config).summary == first.summary  # nothing to do
-    actual = train(changed(config, train={"steps": 8}))
+    actual = train(changed(config, train={"steps": 4}))
     assert_same_weights(actual.final_dir, expected.final_dir)
     assert metric(actual.run_dir, "loss") == metric(expected.run_dir, "loss")
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", mostly_slow(["wandb", "trackio"], "wandb", reason="another name for the same calls"))
 def test_loggers_go_on_with_their_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     """With a stand-in for the package: what it is told to start, and that all metrics reach it."""
     started, logged = [], []

@@ -15,6 +15,7 @@ from cohort.policy.layout import Layout
 from families import FAMILIES, make_model, save_folder
 from rank_moe import BUDGETS, make_engine, naive, step, switch_loss
 from ranks import run_ranks
+from selection import mostly_slow, slow
 from tiny import relative_error
 
 KINDS = ("Qwen3-MoE", "Qwen2-MoE", "Mixtral", "OLMoE")
@@ -44,7 +45,7 @@ def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return max(relative_error(actual[name], g) for name, g in expected.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "Qwen3-MoE", reason="routers of other architectures"))
 def test_the_same_for_every_split_and_layout(kind: str):
     """1e-6, as the library's norms and softmaxes of routers round to float32 in a float64 model."""
     aux, expected = naive(moe_model(kind))
@@ -85,7 +86,15 @@ def test_a_loss_that_forgets_who_shares_a_prompt_is_seen(monkeypatch: pytest.Mon
     assert largest_error(gradients(engine), expected) > 0.01
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Granite-MoE", "GPT-OSS", "Qwen3-Next", "Phi-3.5-MoE"])
+@pytest.mark.parametrize(
+    "kind",
+    mostly_slow(
+        [*KINDS, "Granite-MoE", "GPT-OSS", "Qwen3-Next", "Phi-3.5-MoE"],
+        "Qwen3-MoE",
+        "Mixtral",
+        reason="routers of other architectures",
+    ),
+)
 def test_transformers_gives_the_same_number(kind: str):
     """Of one padded batch with its attention mask, which is all of the step."""
     model = moe_model(kind, torch.float32)
@@ -126,7 +135,7 @@ def test_memory_that_runs_out_changes_nothing():
     assert largest_error(gradients(engine), expected) < 1e-6
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=slow("three ranks show it")), 3])
 def test_ranks(world_size: int, tmp_path):
     folder = str(save_folder(FAMILIES["Qwen3-MoE"], tmp_path / "model"))
     aux, expected = naive(AutoModelForCausalLM.from_pretrained(folder))

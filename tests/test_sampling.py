@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +17,7 @@ from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey, decoders, generate
 from cohort.rollout.decoders import CacheDecoder, SharedPromptDecoder
 from cohort.rollout.sampling import sample_tokens, uniform_stream
+from selection import examples
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
 KEY = StreamKey(purpose="train", seed=3, step=5)
@@ -310,7 +311,7 @@ def test_top_k_and_top_p_are_the_distribution_sampled_from():
                     assert completion.sampling_logprobs[t] == pytest.approx(expected, abs=1e-4)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(order=st.permutations(range(5)), max_num_seqs=st.integers(1, 40), subset=st.integers(1, 5))
 def test_a_completion_depends_on_seed_step_prompt_and_index_alone(order, max_num_seqs: int, subset: int):
     policy = make_policy(dtype=torch.float64)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cohort.policy.weights import stored_weights
 from ranks import run_ranks
+from selection import slow
 from test_conversion import load, save_family
 from tiny import make_model, make_tokenizer
 
@@ -26,7 +27,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {kind: folder / kind if "tied" in kind else save_family(folder / kind, kind) for kind in KINDS}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=slow("three ranks show it")), 3])
 def done(request, tmp_path_factory, models) -> dict[str, Any]:
     """What came of a number of ranks, and the folder of what they saved: one start for all."""
     folder = tmp_path_factory.mktemp("saved")

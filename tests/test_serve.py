@@ -28,8 +28,11 @@ from fake_vllm import FakeVllm, ThreadServer
 from forked import fork, run_module
 from waiting import until
 
-# Says that it is vLLM of the right version; as a server it writes down how it was started, and stays.
-FAKE_PYTHON = """#!{python}
+# Says that it is vLLM of the right version; as a server it writes down how it was started, and stays. It begins as a
+# script of the shell, and as a text of Python: the path of an interpreter in a #! line has no spaces.
+FAKE_PYTHON = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import json, os, subprocess, sys, time
 if sys.argv[1] == "-I":
     print("{version}")
@@ -145,7 +148,7 @@ def test_the_printed_command_is_the_one_that_is_run(tmp_path):
     awkward = {"hf_overrides": {"a": "it's $HOME `x`"}, "chat_template": "{{ a }}\n b"}
     config = config_with("hardware.device=cpu", vllm_python=str(python), vllm_args=awkward)
     command, environment = serve_command(config, host="127.0.0.1", port=8000)
-    subprocess.run(["bash", "-c", as_shell(command, environment)], check=True, timeout=30)
+    subprocess.run(["bash", "-c", as_shell(command, environment)], check=True, timeout=600)
     found = json.loads((tmp_path / "found").read_text())
     psutil.Process(found["pids"][1]).kill()
     assert found["argv"] == command[1:] and found["worker"] == environment["PYTHONPATH"]
@@ -180,12 +183,12 @@ def test_the_server_goes_with_it(tmp_path, monkeypatch, number, code):
     monkeypatch.setenv("RANK", "0")  # of a launcher around it; a server has no rank
     arguments = ("cohort", "serve", str(config_file(tmp_path)), "hardware.device=cpu")
     process = fork(run_module, *arguments, out=tmp_path / "said")
-    until((tmp_path / "found").exists)
+    until(lambda: (tmp_path / "found").exists() or not process.is_alive())
     found = json.loads((tmp_path / "found").read_text())
     pids = found["pids"]
     assert all(map(runs, pids)) and found["rank"] is None
     os.kill(process.pid, number)
-    process.join(60)
+    process.join(600)
     assert process.exitcode == code
     until(lambda: not any(map(runs, pids)))
 
@@ -261,7 +264,7 @@ def connect_to(**server: Any) -> FakeVllm:
     for name, value in server.items():
         setattr(fake, name, value)
     crew = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cpu")))
-    config = config_with("hardware.timeout_s=20", urls=[handle.url])
+    config = config_with("hardware.timeout_s=600", urls=[handle.url])
     try:
         with pytest.raises(ServerError, match="this one takes no weights"):
             connect(config, crew, handle.url, sleeps=False)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from fake_slurm import make_cluster, run_script
+from selection import slow
 from test_slurm import VLLM, script
 from waiting import free_port
 
@@ -54,8 +55,9 @@ def still_running(cluster: Path) -> list[psutil.Process]:
     return found
 
 
+@slow("launchers, ranks and servers; test_slurm reads the script")
 def test_it_starts_servers_on_the_last_nodes_and_ends_them(cluster, rollout_script):
-    result = run_script(rollout_script, timeout_s=120)
+    result = run_script(rollout_script)
     assert result.returncode == 0, result.stdout
     serving = ["serve", str(cluster / "run.yaml"), "run.dir=runs/a", VLLM, "rollout.tensor_parallel=2"]
     serving += ["data.system_prompt=it's", "--host", "0.0.0.0", "--port"]
@@ -74,12 +76,13 @@ def test_it_starts_servers_on_the_last_nodes_and_ends_them(cluster, rollout_scri
     assert not still_running(cluster)
 
 
+@slow("launchers, ranks and servers; test_slurm reads the script")
 def test_the_job_ends_as_training_does(cluster, rollout_script, monkeypatch):
     monkeypatch.setenv("TRAINING_ENDS_WITH", "3")
-    assert run_script(rollout_script, timeout_s=120).returncode == 1  # torchrun's, of a rank that failed
+    assert run_script(rollout_script).returncode == 1  # torchrun's, of a rank that failed
 
 
 def test_the_job_ends_where_a_server_cannot_be_started(cluster, rollout_script, monkeypatch):
     monkeypatch.setenv("SERVE_FAILS", "2")
-    assert run_script(rollout_script, timeout_s=60).returncode == 2
+    assert run_script(rollout_script).returncode == 2
     assert list((cluster / "found").iterdir()) == []

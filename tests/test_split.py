@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import Config, config_from_dict
@@ -16,6 +16,7 @@ from cohort.plan.room import why_it_does_not_fit
 from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit, split_gpus
 from cohort.plan.timing import StepTimes, step_times
+from selection import examples
 
 H100 = "NVIDIA H100 80GB HBM3"
 AUTO = "hardware.processes=auto"
@@ -292,7 +293,7 @@ def test_contradictions(num_gpus, overrides, expected):
 NUMBERS = st.one_of(st.just("auto"), st.integers(1, 9))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     num_gpus=st.integers(0, 9),
     processes=NUMBERS,

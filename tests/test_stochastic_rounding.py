@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.engine import rounding
 from cohort.engine.optimizer import Optimizers
 from cohort.engine.rounding import noise_key, round_at_random
 from rank_engine import OPTIMIZERS
+from selection import examples
 from test_optimizers import Model, train, weights_of
 
 NAMES = ("adamw", "adamw_8bit", "muon", "sgd")
@@ -39,7 +40,7 @@ def test_by_hand():
     assert torch.equal(rounded(-x, key=1), -out)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     x=st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100, allow_subnormal=False),
     key=st.integers(0, 2**32 - 1),

@@ -11,6 +11,7 @@ import torch
 import cohort
 from cohort.errors import UserError
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train
+from selection import slow
 from tiny import make_policy
 
 QUIET = {"eval": {"every": 0, "before_training": False}}
@@ -122,6 +123,7 @@ def test_a_reference_in_host_memory_comes_to_compute_and_is_unchanged():
     assert all(torch.equal(weight, before[name]) for name, weight in other.model.state_dict().items())
 
 
+@slow("two runs of real processes; test_launch has one")
 def test_two_processes_have_the_terms_of_one(tmp_path: Path):
     """Coefficients that adapt, a reference that is refreshed and a loss of one's own reach every rank."""
     (tmp_path / "own.py").write_text("def loss(x): return -x.advantages * (x.logprobs - x.old_logprobs).exp()\n")

@@ -14,6 +14,7 @@ from cohort.config import config_from_dict
 from cohort.display import Display
 from cohort.trainer.evaluate_model import evaluate_model
 from runs import REWARDS, assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
+from selection import slow
 from tiny import copy_task_rows, write_jsonl
 
 
@@ -155,6 +156,7 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path):
     np.testing.assert_allclose(rewards, metric(run, "reward"), rtol=1e-6)
 
 
+@slow("test_ranks has mixed precision, and test_lora_runs a run on bfloat16 weights")
 @pytest.mark.parametrize(
     ("model", "bound"),
     [({"dtype": "bfloat16"}, 0.3), ({"dtype": "float32", "compute_dtype": "bfloat16"}, 0.3)],

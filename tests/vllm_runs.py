@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -14,18 +15,21 @@ from cohort.rollout.vllm import Fleet, FleetLimits, GenerateClient, ServerError,
 from cohort.rollout.vllm.client import requests_for
 from fake_vllm import END, VOCAB_SIZE, logprob_of, sampled
 from tiny import make_tokenizer
+from waiting import PATIENCE_S
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_tokens=8, temperature=1.0)
 KEY = StreamKey(purpose="train", seed=0, step=5)
 LIMITS = FleetLimits(
     max_num_seqs=6,
-    start_timeout_s=10.0,
-    request_timeout_s=0.6,
+    start_timeout_s=PATIENCE_S,
+    request_timeout_s=PATIENCE_S,
     max_server_failures=3,
     health_every_s=0.05,
-    health_timeout_s=0.4,
+    health_timeout_s=PATIENCE_S,
     first_pause_s=0.02,
 )
+# For servers that hang
+IMPATIENT = replace(LIMITS, request_timeout_s=2.0, health_timeout_s=2.0, max_server_failures=1000)
 TOKENIZER = make_tokenizer()
 
 
@@ -46,7 +50,7 @@ class Channel:
     def post(self, path: str, body: Any) -> None:
         request = Request(f"{self.url}{path}", json.dumps(body).encode())
         try:
-            with urlopen(request, timeout=2.0):
+            with urlopen(request, timeout=PATIENCE_S):
                 pass
         except OSError as error:
             raise ServerError(f"{self.url}{path}: {error}") from error

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import tiny
 from cohort.policy import Saving, save_policy
 from cohort.rollout.vllm.server import ServerProcess
+from selection import mostly_slow
 
 
 def experts() -> torch.nn.Module:
@@ -21,7 +22,9 @@ def experts() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("tied", marks=pytest.mark.slow), "untied", "experts"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["tied", "untied", "experts"], "untied", "experts", reason="read as untied")
+)
 def test_its_logprobs_are_the_models_own(tmp_path: Path, vllm_python: str, kind: str):
     model = experts() if kind == "experts" else serving_model(tie=kind == "tied")
     folder = tmp_path / "saved"

@@ -28,6 +28,7 @@ from cohort.rollout.vllm import ServerProcess, VllmEngine
 from cohort.trainer import crew
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.vllm import find_servers
+from selection import slow
 from waiting import later, until
 
 STEPS, PROMPTS, GENERATIONS = 16, 16, 8
@@ -158,7 +159,7 @@ def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, 
     assert 0 < first["sampling/parity/mean"] < 1e-5  # weights that are right pass the same gate
 
 
-@pytest.mark.slow  # it takes the time of two runs, of which one has to be quicker
+@slow("it takes the time of two runs, of which one has to be quicker")
 def test_sampling_ahead_learns_as_much_in_less_time(
     tmp_path: Path, url: str, local_accuracy: float, monkeypatch: pytest.MonkeyPatch
 ):
@@ -184,3 +185,11 @@ def test_sampling_ahead_learns_as_much_in_less_time(
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) > 1e-3
     # the delay of one step and of the next pass at the same time: at the best it is half
     assert seconds[1] <= 0.9 * seconds[0]
+
+
+@slow("another server; the benchmark's other scripts are run without one")
+def test_the_benchmark_runs(vllm_python: str):
+    script = Path(__file__).parents[2] / "bench" / "vllm_servers.py"
+    environment = {**os.environ, "COHORT_VLLM_PYTHON": vllm_python}
+    out = subprocess.run([sys.executable, str(script), "--quick"], env=environment, capture_output=True, text=True)
+    assert out.returncode == 0 and "| 4M | 16 | " in out.stdout, out.stdout + out.stderr

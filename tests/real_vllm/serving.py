@@ -52,7 +52,7 @@ def start(process: ServerProcess) -> float:
     began = time.monotonic()
     process.start()
     until(lambda: process.poll() is not None or healthy(process.url), timeout_s=START_TIMEOUT_S, every_s=0.1)
-    assert process.poll() is None, process.log_tail(40)
+    assert process.poll() is None, process.log()[-4000:]
     return time.monotonic() - began
 
 
