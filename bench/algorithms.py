@@ -1,6 +1,6 @@
 """Does each algorithm learn? The demo's task with every named algorithm: accuracy after equal numbers of samples.
 
-    python bench/algorithms.py --out results [--seeds 0 1 2] [--steps 20] [--only grpo ppo] [--plot FILE.svg]
+    python bench/algorithms.py --out results [--seeds 0 1 2] [--steps 20] [--only grpo ppo] [--plot FILE.svg] | --quick
 
 Each run samples 256 completions a step, as 16 prompts x 16 or, for algorithms that need no group, as 256 prompts x 1
 too, and makes two updates on them, since clipping does nothing on the first; one where the loss has no ratio (rloo,
@@ -11,6 +11,7 @@ file a run; what is there is not run again. The plot needs matplotlib (extra `be
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -48,18 +49,26 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="keep results here")
     parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plot", type=Path, help="write the curves here, as SVG or PNG")
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
+    if args.quick:
+        args.only, args.seeds, args.steps = ["grpo"], [0], 1
+    elif args.out is None:
+        parser.error("--out: give a folder for the results")
     torch.set_num_threads(args.threads)
     wanted = [(name, size) for name in args.only for size in ([GROUP, 1] if name in with_one_completion() else [GROUP])]
-    runs = [
-        kept_or_run(args.out, name, size, seed=seed, steps=args.steps) for seed in args.seeds for name, size in wanted
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            kept_or_run(args.out or Path(folder), name, size, seed=seed, steps=args.steps)
+            for seed in args.seeds
+            for name, size in wanted
+        ]
     print(table(runs))
     if args.plot:
         plot(runs, args.plot)

@@ -1,6 +1,6 @@
 """Every architecture of `bench/families.py` at tiny size, through the code that a run loads, trains and samples with.
 
-    python bench/models.py [--only Qwen3 Mixtral] [--write docs/models.md]
+    python bench/models.py [--only Qwen3 Mixtral] [--write docs/models.md] | --quick
 
 Each is saved as a model folder and loaded from it, once by Cohort and once by transformers. What is compared with the
 library's own forward pass, one unpadded sequence at a time with full logits, in float32:
@@ -354,7 +354,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME")
     parser.add_argument("--write", type=Path, help="a page to put the table into, between its two marks")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
+    args.only = ["Llama"] if args.quick else args.only
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     with quiet_transformers(), tempfile.TemporaryDirectory() as root:

@@ -145,11 +145,14 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--modes", nargs="+", choices=ALL, default=here(), metavar="NAME", help=str([*ALL]))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
         do_job(work, args.job)
         return
+    if args.quick:
+        args.size, args.modes = "tiny", ["float32", "checkpointing"]
     results: dict[str, Measured] = {}
     if args.json and args.json.exists():
         results = {name: Measured(**found) for name, found in json.loads(args.json.read_text()).items()}

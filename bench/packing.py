@@ -1,6 +1,6 @@
 """Micro-batches and ranks for a step of made-up lengths: time, and how much of the machine is used.
 
-    python bench/packing.py [--budget 16384] [--seed 0]
+    python bench/packing.py [--budget 16384] [--seed 0] [--quick]
 
 Groups of 8 completions with shared prompts; prompts of 50 to 500 tokens, completions from a lognormal with a median of
 900 tokens, cut at 8,192. Of the columns, `packed` and `padded` are the share of token places that whole sequences fill:
@@ -24,14 +24,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=int, default=16384)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
+    sizes, worlds = ((1_000,), (1, 8)) if args.quick else ((1_000, 10_000, 100_000), (1, 8, 64, 1024))
     print("| sequences | ranks | time | packed | padded | balance | in step | fill | repeated | micro-batches |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for num_sequences in (1_000, 10_000, 100_000):
+    for num_sequences in sizes:
         prompts, completions, groups = step(num_sequences, args.seed)
         packed = packing_efficiency(prompts, completions, budget=args.budget)
         padded = padding_efficiency(prompts, completions)
-        for world_size in (1, 8, 64, 1024):
+        for world_size in worlds:
             start = time.perf_counter()
             bins = fill_bins(
                 prompts,

@@ -40,7 +40,11 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED)
     parser.add_argument("--table", type=Path, help="Print the ratios of points that were run before.")
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     options = parser.parse_args()
+    if options.quick:
+        options.layers, options.shapes, options.processes, options.lengths = 1, ["0.5b"], [2], [64]
+        options.trained = ["full"]
     if options.table:
         for row in table(map(json.loads, options.table.read_text(encoding="utf-8").splitlines())):
             print(row)

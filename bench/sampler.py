@@ -1,6 +1,6 @@
 """The local rollout engine against transformers' `generate`, on the demo's base model and prompts.
 
-    python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5]
+    python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5] [--quick]
     python bench/sampler.py --prompt-tokens 2048  # 4 random prompts x 8, random model of 8 layers
 
 Same prompts, generations, temperature and token limit; in turn, in one process. Tokens after a completion's end count
@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, help="random prompts of so many tokens for a random model")
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
+    args.repeats = 1 if args.quick else args.repeats
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.prompt_tokens is None:

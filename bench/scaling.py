@@ -1,6 +1,6 @@
 """Scaling of the training phase over processes, and what packing and moving data cost of a step.
 
-    python bench/scaling.py [--repeats 5] [--processes 1 2]
+    python bench/scaling.py [--repeats 5] [--processes 1 2] [--quick]
 
 The demo's model and task, one thread per process, completions of 48 tokens that all have an advantage, so that all are
 computed. Strong scaling: the same 256 completions on more processes. Weak scaling: 256 completions per process.
@@ -11,8 +11,10 @@ best median of a step, since what other work takes away is none of ours.
 
 import argparse
 import json
+import math
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rank", nargs=2, metavar=("CONFIG", "OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
     if args.rank:
         run_rank(load_config(args.rank[0]), Path(args.rank[1]))
@@ -53,6 +56,8 @@ def main() -> None:
         for n in several
         for kind, prompts in (("strong", PROMPTS), ("unconnected", PROMPTS), ("weak", PROMPTS * n))
     ]
+    if args.quick:
+        args.repeats, cases = 1, [("strong", 2, 1)]
     seconds: dict[tuple[str, int], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats):
@@ -62,12 +67,13 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     print("| scaling | processes | completions | train, s | efficiency | rollout, s | packing | moving data |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    base = min(r["train"] for r in seconds["one", 1])
+    base = min((r["train"] for r in seconds.get(("one", 1), [])), default=math.nan)
     for kind, processes, prompts in cases:
         m = {phase: min(r[phase] for r in seconds[kind, processes]) for phase in PHASES}
         efficiency = base * (prompts / PROMPTS) / (m["train"] * processes)
+        share = "-" if math.isnan(efficiency) else f"{efficiency:.0%}"
         print(
-            f"| {kind} | {processes} | {prompts * 16} | {m['train']:.3f} | {efficiency:.0%} | {m['rollout']:.3f} | "
+            f"| {kind} | {processes} | {prompts * 16} | {m['train']:.3f} | {share} | {m['rollout']:.3f} | "
             f"{m['pack'] / m['step']:.1%} | {m['move'] / m['step']:.1%} |"
         )
 
@@ -76,14 +82,15 @@ def measure(folder: Path, kind: str, processes: int, prompts: int) -> dict[str, 
     """Median seconds of each phase of a step; of unconnected processes those of the slowest."""
     groups = [processes] if kind != "unconnected" else [1] * processes
     started = [start(folder / str(n), size, prompts // len(groups)) for n, size in enumerate(groups)]
-    for process, _ in started:
-        if process.wait() != 0:
-            raise SystemExit(f"a rank failed: {process.args}")
+    for ranks, _ in started:
+        for rank, process in enumerate(ranks):
+            if process.wait() != 0:
+                raise SystemExit(f"rank {rank} failed with exit code {process.returncode}")
     results = [json.loads(out.read_text(encoding="utf-8")) for _, out in started]
     return {phase: max(result[phase] for result in results) for phase in PHASES}
 
 
-def start(folder: Path, processes: int, prompts: int) -> tuple[subprocess.Popen[bytes], Path]:
+def start(folder: Path, processes: int, prompts: int) -> tuple[list[subprocess.Popen[bytes]], Path]:
     """The processes of one run, and the file that rank 0 will write."""
     config = demo_config(folder, seed=0)
     train = config.train.model_copy(update={"prompts_per_step": prompts, "micro_batch_tokens": 16384})
@@ -91,13 +98,20 @@ def start(folder: Path, processes: int, prompts: int) -> tuple[subprocess.Popen[
     write_data(folder, config, seed=0)
     file, out = folder / "bench.yaml", folder / "out.json"
     file.write_text(to_yaml(config), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    process = subprocess.Popen(
-        [*command, __file__, "--rank", str(file), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
-    return process, out
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    command = [sys.executable, __file__, "--rank", str(file), str(out)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(processes)
+    ]
+    return ranks, out
 
 
 def run_rank(config: Config, out: Path) -> None:

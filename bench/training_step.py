@@ -99,11 +99,14 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=str(METHODS))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
         do_job(work, args.job)
         return
+    if args.quick:
+        args.grid, args.methods, args.repeats = "tiny", ["full-logits", "shared"], 1
     results: dict[Point, dict[str, Result]] = {}
     print(f"{machine('trl', 'liger-kernel')}; one thread, float32, least of {args.repeats}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

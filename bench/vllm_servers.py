@@ -1,6 +1,6 @@
 """Rollouts by vLLM: tokens per second, the time of handing over weights, and how long training waits for completions.
 
-    python bench/vllm.py [--device cpu|cuda] [--repeats 5] [--parts sampling publish staleness]
+    python bench/vllm_servers.py [--device cpu|cuda] [--repeats 5] [--parts sampling publish staleness] [--quick]
 
 Needs a Python that has vLLM (`make vllm-env`, or COHORT_VLLM_PYTHON). On CPU server and trainer have one thread each.
 
@@ -60,7 +60,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parts = {"sampling": sampling, "publish": publishing, "staleness": staleness}
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.parts = 1, ["publish"]
+        del SHAPES["45M"], SHAPES["230M"]
     print(machine(), flush=True)
     for part in args.parts:
         with tempfile.TemporaryDirectory() as folder:
