@@ -45,6 +45,8 @@ $(EXTRAS_READY): $(READY)
 demo: $(READY)
 	@$(BIN)/cohort demo
 
+# Bytecode is kept, also where the environment says otherwise: the tests start many interpreters
+unexport PYTHONDONTWRITEBYTECODE
 # Three for two cores, as many tests wait for processes of their own. WORKERS=0 runs them one after the other.
 WORKERS ?= $(shell python3 -c 'import os; print(-(-3 * os.cpu_count() // 2))')
 SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist worksteal
