@@ -81,6 +81,7 @@ def test_defaults(tmp_path, monkeypatch):
             "device": "auto",
             "reshard_after_forward": "auto",
             "timeout_s": 600.0,
+            "grace_s": 60.0,
             "max_restarts": 0,
         },
         "run": {

@@ -323,19 +323,6 @@ def test_a_reward_that_is_no_number_ends_all_ranks_in_good_order(tmp_path: Path)
     assert num_starts(tmp_path) == 1
 
 
-@slow("test_command_line interrupts one process")
-def test_interrupted_as_a_person_does(tmp_path: Path, start: Start):
-    config = inputs(tmp_path, 2, train={"steps": 1000}, eval={"every": 0})
-    process = start(tmp_path, config)
-    until(lambda: _steps(tmp_path / "run") > 0 or process.poll() is not None)
-    ranks = list(ranks_of(process).values())
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
-    assert "interrupted; the same command goes on from the last checkpoint" in errors
-    assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
-
-
 def test_a_display_of_ones_own_needs_one_process(tmp_path: Path):
     with pytest.raises(cohort.UserError, match="display: works with a run in this process only"):
         cohort.train(inputs(tmp_path, 2), display=Display())

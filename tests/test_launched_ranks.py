@@ -1,6 +1,7 @@
 """Processes that a launcher starts, known by their environment alone: how they meet, or why they cannot."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -41,6 +42,9 @@ class LaunchedRank:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid or 0, number)
 
     def end(self) -> Ended:
         """How it ends. It never outlives this."""

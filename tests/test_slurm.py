@@ -56,6 +56,7 @@ def test_the_allocation():
         "--output=slurm-%x-%j.log",
         "--open-mode=append",
         "--requeue",
+        "--signal=USR1@120",
     ]
     named = directives(script(partition="a,b", account="team.x", job_name="run_1", time="1-12"))
     assert {"--partition=a,b", "--account=team.x", "--job-name=run_1", "--time=1-12"} <= set(named)
@@ -64,6 +65,13 @@ def test_the_allocation():
 def test_the_header_counts_nodes_and_ranks():
     assert "# Training nodes: 8, with 4 GPUs and 4 ranks each: 32 ranks." in script(gpus_per_node=4)
     assert "# Rollout nodes: 0. rollout.engine is local: the training nodes sample" in script()
+
+
+def test_time_to_save():
+    text = script("hardware.grace_s=90.5")
+    assert "--signal=USR1@151" in directives(text)
+    assert "\nexport TORCH_ELASTIC_SHUTDOWN_TIMEOUT=96\n" in text
+    assert not any("signal" in line for line in directives(script("run.checkpoint_every=0", max_restarts=0)))
 
 
 def test_the_launcher():
@@ -78,6 +86,7 @@ launcher=(
     --rdzv-conf join_timeout=91,read_timeout=91  # hardware.timeout_s
     --max-restarts 2
     --monitor-interval 1
+    --signals_to_handle SIGINT,SIGTERM,SIGHUP,SIGUSR1
 )
 training=(-m cohort.train "$config" hardware.timeout_s=90.5 'model.path=a b')
 """ in script("hardware.timeout_s=90.5", "model.path=a b", port=29511, max_restarts=2)

@@ -142,6 +142,14 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
+def goes_on_from(run_dir: Path) -> str:
+    """What the same command would go on from, in words."""
+    found = checkpoints(run_dir / "checkpoints")
+    if found:
+        return f"the same command goes on from {found[-1].name}"
+    return "there is no checkpoint to continue from: the same command begins anew"
+
+
 def remove_leftovers(root: Path) -> None:
     """Delete what a killed run left half-written or half-deleted."""
     for leftover in (*root.glob(f"{_WRITING}*"), *root.glob(".deleting-*")):

@@ -41,6 +41,7 @@ class Ranks:
     command_group: Any = None
     control_group: Any = None
     store: Any = None
+    neighbours: tuple[int, ...] = ()  # process ids of the ranks that have the same launcher
 
     @property
     def is_first(self) -> bool:
@@ -199,12 +200,14 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
         # ended by NCCL's watchdog as if it were the cause.
         later = timedelta(seconds=timeout_s + (60 if "nccl" in backend else 0))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=later)
+        control_group = dist.new_group(backend="gloo", timeout=deadline)
         return Ranks(
             rank=rank,
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             timeout_s=timeout_s,
-            control_group=dist.new_group(backend="gloo", timeout=deadline),
+            neighbours=_neighbours(world_size, control_group),
+            control_group=control_group,
             command_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=command_timeout_s)),
             store=store,
         )
@@ -214,6 +217,16 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
             f"s: either one of them has ended, or the machines cannot reach each other (GLOO_SOCKET_IFNAME names the "
             f"network interface to use). {_first_line(error)}"
         ) from error
+
+
+def _neighbours(world_size: int, group: Any) -> tuple[int, ...]:
+    """The process ids of the other ranks of this machine that the same process has started."""
+    # containers may have the same name, and each its own numbers of processes
+    numbers = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""
+    own = (socket.gethostname(), numbers, os.getppid(), os.getpid())
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, own, group=group)
+    return tuple(other[-1] for other in everyone if other[:-1] == own[:-1] and other != own)
 
 
 def join_oneself(device: Any) -> None:

@@ -24,8 +24,9 @@ class RunResult:
 class Outcome:
     """The end of a run that was an orderly one."""
 
-    kind: Literal["finished", "user error", "training error"]
+    kind: Literal["finished", "stopped", "user error", "training error"]
     message: str = ""
+    code: int = 0  # exit code, where a signal stopped the run
 
     def raise_error(self) -> None:
         """Raise in this process what ended the run.
@@ -33,7 +34,10 @@ class Outcome:
         Raises:
             UserError: as rank 0 did.
             TrainingError: as rank 0 did.
+            SystemExit: a signal stopped the run, which rank 0 has told.
         """
+        if self.kind == "stopped":
+            raise SystemExit(self.code)
         if self.kind == "user error":
             raise UserError(self.message)
         if self.kind == "training error":

@@ -11,6 +11,7 @@ import sys
 import cohort.cli  # noqa: F401  (sets the environment before torch is imported)
 from cohort.config import load_config
 from cohort.errors import TrainingError, UserError
+from cohort.stopping import own_process
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
+    own_process()
     try:
         record(_train)(arguments)
     except UserError as error:

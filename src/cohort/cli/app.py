@@ -14,13 +14,14 @@ from cohort.cli.merge import merge
 from cohort.cli.options import Debug
 from cohort.cli.plan import plan
 from cohort.errors import TrainingError, UserError
+from cohort.stopping import own_process
 
 
 class _Commands(TyperGroup):
     """Runs a command and turns what ends it early into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Exit codes: 1 the run failed, 2 a mistake that the user can mend, 130 interrupted."""
+        """Exit codes: 1 the run failed, 2 a mistake that the user can mend, 130 interrupted before it did anything."""
         try:
             return super().invoke(ctx)
         except (UserError, TrainingError) as error:
@@ -30,8 +31,7 @@ class _Commands(TyperGroup):
                 typer.echo(f"error: {error}", err=True)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
         except KeyboardInterrupt:
-            goes_on = "; the same command goes on from the last checkpoint" if ctx.invoked_subcommand == "train" else ""
-            typer.echo(f"interrupted{goes_on}", err=True)
+            typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
 
 
@@ -239,5 +239,6 @@ app.command()(merge)
 
 
 def main() -> None:
-    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend, 130 interrupted."""
+    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend, 128 + N: by signal N."""
+    own_process()
     app()

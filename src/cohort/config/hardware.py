@@ -36,6 +36,13 @@ class HardwareConfig(Section):
         description="Longest wait of a process for another one, in seconds; after that the run ends or restarts, and "
         "names who did not answer. Rewards have deadlines of their own (`rewards.timeout_s`).",
     )
+    grace_s: float = Field(
+        60.0,
+        gt=0,
+        description="SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 have the run save and end. Where that takes longer "
+        "than so many seconds, it ends without. Clusters often send SIGKILL 30 s after SIGTERM: choose less than they "
+        "wait.",
+    )
     max_restarts: int = Field(
         0,
         ge=0,

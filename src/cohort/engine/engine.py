@@ -33,7 +33,7 @@ from cohort.engine.optimizer import Optimizers
 from cohort.engine.passes import Passes
 from cohort.engine.totals import COUNTS
 from cohort.engine.work import Piece, Sequences, Turn, Work
-from cohort.errors import OutOfStepError, TrainingError
+from cohort.errors import OutOfStepError, StopRequested, TrainingError
 from cohort.policy import OpenPrompt, Policy
 from cohort.records import Estimate, TrainSequence
 
@@ -134,6 +134,7 @@ class TrainEngine:
         per_token_loss: PerTokenLoss,
         *,
         old_logprobs: Mapping[int, Tensor] | None = None,
+        may_stop: bool = False,
     ) -> TrainResult:
         """Add the gradient of `sum(loss_weight * per_token_loss)` over the whole step to the parameters' gradients.
 
@@ -145,33 +146,37 @@ class TrainEngine:
             per_token_loss: not reduced.
             old_logprobs: sequence index -> [C], of a policy before the current one. By default the current policy is
                 the old one in the first pass over a batch.
+            may_stop: nothing has been learned of this step's sequences yet.
 
         Raises:
             OutOfStepError: a single sequence does not fit into memory.
+            StopRequested: the run was asked to end, and may. Every rank raises it.
         """
         num_out_of_memory = 0
         if batch is not None:
             self._batch, self.old_outputs = batch, dict(old_logprobs or {})
             if self.reference_in_loss:
                 assert self._reference_forward is not None, "a loss that looks at a reference was built without one"
-                reference = self._reference_forward.compute(batch.sequences, micro_batch_tokens=self.micro_batch_tokens)
+                reference = self._reference_forward.compute(
+                    batch.sequences, micro_batch_tokens=self.micro_batch_tokens, may_stop=may_stop
+                )
                 self._reference_logprobs, num_out_of_memory = reference.logprobs, reference.num_out_of_memory
         is_old = batch is not None and old_logprobs is None
         loss = self._step_loss(per_token_loss, is_old=is_old)
-        routed, more_out_of_memory = self._count_choices()
+        routed, more_out_of_memory = self._count_choices(may_stop)
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
         torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.rank))
         passes = Passes(loss, self._accumulation, self._balance)
         passes.totals.count({"num_out_of_memory": num_out_of_memory + more_out_of_memory})
-        num_micro_batches = self._run(passes, is_packed=batch is not None)
+        num_micro_batches = self._run(passes, is_packed=batch is not None, may_stop=may_stop)
         if is_old:
             self.old_outputs = passes.outputs
         self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
         metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
         return TrainResult(metrics={**metrics, **routed}, num_micro_batches=num_micro_batches, **counts)
 
-    def _count_choices(self) -> tuple[dict[str, float], int]:
+    def _count_choices(self, may_stop: bool) -> tuple[dict[str, float], int]:
         """What the routers choose over the whole step, which their loss has to know before any of it is computed.
 
         Returns:
@@ -184,24 +189,31 @@ class TrainEngine:
         sequences = self._batch.sequences
         with self._balance.counting(sequences, self.ranks, metrics):
             done = self._policy_forward.compute(
-                sequences, micro_batch_tokens=self.micro_batch_tokens, around=self._balance.counted
+                sequences,
+                micro_batch_tokens=self.micro_batch_tokens,
+                may_stop=may_stop,
+                around=self._balance.counted,
             )
         return metrics, done.num_out_of_memory
 
-    def _run(self, passes: Passes, *, is_packed: bool) -> int:
+    def _run(self, passes: Passes, *, is_packed: bool, may_stop: bool) -> int:
         """Compute the batch, in step with the other ranks; the number of micro-batches.
 
         Args:
             passes: of this pass over it.
             is_packed: under the budget as it is now; it may have been halved since.
+            may_stop: the rest may be left undone where the run is to end.
         """
         work = Work(self._batch, self._repack)
         if not is_packed:
             work.split()
         num_micro_batches = 0
         prompt: OpenPrompt | None = None
-        while (now := work.agree(self.ranks)) is not Turn.NOTHING:
+        while (now := work.agree(self.ranks, may_stop=may_stop)) is not Turn.NOTHING:
             match now:
+                case Turn.STOP:
+                    self._optimizer.zero_grad()
+                    raise StopRequested("before anything was learned of the step")
                 case Turn.OPEN:
                     prompt = passes.open(work.open())
                 case Turn.COMPUTE:

@@ -1,5 +1,6 @@
 """Logprobs without a gradient: the reference's, and the policy's where they are asked for besides training."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -9,13 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cohort import stopping
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
 from cohort.engine.accumulation import Accumulation, attempt, must_fit
 from cohort.engine.loss import PerSequence, per_sequence
 from cohort.engine.passes import on_device
 from cohort.engine.work import Sequences
-from cohort.errors import OutOfStepError
+from cohort.errors import OutOfStepError, StopRequested
 from cohort.packing import collate, pack
 from cohort.policy import Policy
 from cohort.records import TrainSequence
@@ -57,6 +59,7 @@ class ForwardOnly:
         *,
         micro_batch_tokens: int,
         entropy: bool = False,
+        may_stop: bool = True,
         around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> ForwardResult:
         """The logprobs of this rank's sequences.
@@ -65,10 +68,12 @@ class ForwardOnly:
             sequences: of this rank; other ranks may have more or fewer.
             micro_batch_tokens: the budget of training.
             entropy: compute that too.
+            may_stop: nothing has been learned of this step's sequences yet.
             around: what each forward pass is made in; one that runs out of memory raises in it, and is made again.
 
         Raises:
             OutOfStepError: a single sequence does not fit into memory.
+            StopRequested: the run was asked to end, and may. Every rank raises it.
         """
         logprobs: dict[int, Tensor] = {}
         entropies: dict[int, Tensor] = {}
@@ -87,7 +92,7 @@ class ForwardOnly:
         with ExitStack() as visit:
             with must_fit("while the reference is copied to the GPU; use reference.device: auto with more processes"):
                 visit.enter_context(self.policy.visit())
-            num_out_of_memory = self._run(compute, packed, packed(sequences), micro_batch_tokens)
+            num_out_of_memory = self._run(compute, packed, packed(sequences), micro_batch_tokens, may_stop)
         return ForwardResult(logprobs=logprobs, entropies=entropies, num_out_of_memory=num_out_of_memory)
 
     def _run(
@@ -96,10 +101,13 @@ class ForwardOnly:
         packed: Callable[[Sequence[TrainSequence]], deque[Sequences]],
         todo: deque[Sequences],
         micro_batch_tokens: int,
+        may_stop: bool,
     ) -> int:
         """Compute what there is to do, in step with the other ranks; how often memory ran out."""
         num_out_of_memory = 0
-        while self._ranks.largest(len(todo)) > 0:
+        while (most := self._ranks.largest(math.inf if stopping.requested() and may_stop else len(todo))) > 0:
+            if most == math.inf:
+                raise StopRequested("before anything was learned of the step")
             now = todo.popleft() if todo else ()
             ran_out = attempt(self._accumulation, frozenset(), partial(compute, now), partial(compute, ()))
             if ran_out is not None:

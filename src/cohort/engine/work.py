@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from cohort import stopping
 from cohort.batch import TrainBatch
 from cohort.distributed import Ranks
 from cohort.engine.accumulation import Done
@@ -25,6 +26,7 @@ class Turn(IntEnum):
     CLOSE = 1  # backward of the open prompts
     COMPUTE = 2  # a micro-batch, or a part of a stream
     OPEN = 3  # forward of prompts
+    STOP = 4  # the run was asked to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +64,16 @@ class Work:
         self._current: Stream | None = None  # that this rank has open
         self._parts: deque[Piece] = deque()  # of it
 
-    def agree(self, ranks: Ranks) -> Turn:
-        """What all ranks do next."""
-        if self._is_open:
+    def agree(self, ranks: Ranks, *, may_stop: bool = False) -> Turn:
+        """What all ranks do next.
+
+        Args:
+            ranks: all that do it.
+            may_stop: nothing is lost by leaving the rest undone; the same on every rank.
+        """
+        if may_stop and stopping.requested():
+            wish = Turn.STOP
+        elif self._is_open:
             wish = Turn.COMPUTE if self._parts else Turn.CLOSE
         elif self._streams:
             wish = Turn.OPEN

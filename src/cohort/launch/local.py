@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from cohort import stopping
 from cohort.checkpoint import checkpoints
 from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError, UserError
@@ -26,8 +28,6 @@ from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
 from cohort.run_folder import LOGS, check_folder, make_folder
-
-_SHUTDOWN_S = 10  # a process that is told to end and does not is killed after this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,28 +119,36 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
         rdzv_configs={"timeout": config.hardware.timeout_s},
         local_addr="localhost",
         max_restarts=0,  # ours: each start looks at what is left to start with
-        shutdown_timeout=_SHUTDOWN_S,
+        shutdown_timeout=math.ceil(config.hardware.grace_s) + stopping.LATER_S,
+        # the launcher would replace the handler of a signal that is ignored
+        signals_to_handle=",".join(s.name for s in stopping.SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
         # rank 0 talks to the console; what the others say is kept
         logs_specs=DefaultLogsSpecs(
             log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(len(slots))}
         ),
     )
     environment = {OUTCOME_FILE: str(logs / "outcome.json"), "OMP_NUM_THREADS": _threads(len(slots))}
+    environment |= {stopping.LAUNCHER: str(os.getpid())}
     if split is not None:
         environment |= place(config, split, slots).environment()
     environment |= _gpus_of_ranks(config, slots)
     arguments = ["-m", "cohort.train", str(config_file), *(["--resume"] if resume else [])]
     failures: tuple[Failure, ...] = ()
+    code_of_signal: int | None = None  # exit code
     with environment_of(environment), _quiet_launcher():
         try:
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            failures = read_failures(error, logs)
+            codes = {failure.exitcode for failure in error.failures.values()}
+            if codes <= stopping.CODES:
+                code_of_signal = error.get_first_failure()[1].exitcode
+            else:
+                failures = read_failures(error, logs)
         except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
+            code_of_signal = 128 + error.sigval
     outcome = Outcome.read(logs / "outcome.json")
+    if outcome is None and code_of_signal is not None:
+        raise SystemExit(code_of_signal)
     # what an earlier start has written counts for nothing: a start that gets to its first step replaces the file
     made_progress = _identity(folder / "metrics.jsonl") != metrics_before and _last_step(folder) > first_step
     if outcome is None and not failures:
@@ -210,7 +218,7 @@ def _quiet_launcher() -> Iterator[None]:
         logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")
     ]
     levels = [logger.level for logger in loggers]
-    handlers: dict[int, Any] = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers: dict[int, Any] = {s: signal.getsignal(s) for s in stopping.SIGNALS}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:

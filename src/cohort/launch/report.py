@@ -8,7 +8,10 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from cohort.stopping import CODES
+
 _TAIL_LINES = 8
+_NOTICED_LINES = 200  # the stacks of all threads may follow, where it was told to end after that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +37,10 @@ def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
     """
     exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     files = {int(file.parent.name): file for file in logs.rglob("stderr.log")}
-    noticed = {rank for rank, file in files.items() if "PeerError" in _tail(file, 30)}
+    noticed = {rank for rank, file in files.items() if "PeerError" in _tail(file, _NOTICED_LINES)}
     failed = {rank: code for rank, code in exit_codes.items() if rank not in noticed}
-    by_itself = {rank: code for rank, code in failed.items() if code not in (-signal.SIGTERM, -signal.SIGKILL)}
+    told_to = {-signal.SIGTERM, -signal.SIGKILL, *CODES}
+    by_itself = {rank: code for rank, code in failed.items() if code not in told_to}
     killed = {rank: code for rank, code in failed.items() if code == -signal.SIGKILL}
     if by_itself:
         causes = {rank: _ending(code) for rank, code in by_itself.items()}
@@ -54,7 +58,7 @@ def _called_silent(files: Mapping[int, Path], noticed: set[int]) -> set[int]:
     """The ranks that every rank which gave up has found silent; by default those that have not given up."""
     silent = files.keys() - noticed
     for rank in noticed:
-        for found in re.findall(r"ranks \[([\d, ]+)\] did not answer", _tail(files[rank], 30)):
+        for found in re.findall(r"ranks \[([\d, ]+)\] did not answer", _tail(files[rank], _NOTICED_LINES)):
             silent = silent & {int(number) for number in found.split(",")} or silent
     return silent
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
+from cohort.stopping import LATER_S, SIGNALS
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]*")
+# Between the signal and the time limit, beside `hardware.grace_s`: until all ranks have heard of it and have ended.
+_SLURM_LATE_S = 60
 # Once enough nodes are there, how long a restart waits for the others that may still come.
 _LAST_CALL_S = 60
 # Servers end before training only where they cannot be started.
@@ -68,7 +71,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     parts = (
         "#!/bin/bash",
         _header(config, options, rollout, gpus, ranks_per_node),
-        _directives(options, gpus, can_resume=config.run.checkpoint_every > 0),
+        _directives(options, gpus, grace_s=config.hardware.grace_s if config.run.checkpoint_every > 0 else None),
         _preparation(config, config_path, ranks_per_node),
         _launch(config, arguments, options, rollout, ranks_per_node),
     )
@@ -93,7 +96,8 @@ def _header(config: Config, options: SlurmOptions, rollout: RolloutNodes | None,
 #"""
 
 
-def _directives(options: SlurmOptions, gpus: int, *, can_resume: bool) -> str:
+def _directives(options: SlurmOptions, gpus: int, *, grace_s: float | None) -> str:
+    """What sbatch reads; `grace_s` is how long a run takes to save when it is told to end, None where it does not."""
     elastic = _min_nodes(options) < options.nodes
     lines = [
         f"--job-name={options.job_name}",
@@ -106,16 +110,17 @@ def _directives(options: SlurmOptions, gpus: int, *, can_resume: bool) -> str:
         f"--account={options.account}" if options.account else None,
         "--output=slurm-%x-%j.log",
         "--open-mode=append",
-        "--requeue" if can_resume else "--no-requeue",
+        "--no-requeue" if grace_s is None else "--requeue",
+        # to every rank, before the time limit; Slurm may be a minute early
+        f"--signal=USR1@{math.ceil(grace_s) + _SLURM_LATE_S}" if grace_s is not None else None,
         "--no-kill" if elastic else None,
     ]
     advice = (
         """\
-# After preemption, or the loss of a node that ends the job, Slurm starts the script again, and the run goes on from its
-# last checkpoint; after the time limit, submit the script again. What came after the checkpoint is done
-# again: choose run.checkpoint_every so that this is minutes.
-# No signal is asked for before the end, since checkpoints are whole or not there however a run is killed."""
-        if can_resume
+# Before the time limit the run saves and ends; at preemption too, where the partition's GraceTime is longer than
+# hardware.grace_s. After preemption, or the loss of a node that ends the job, Slurm starts the script again, and the
+# run goes on from its last checkpoint; after the time limit, submit the script again."""
+        if grace_s is not None
         else """\
 # run.checkpoint_every is 0: the run cannot go on after it was killed, so that Slurm is not to start it again."""
     )
@@ -137,6 +142,8 @@ cores=$(( ${{SLURM_CPUS_ON_NODE:-1}} / {ranks_per_node} ))
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}}"
 # Each start of the ranks meets at a port of its own, of whichever node has rank 0 then.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# The launchers give the ranks hardware.grace_s to save when they are told to end.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(config.hardware.grace_s) + LATER_S}
 # Every rank is connected with every other one, several times.
 ulimit -n "$(ulimit -Hn)" || true
 # Where nodes have several networks: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=...
@@ -194,6 +201,7 @@ launcher=(
     --rdzv-conf {deadlines}  # hardware.timeout_s
     --max-restarts {options.max_restarts}
     --monitor-interval 1
+    --signals_to_handle {",".join(number.name for number in SIGNALS)}
 )
 training=({training})
 

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from cohort import stopping
+from cohort.checkpoint import goes_on_from
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
 from cohort.distributed import started_by_torchrun
@@ -32,11 +35,14 @@ def train(
     Raises:
         UserError: something in the configuration, the data or a reward does not work.
         TrainingError: the run cannot go on.
+        SystemExit: SIGINT, SIGTERM, SIGHUP or SIGUSR1 asked it to end, and what there was to save is saved; the code
+            is 128 + the signal's number.
     """
     if isinstance(config, str | Path):
         config = load_config(config)
     elif not isinstance(config, Config):
         config = config_from_dict(config)
+    words = partial(goes_on_from, Path(config.run.dir))
     in_processes = started_by_torchrun()
     split = None if in_processes else split_machine(config)
     num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
@@ -44,7 +50,7 @@ def train(
         from cohort import trainer
 
         placement = place(config, split, [0]).environment() if split else {}
-        with environment_of(placement):
+        with environment_of(placement), stopping.watching("run", grace_s=config.hardware.grace_s, goes_on_from=words):
             return trainer.train(config, resume=resume, display=display)
     if display is not None:
         raise UserError(
@@ -57,7 +63,8 @@ def train(
     else:
         console = Console(stderr=True, highlight=False, markup=False)
         note = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
-        run_processes(config, num_processes=num_processes, split=split, resume=resume, note=note)
+        with stopping.watching("launcher", grace_s=config.hardware.grace_s, goes_on_from=words):
+            run_processes(config, num_processes=num_processes, split=split, resume=resume, note=note)
     return _result(Path(config.run.dir))
 
 

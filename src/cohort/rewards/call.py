@@ -12,10 +12,12 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cohort.errors import UserError
+from cohort import stopping
+from cohort.errors import StopRequested, UserError
 from cohort.rewards.function import RewardFunction
 from cohort.user_code import raised_at, user_line
 
@@ -41,8 +43,10 @@ def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], on_thread_st
 
     Raises:
         UserError: the function raised, or did not return within `reward.timeout_s`.
+        StopRequested: the run was asked to end; the function is left alone.
     """
     outcomes: list[_Outcome] = []
+    ended = threading.Event()
 
     def work() -> None:
         try:
@@ -51,11 +55,13 @@ def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], on_thread_st
             outcomes.append(_Outcome(kind="returned", value=reward.function(**arguments)))
         except BaseException as error:  # SystemExit too: the thread would swallow it
             outcomes.append(_Outcome(kind="raised", value=error))
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=work, name=f"reward {reward.name}", daemon=True)
     with _interpreter_watchdog(reward.timeout_s + _INTERPRETER_GRACE_S):
         thread.start()
-        thread.join(reward.timeout_s)
+        stopping.patiently(ended.wait, reward.timeout_s)
     outcome = outcomes[0] if outcomes else _Outcome(kind="late", value=_line_of_thread(thread))
     return _value_of(reward, outcome)
 
@@ -78,21 +84,26 @@ class AsyncCaller:
 
         Raises:
             UserError: a function raised, did not finish within its `timeout_s`, or blocked the loop.
+            StopRequested: the run was asked to end.
         """
         loop, thread = self._running_loop()
         longest_s = max(reward.timeout_s for reward, _ in calls)
         with _interpreter_watchdog(longest_s + _INTERPRETER_GRACE_S):
             future = asyncio.run_coroutine_threadsafe(_run_together(calls), loop)
             try:
-                outcomes = future.result(longest_s + _LOOP_GRACE_S)
-            except TimeoutError:
+                came = stopping.patiently(lambda s: bool(wait([future], s).done), longest_s + _LOOP_GRACE_S)
+            except StopRequested:
+                future.cancel()
+                raise
+            if not came:
                 # Nothing came back although every task has its own deadline: one of them blocks the loop.
                 names = ", ".join(repr(reward.name) for reward, _ in calls)
                 raise UserError(
                     f"async reward {names}: not finished within the deadline of {longest_s:g} s "
                     f"(rewards[i].timeout_s), because the event loop is blocked{_at(_line_of_thread(thread))}. "
                     "An async function must await what takes long; make it a plain `def` otherwise."
-                ) from None
+                )
+        outcomes = future.result()
         return [_value_of(reward, outcome) for (reward, _), outcome in zip(calls, outcomes, strict=True)]
 
     def _running_loop(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort import stopping
 from cohort.errors import UserError
 from cohort.policy import Policy
 from cohort.rollout.base import Sampled, SampleRequest, SamplingParams, StreamKey
@@ -59,7 +60,11 @@ class Sampler:
     def sample(
         self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
     ) -> list[tuple[Sampled, ...]]:
-        """The completions of each request, in order."""
+        """The completions of each request, in order.
+
+        Raises:
+            StopRequested: the run was asked to end.
+        """
         model = self._policy.model
         was_training = model.training
         model.eval()
@@ -109,6 +114,7 @@ class Sampler:
         waiting, num_started = deque(requests), 0
         logits: list[Tensor] = []
         while waiting or len(row):
+            stopping.check()
             if joining := self._joining(waiting, len(row), decoder):
                 counts = [len(request.indices) for request in joining]
                 logits.append(decoder.start([request.prompt for request in joining], counts))

@@ -122,6 +122,9 @@ class Crew:
         Args:
             batches: one per rank; None for another update on the same ones.
             coefficients: of the loss's terms.
+
+        Raises:
+            StopRequested: the run was asked to end; no weight was changed.
         """
         return self._all("forward_backward", batches, coefficients=coefficients)[0]
 
@@ -140,6 +143,7 @@ class Crew:
 
         Raises:
             TrainingError: the gradient is NaN or infinite; the weights are as before.
+            StopRequested: the run was asked to end; no weight was changed.
         """
         return TrainResult.nothing() if self.critic is None else self._all("train_critic", batches)[0]
 
@@ -265,7 +269,8 @@ class Crew:
             deque(weights, maxlen=0)
 
     def _forward_backward_on_rank(self, batch: TrainBatch | None = None, *, coefficients: Coefficients) -> TrainResult:
-        result = self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients))
+        may_stop = batch is not None and self.critic is None  # which has been updated in this step already
+        result = self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients), may_stop=may_stop)
         self._keep_one_budget()
         return result
 
@@ -281,7 +286,10 @@ class Crew:
         assert self.critic is not None and self.algorithm.critic is not None
         total = TrainResult.nothing()
         for update in range(self.critic_updates):
-            result = self.critic.forward_backward(None if update else batch, self.algorithm.critic.loss)
+            again = update > 0
+            result = self.critic.forward_backward(
+                None if again else batch, self.algorithm.critic.loss, may_stop=batch is not None and not again
+            )
             self._keep_one_budget()
             with _update_must_fit():
                 optim = self.critic.optim_step()

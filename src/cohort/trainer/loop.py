@@ -1,10 +1,12 @@
 """The training loop. Each line of it names a stage; what a stage does is in the module of its name."""
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cohort import stopping
 from cohort.algorithms import (
     Control,
     assign_advantages,
@@ -15,21 +17,24 @@ from cohort.algorithms import (
     with_returns,
 )
 from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, disk_errors, write_folder_atomically
+from cohort.checkpoint import TrainerState, disk_errors, goes_on_from, write_folder_atomically
 from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.engine import TrainResult
+from cohort.errors import StopRequested, TrainingError, UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.run_folder import RunFolder
 from cohort.trainer.gather import Gathered
-from cohort.trainer.interrupt import kept_interrupts
 from cohort.trainer.setup import (
     Run,
     knows_budget,
 )
+
+# Between the end of a server or a worker and the news of the signal that has ended it and asked the run to end.
+_SAME_SIGNAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,9 @@ class Training:
         first_control = run.crew.algorithm.first_control
         self.control = Control(**run.state.control) if run.state else first_control  # of the loss's coefficients
         self.started = time.perf_counter()
+        self.state = run.state  # of the end of the last step; None before the first one
+        self.saved = self.first_step  # steps done at the last checkpoint
+        self.learning = False  # weights may have moved since
         self.warned_of_long_sequences = False
         self.warned_of_different_logprobs = False
         run.crew.saving = replace(run.crew.saving, on_progress=display.save_progress)
@@ -87,12 +95,33 @@ class Training:
         self.display.started(self.plan, steps_done=self.first_step)
         self._find_budget()
         self._check_parity(self.first_step, first=True)
-        with kept_interrupts() as end_if_interrupted:
-            if self.first_step == 0:
-                self._evaluate_where_due(0)
+        try:
+            if self.first_step not in self.folder.metric_history("eval/accuracy"):
+                self._evaluate_where_due(self.first_step)
             for step in range(self.first_step, self.plan.num_steps):
-                end_if_interrupted()
+                stopping.check()
                 self._step(step)
+        except (UserError, TrainingError) as error:
+            # what has ended with this process may be noticed before the signal is
+            asked = stopping.requested(within_s=_SAME_SIGNAL_S)
+            if asked is None or (self.learning and not isinstance(error, StopRequested)):
+                raise
+            self._save_and_stop(asked)
+
+    def _save_and_stop(self, number: signal.Signals) -> None:
+        """The end that a signal asks for: the state is that of the end of the last step, and this one is dropped."""
+        if self.state is None or self.state.steps_done == self.first_step:
+            raise StopRequested("nothing to save")
+        steps_done, kept = self.state.steps_done, "the same command continues"
+        if self.config.run.checkpoint_every == 0:
+            kept = f"run.checkpoint_every: 0, so nothing is saved; {goes_on_from(self.folder.path)}"
+        elif self.saved < steps_done:
+            self._save(self.state)
+            kept = f"saved; {kept}"
+        else:
+            kept = f"saved before; {kept}"
+        self.display.note(f"stopped by {number.name} after step {steps_done}: {kept}")
+        raise stopping.RunStopped(number)
 
     def _step(self, step: int) -> None:
         parts, crew, phase = self.parts, self.parts.crew, self.clock.phase
@@ -119,8 +148,7 @@ class Training:
         with phase("optim"):
             self._refresh_reference_where_due(step + 1)
         with phase("publish"):
-            parts.rollout.load_weights(policy_version=crew.engine.updates_done)
-            parity = self._check_parity(step + 1)
+            parity = self._publish(step + 1)
         if self.plan.writes_completions_at(step + 1):
             self.folder.write_completions("step", step + 1, gathered.groups, sequences)
             if gathered.replaced:
@@ -139,10 +167,12 @@ class Training:
         )
         self._log(step + 1, report.metrics)
         self._warn_of_different_logprobs(report.metrics)
+        self.state, self.learning = self._state(step + 1), False
+        stopping.can_save()
         self.display.step(report)
         self._evaluate_where_due(step + 1)
         if self.plan.saves_at(step + 1):
-            self._save(step + 1)
+            self._save(self.state)
 
     def _update(
         self, batches: Sequence[TrainBatch] | None, for_critic: Sequence[TrainBatch] | None, *, num_completions: int
@@ -151,8 +181,10 @@ class Training:
         crew, phase = self.parts.crew, self.clock.phase
         coefficients = crew.algorithm.coefficients(self.control)
         with phase("train"):
+            self.learning |= crew.critic is not None
             of_critic = crew.train_critic(for_critic)
             of_policy = crew.forward_backward(batches, coefficients)
+        self.learning = True
         with phase("optim"):
             optim = crew.optim_step()
         self.control = crew.algorithm.updated(self.control, of_policy.metrics, num_completions)
@@ -167,6 +199,17 @@ class Training:
                 **crew.algorithm.as_metrics(coefficients),
             },
         )
+
+    def _publish(self, steps_done: int) -> dict[str, float]:
+        """The weights to whoever samples; nothing where the run is to end, as servers may be ending too."""
+        try:
+            stopping.check()
+            self.parts.rollout.load_weights(policy_version=self.parts.crew.engine.updates_done)
+            return self._check_parity(steps_done)
+        except TrainingError:
+            if stopping.requested(within_s=_SAME_SIGNAL_S) is None:
+                raise
+            return {}
 
     def _refresh_reference_where_due(self, steps_done: int) -> None:
         reference = self.config.reference
@@ -301,22 +344,22 @@ class Training:
         with disk_errors(self.folder.path / "metrics.jsonl"):
             self.metrics.write(steps_done, metrics)
 
-    def _save(self, steps_done: int) -> None:
-        self.parts.crew.save(
-            self.folder.checkpoints_path,
-            TrainerState(
-                steps_done=steps_done,
-                data=self.parts.data.state(),
-                pending=self.parts.gatherer.prefetcher.state(),
-                num_tokens=self.num_tokens,
-                seconds=self._seconds(),
-                micro_batch_tokens=self.parts.crew.engine.micro_batch_tokens,
-                micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
-                processes=self.parts.crew.ranks.world_size,
-                control=asdict(self.control),
-            ),
-            keep=self.config.run.keep_checkpoints,
+    def _state(self, steps_done: int) -> TrainerState:
+        return TrainerState(
+            steps_done=steps_done,
+            data=self.parts.data.state(),
+            pending=self.parts.gatherer.prefetcher.state(),
+            num_tokens=self.num_tokens,
+            seconds=self._seconds(),
+            micro_batch_tokens=self.parts.crew.engine.micro_batch_tokens,
+            micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
+            processes=self.parts.crew.ranks.world_size,
+            control=asdict(self.control),
         )
+
+    def _save(self, state: TrainerState) -> None:
+        self.parts.crew.save(self.folder.checkpoints_path, state, keep=self.config.run.keep_checkpoints)
+        self.saved = state.steps_done
 
     def _seconds(self) -> float:
         """Wall time of the run so far, including what was done before it was last resumed."""

@@ -1,15 +1,15 @@
 """One process of a run of several: rank 0 runs the loop, the others work for it."""
 
-import faulthandler
 import os
-import signal
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from cohort import stopping
+from cohort.checkpoint import goes_on_from
 from cohort.config import Config
 from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
 from cohort.errors import TrainingError, UserError
@@ -32,8 +32,13 @@ def run_rank(config: Config, *, resume: bool) -> None:
         UserError: something that the user can mend.
         TrainingError: the run cannot go on.
     """
-    if sys.stderr is sys.__stderr__:  # whoever hangs shows where when it is stopped
-        faulthandler.register(signal.SIGTERM, chain=True)
+    stopping.die_with_launcher()
+    words = partial(goes_on_from, Path(config.run.dir))
+    with stopping.watching("rank", grace_s=config.hardware.grace_s, goes_on_from=words):
+        _run_and_tell(config, resume=resume)
+
+
+def _run_and_tell(config: Config, *, resume: bool) -> None:
     told = os.environ.get(OUTCOME_FILE)
     is_first = os.environ.get("RANK") == "0"
     try:
@@ -46,6 +51,10 @@ def run_rank(config: Config, *, resume: bool) -> None:
         if not is_first:
             time.sleep(2)  # rank 0 has most likely found the same, and tells it
             raise
+        if told is None:
+            raise
+    except stopping.RunStopped as stop:
+        outcome = Outcome(kind="stopped", code=int(stop.code or 0))
         if told is None:
             raise
     except TrainingError as error:
@@ -65,6 +74,7 @@ def _run(config: Config, *, resume: bool) -> None:
         timeout_s=config.hardware.timeout_s,
         command_timeout_s=config.hardware.timeout_s + rewards_s,
     )
+    stopping.share(ranks.store, ranks.neighbours)
     try:
         if ranks.is_first:
             train(config, resume=resume, ranks=ranks)

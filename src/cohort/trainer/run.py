@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
-from cohort.checkpoint import load_trainer_state
+from cohort import stopping
+from cohort.checkpoint import goes_on_from, load_trainer_state
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display
 from cohort.distributed import ALONE, Ranks
-from cohort.errors import OutOfStepError, TrainingError, UserError
+from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
 from cohort.outcome import RunResult
 from cohort.run_folder import RunFolder
+from cohort.stopping import RunStopped
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.foresee import compared, foresee
 from cohort.trainer.inputs import read_inputs
@@ -36,9 +39,10 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
     Raises:
         UserError: something in the configuration, the data or a reward does not work.
         TrainingError: the run cannot go on.
+        RunStopped: a signal asked it to end, and it has saved what there was.
     """
     display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
-    with _others_are_told(ranks) as others, closing(display):
+    with _others_are_told(ranks) as others, closing(display), _told_of_stop(config, display):
         with others.taking_part():
             device = rank_device(config, ranks)
         inputs = read_inputs(config)
@@ -61,6 +65,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 micro_batch_tokens=first_budget(config, inputs, state, ranks.world_size),
                 longest_sequence_tokens=inputs.longest_path_tokens,
             )
+            stopping.check()
             with others.taking_part():
                 ranks.command(order)
                 crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
@@ -76,6 +81,18 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             if foreseen is not None and (told := compared(foreseen, folder.metric_history("memory/peak_bytes"))):
                 display.note(told)
             return result
+
+
+@contextmanager
+def _told_of_stop(config: Config, display: Display) -> Iterator[None]:
+    """The end of a run that was asked to end before it had anything to save."""
+    try:
+        yield
+    except StopRequested:
+        number = stopping.requested()
+        assert number is not None, "whoever raises it was asked"
+        display.note(f"stopped by {number.name}, with nothing new to save; {goes_on_from(Path(config.run.dir))}")
+        raise RunStopped(number) from None
 
 
 class _Others:
@@ -97,7 +114,7 @@ def _others_are_told(ranks: Ranks) -> Iterator[_Others]:
     others = _Others()
     try:
         yield others
-    except (UserError, TrainingError) as error:
+    except (UserError, TrainingError, RunStopped) as error:
         others.wait &= not isinstance(error, OutOfStepError)
         raise
     except BaseException:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from cohort import stopping
 from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout.base import SamplingParams, StreamKey
@@ -15,7 +16,7 @@ from cohort.rollout.vllm.fleet import Fleet
 from cohort.rollout.vllm.servers import RunningServer
 
 # How long to wait without looking whether the fleet's thread is still there.
-_TICK_S = 1.0
+_TICK_S = 0.5
 # vLLM samples at this temperature where it is told a lower one, and does not say so.
 _LOWEST_TEMPERATURE = 0.01
 
@@ -167,6 +168,7 @@ class VllmEngine(Generic[C]):
     def _wait_until(self, there: Callable[[], bool]) -> None:
         self._pump()
         while not there():
+            stopping.check()
             self._fleet.wait_for_change(_TICK_S)
             self._while_waiting()
             self._pump()
