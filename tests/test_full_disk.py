@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cohort import checkpoint
-from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.checkpoint import load_trainer_state
 from cohort.metrics import writers
+from cohort.run_files import checkpoints
 from cohort.trainer import setup
 from commands import Ended, assert_refused, set_up
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import cohort
 from cohort.algorithms import assign_advantages, build_algorithm
-from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.checkpoint import load_trainer_state
 from cohort.config import AlgorithmConfig
 from cohort.data import PromptSet, PromptStream
 from cohort.display import Display
@@ -26,6 +26,7 @@ from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
 from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, StreamKey, generate
+from cohort.run_files import checkpoints
 from cohort.trainer.gather import Gathered, Gatherer
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
 from runs import Killed, assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train

@@ -23,11 +23,12 @@ import torch
 import yaml
 
 import cohort
-from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.checkpoint import load_trainer_state
 from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch.local import count_processes
+from cohort.run_files import checkpoints
 from commands import start_command
 from runs import assert_same_weights, changed, make_inputs, metric, train, weights
 from selection import slow

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.checkpoint import load_trainer_state
 from cohort.config import load_config
 from cohort.launch import train
+from cohort.run_files import checkpoints
 from commands import ENVIRONMENT, Ended, assert_refused, set_up
 from forked import fork, run_module
 from runs import metric, weights

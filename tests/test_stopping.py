@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import cohort
-from cohort.checkpoint import checkpoints, load_trainer_state
+from cohort.checkpoint import load_trainer_state
 from cohort.display import Display, StepReport
+from cohort.run_files import checkpoints
 from commands import set_up, start_command
 from forked import fork
 from runs import assert_same_weights, changed, make_inputs, metric, train

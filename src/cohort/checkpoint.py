@@ -9,6 +9,8 @@ is written under a temporary name, flushed to disk, and renamed: a kill at any i
 import errno
 import json
 import os
+import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +27,12 @@ from torch.futures import Future
 
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import TrainingError, UserError
+from cohort.run_files import STATE, Checksums, checkpoints, checksums_of, write_manifest
 
 if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transformers
     from cohort.policy import Critic, Policy, Saving
 
-_STATE, _OPTIMIZER = "trainer_state.json", "optimizer"
+_OPTIMIZER = "optimizer"
 CRITIC = "critic"  # its folder in a checkpoint's
 _WRITING = ".writing-"  # before the name of a folder that is not whole yet
 
@@ -82,11 +85,15 @@ def save_checkpoint(
             save_model(policy, tokenizer, folder, ranks, saving)
             if critic is not None:
                 save_model(critic, tokenizer, folder / CRITIC, ranks, saving)
+            if ranks.is_first:
+                (folder / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+            checksums = ranks.gather(_flushed(folder, ranks))
+            if checksums is not None:
+                write_manifest(folder, {name: found for own in checksums for name, found in own.items()})
 
     def write_first(folder: Path) -> None:
         others_know.append(ranks.broadcast(folder))
         write(folder)
-        (folder / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
 
     final = root / f"step-{state.steps_done}"
     if not ranks.is_first:
@@ -115,7 +122,7 @@ def load_trainer_state(folder: Path) -> TrainerState:
     Raises:
         UserError: it was written by another version.
     """
-    saved = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
     known = {f.name for f in fields(TrainerState)}
     if saved.keys() != known:
         raise UserError(
@@ -126,28 +133,24 @@ def load_trainer_state(folder: Path) -> TrainerState:
 
 
 def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Fill `state`, of the same structure as what was saved, from a checkpoint. Every rank reads its shards."""
-    with _checkpointing():
-        dcp.load(
-            state,
-            checkpoint_id=folder / _OPTIMIZER,
-            no_dist=ranks.world_size == 1,
-            process_group=ranks.control_group,
-        )
+    """Fill `state`, of the same structure as what was saved, from a checkpoint. Every rank reads its shards.
 
-
-def checkpoints(root: Path) -> list[Path]:
-    """The whole checkpoints under `root`, oldest first."""
-    found = [p for p in root.glob("step-*") if p.name.removeprefix("step-").isdecimal() and (p / _STATE).is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
-
-
-def goes_on_from(run_dir: Path) -> str:
-    """What the same command would go on from, in words."""
-    found = checkpoints(run_dir / "checkpoints")
-    if found:
-        return f"the same command goes on from {found[-1].name}"
-    return "there is no checkpoint to continue from: the same command begins anew"
+    Raises:
+        UserError: its files cannot be read. Where the checkpoint has a manifest that was found out before.
+    """
+    try:
+        with _checkpointing():
+            dcp.load(
+                state,
+                checkpoint_id=folder / _OPTIMIZER,
+                no_dist=ranks.world_size == 1,
+                process_group=ranks.control_group,
+            )
+    except (AssertionError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"run.dir: {str(folder)!r} is damaged: the optimizer's state cannot be read ({error}). Move it elsewhere "
+            f"to go on from the checkpoint before it"
+        ) from error
 
 
 def remove_leftovers(root: Path) -> None:
@@ -257,6 +260,21 @@ def _checkpointing() -> Iterator[None]:
         except CheckpointException as wrapper:
             error, _ = wrapper.failures[min(wrapper.failures)]
             raise error from wrapper
+
+
+def _flushed(folder: Path, ranks: Ranks) -> Checksums:
+    """The checksums of the files in a checkpoint's folder that this rank has written, which are on the disk then."""
+    others = re.compile(rf"__(?!{ranks.rank}_)\d+_.*")  # as torch.distributed.checkpoint names the ranks' files
+    own = re.compile(rf"__{ranks.rank}_.*")
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and (not others.fullmatch(path.name) if ranks.is_first else own.fullmatch(path.name))
+    ]
+    with checksums_of(folder, files) as checksums:
+        for file in files:
+            _flush(file)
+    return checksums()
 
 
 def _flush(path: Path) -> None:

@@ -8,17 +8,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cohort.checkpoint import checkpoints, remove_leftovers, write_file_atomically
+from cohort.checkpoint import remove_leftovers, write_file_atomically
 from cohort.config import WRITTEN_BY_COHORT, Config, load_config, to_yaml
 from cohort.errors import UserError
 from cohort.records import ScoredGroup, TrainSequence
+from cohort.run_files import checkpoints, line_numbers, read_metrics, read_summary
 
 # Keys that may differ when a run goes on: they change neither what is learned nor in which order.
 _MAY_CHANGE = (
@@ -73,43 +74,41 @@ class RunFolder:
         """Where the trained model goes."""
         return self.path / "final"
 
-    def last_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint."""
-        found = checkpoints(self.checkpoints_path)
-        return found[-1] if found else None
-
     def finished_steps(self) -> int | None:
         """How many steps the finished run in this folder has, or None if it is not finished."""
-        try:
-            return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
-        except FileNotFoundError:
-            return None
+        summary = read_summary(self.path / "summary.json")
+        return None if summary is None else summary["steps"]
 
     def summary(self) -> dict[str, Any]:
         """What `summary.json` says."""
         return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
 
-    def rewind(self, steps_done: int) -> None:
+    def rewind(self, steps_done: int, note: Callable[[str], None] = lambda _: None) -> None:
         """Write the run's `config.yaml`, and forget what was written after `steps_done` steps: a resumed run goes on.
+
+        Args:
+            steps_done: of the checkpoint that it goes on from.
+            note: told of lines that cannot be read and are left out.
 
         Raises:
             UserError: starting anew would delete a finished run.
         """
-        finished = self.finished_steps()
-        if steps_done == 0 and finished is not None:
+        if steps_done == 0 and (self.final_path.exists() or self.finished_steps() is not None):
+            finished = self.finished_steps()
+            what = "a trained model" if finished is None else f"a finished run of {finished} steps"
             raise UserError(
-                f"run.dir: {str(self.path)!r} holds a finished run of {finished} steps and no checkpoint to go on "
-                f"from; give a new run.dir"
+                f"run.dir: {str(self.path)!r} holds {what} and no checkpoint to go on from; give a new run.dir"
             )
         with write_file_atomically(self.path / "config.yaml") as partial:
             partial.write_text(to_yaml(self._config), encoding="utf-8")
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            # the last line may be half-written: it belongs to a step after the checkpoint then
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= steps_done]
+            rows, bad = read_metrics(metrics)
+            if bad and steps_done > 0:
+                note(f"metrics.jsonl: {line_numbers(bad)} cannot be read, and left out")
+            kept = [json.dumps(row) + "\n" for row in rows if steps_done > 0 and row["step"] <= steps_done]
             with write_file_atomically(metrics) as partial:
-                partial.write_text("".join(kept if steps_done > 0 else []), encoding="utf-8")
+                partial.write_text("".join(kept), encoding="utf-8")
         for file in (self.path / "completions").glob("*-[0-9]*.parquet"):
             if steps_done == 0 or int(file.stem.rpartition("-")[2]) > steps_done:
                 file.unlink()
@@ -124,8 +123,7 @@ class RunFolder:
 
     def metric_history(self, name: str) -> dict[int, float]:
         """One metric by step, from `metrics.jsonl`."""
-        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows, _ = read_metrics(self.path / "metrics.jsonl")
         return {row["step"]: row[name] for row in rows if row.get(name) is not None}
 
     def write_completions(

@@ -13,6 +13,7 @@ from cohort.cli.check import check, convert
 from cohort.cli.merge import merge
 from cohort.cli.options import Debug
 from cohort.cli.plan import plan
+from cohort.cli.verify import verify
 from cohort.errors import TrainingError, UserError
 from cohort.stopping import own_process
 
@@ -236,6 +237,7 @@ app.command()(plan)
 app.command()(check)
 app.command()(convert)
 app.command()(merge)
+app.command()(verify)
 
 
 def main() -> None:

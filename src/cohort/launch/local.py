@@ -1,6 +1,5 @@
 """The processes of a run on this machine: started, watched and restarted through torchrun's launcher API."""
 
-import json
 import logging
 import math
 import os
@@ -19,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cohort import stopping
-from cohort.checkpoint import checkpoints
 from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.launch.report import Failure, read_failures
@@ -27,6 +25,7 @@ from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
+from cohort.run_files import checkpoints, read_metrics
 from cohort.run_folder import LOGS, check_folder, make_folder
 
 
@@ -173,11 +172,8 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 def _last_step(folder: Path) -> int:
     """The last step of which there are metrics."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
-    except FileNotFoundError:
-        return 0
+    rows, _ = read_metrics(folder / "metrics.jsonl")
+    return max((row["step"] for row in rows), default=0)
 
 
 def _threads(num_processes: int) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from cohort import stopping
-from cohort.checkpoint import goes_on_from
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
 from cohort.distributed import started_by_torchrun
@@ -17,6 +16,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.launch.local import count_processes, environment_of, run_processes
 from cohort.outcome import RunResult
 from cohort.placement import place, split_machine
+from cohort.run_files import goes_on_from
 
 
 def train(

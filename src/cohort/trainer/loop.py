@@ -17,7 +17,7 @@ from cohort.algorithms import (
     with_returns,
 )
 from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, disk_errors, goes_on_from, write_folder_atomically
+from cohort.checkpoint import TrainerState, disk_errors, write_folder_atomically
 from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.engine import TrainResult
@@ -26,6 +26,7 @@ from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
 from cohort.outcome import RunResult
 from cohort.records import TrainSequence
+from cohort.run_files import goes_on_from
 from cohort.run_folder import RunFolder
 from cohort.trainer.gather import Gathered
 from cohort.trainer.setup import (

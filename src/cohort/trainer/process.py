@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from cohort import stopping
-from cohort.checkpoint import goes_on_from
 from cohort.config import Config
 from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
 from cohort.errors import TrainingError, UserError
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.policy import resolve_device
+from cohort.run_files import goes_on_from
 from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.resume import VerifyOrder
 from cohort.trainer.run import train
 from cohort.trainer.setup import rank_device
 
@@ -92,7 +93,9 @@ def work(config: Config, ranks: Ranks) -> None:
     """On the ranks other than 0: build what every rank has, then do as rank 0 says until it ends the run."""
     device = rank_device(config, ranks)
     try:
-        order: BuildOrder | None = ranks.command()
+        order: VerifyOrder | BuildOrder | None
+        while isinstance(order := ranks.command(), VerifyOrder):
+            order.carry_out(ranks)
         if order is not None:
             build_crew(config, ranks, order, device=device, tokenizer=None).serve()
     except Stopped:

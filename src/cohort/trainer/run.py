@@ -5,18 +5,19 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from cohort import stopping
-from cohort.checkpoint import goes_on_from, load_trainer_state
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
 from cohort.outcome import RunResult
+from cohort.run_files import goes_on_from
 from cohort.run_folder import RunFolder
 from cohort.stopping import RunStopped
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.foresee import compared, foresee
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.loop import Training
+from cohort.trainer.resume import find_checkpoint
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
@@ -54,8 +55,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
             for note in inputs.notes(config.rollout.max_prompt_tokens):
                 display.note(note)
-            checkpoint = folder.last_checkpoint()
-            state = load_trainer_state(checkpoint) if checkpoint else None
+            checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.note)
             check_steps(inputs.plan, state, folder.path)
             foreseen = foresee(config, inputs, servers, device=device, world_size=ranks.world_size, note=display.note)
             order = BuildOrder(
@@ -72,7 +72,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             check_disk_space(config, crew, folder.path)
             for note in crew.policy.notes():
                 display.note(note)
-            folder.rewind(state.steps_done if state else 0)
+            folder.rewind(state.steps_done if state else 0, display.note)
             run = build_run(config, inputs, crew, state, servers=servers, folder=folder.path, note=display.note)
             if foreseen is not None:
                 folder.write_plan(foreseen.as_json())
