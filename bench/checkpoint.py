@@ -43,9 +43,7 @@ def main() -> None:
     rows = [[name, f"{middle[name]:.2f}", f"{size / 1e6 / middle[name]:,.0f}"] for name in times]
     print(markdown(["checkpoint", "seconds", "MB/s"], rows))
     ratio = statistics.median(a / b for a, b in zip(times["with checksums"], times["without"], strict=True))
-    print(
-        f"\n{size / 1e6:,.0f} MB; with checksums a save takes {ratio:.2f} times as long (median of {args.repeats} pairs)"
-    )
+    print(f"\n{size / 1e6:,.0f} MB; with checksums a save takes {ratio:.2f} times as long (of {args.repeats} pairs)")
 
 
 def measure(folder: Path, megabytes: int, repeats: int) -> tuple[dict[str, list[float]], int]:
