@@ -82,6 +82,8 @@ def cohort(monkeypatch, capsys) -> "Callable[..., Ended]":
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
+        monkeypatch.setattr("cohort.stopping._process_is_ours", False)  # it is not the command line's
+        monkeypatch.setattr("cohort.unforeseen._run_dir", None)
         capsys.readouterr()
         code: Any = 0
         try:

@@ -127,3 +127,44 @@ def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     ended = cohort("train", path, f"train.steps={done + 1}")
     assert ended.code == 0
     assert f"going on after step {done}\n" in ended.out
+
+
+def test_what_nobody_foresaw_ends_with_one_message(tmp_path, cohort, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr("cohort.trainer.loop.Training.run", fail)
+    path = set_up(tmp_path)
+    ended = cohort("train", path)
+    assert ended.code == 70
+    (file,) = (tmp_path / "run" / "logs").iterdir()
+    assert ended.err == (
+        "error: nobody foresaw this: ZeroDivisionError: a mistake of ours\nIt is a mistake in Cohort. "
+        f"The traceback is in {file}. Please report it with that, the command and the configuration, as an issue of "
+        "the project\n"
+    )
+    written = file.read_text()
+    assert "\ntorch 2." in written
+    assert written.endswith("ZeroDivisionError: a mistake of ours\n")
+    monkeypatch.setattr("cohort.config.load_config", fail)
+    ended = cohort("plan", path)
+    assert (ended.code, "Traceback" in ended.err) == (70, False)
+
+
+@pytest.mark.parametrize("stdout", ["closed", pytest.param("full", marks=slow("a closed one is the same code"))])
+def test_a_console_that_takes_nothing_ends_no_run(tmp_path, stdout):
+    """As with `| head -1`, and on a full disk."""
+    path = set_up(tmp_path)
+    command = [sys.executable, "-m", "cohort", "train", str(path)]
+    if stdout == "full":
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) as run:
+            assert run.stdout is not None and run.stderr is not None
+            run.stdout.readline()
+            run.stdout.close()
+            assert (run.wait(), run.stderr.read()) == (0, "")
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +14,12 @@ import pytest
 
 from cohort import checkpoint
 from cohort.checkpoint import load_trainer_state
+from cohort.errors import TrainingError
 from cohort.metrics import writers
 from cohort.run_files import checkpoints
 from cohort.trainer import setup
 from commands import Ended, assert_refused, set_up
+from runs import changed, in_a_process, make_inputs, train
 
 
 def test_too_little_space_is_found_before_the_first_step(tmp_path, cohort, monkeypatch):
@@ -126,3 +130,35 @@ def test_a_disk_that_gets_full_while_metrics_are_written(tmp_path, cohort, monke
     assert_refused(ended, f"error: {tmp_path}/run/metrics.jsonl: no space left on the disk.", code=1)
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
     assert cohort("train", path).code == 0
+
+
+def _train_under_a_limit(config: dict[str, Any]) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    try:
+        train(config)
+    except TrainingError as error:
+        print(error, flush=True)
+        raise SystemExit(1) from None
+
+
+def test_files_may_not_be_larger(tmp_path):
+    """`ulimit -f`: less than the weights of a checkpoint."""
+    config = changed(make_inputs(tmp_path), eval={"every": 0})
+    assert in_a_process(_train_under_a_limit, config) == 1
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"step-2: the file is larger than this process may write\. Nothing written earlier is lost", said)
+
+
+DELETES = """
+import shutil
+def judge(completions, **kw):
+    shutil.rmtree("{run}")
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_a_run_folder_that_is_deleted_under_the_run(tmp_path, cohort):
+    reward = DELETES.format(run=tmp_path / "run")
+    path = set_up(tmp_path, files={"r.py": reward}, rewards=[{"use": f"{tmp_path}/r.py:judge"}])
+    assert_refused(cohort("train", path), "was deleted while the run was under way", code=1)
+    assert not (tmp_path / "run").exists()

@@ -293,7 +293,7 @@ def test_a_rank_that_raises_is_named_with_its_last_words(tmp_path: Path, monkeyp
     sabotage(tmp_path, monkeypatch, RAISING)
     with pytest.raises(cohort.TrainingError) as error:
         cohort.train(inputs(tmp_path, 2))
-    assert "rank 1 failed with exit code 1; the last lines of its stderr:" in str(error.value)
+    assert "rank 1 failed with exit code 70; the last lines of its stderr:" in str(error.value)
     assert "ZeroDivisionError: a bug on rank 1" in str(error.value)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 

@@ -168,8 +168,9 @@ def test_nobody_judged_anything():
         runner.score([group("p", ["x"])])
 
 
-def test_a_sum_beyond_float64_is_an_error():
-    assert "too large" in fails(lambda completions: [1e308, 1.0], weight=1e10)
+def test_numbers_whose_squares_overflow_are_an_error():
+    assert "too large" in fails(lambda completions: [1e20, 1.0], weight=1e20)
+    assert "reward 'r' returned 1e+308" in fails(lambda completions: [1e308, 1.0])
 
 
 def test_no_groups_no_calls_and_no_rewards_no_runner():

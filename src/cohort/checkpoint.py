@@ -33,6 +33,16 @@ if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transfor
     from cohort.policy import Critic, Policy, Saving
 
 _OPTIMIZER = "optimizer"
+_DISK_ERRORS = {
+    errno.ENOSPC: ("no space left on the disk", "free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space"),
+    errno.EFBIG: ("the file is larger than this process may write", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("the file system has become read-only", "make it writable"),
+    errno.EACCES: ("there is no permission to write here any more", "give it back"),
+    errno.ENOENT: ("its folder is gone", "put it back"),
+    errno.EIO: ("the disk does not take it (input/output error)", "look at the disk"),
+    errno.ESTALE: ("the network file system has lost it", "mount it again"),
+}
 CRITIC = "critic"  # its folder in a checkpoint's
 _WRITING = ".writing-"  # before the name of a folder that is not whole yet
 
@@ -207,19 +217,22 @@ def write_file_atomically(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" on writing `path`, or what becomes `path`, into an error that says what to do."""
+    """Turn a disk that does not take `path`, or what becomes `path`, into an error that says what to do."""
     try:
         yield
     except TrainingError:
         raise
-    except Exception as error:  # safetensors and tokenizers have error types of their own
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        if not full and not any(text in str(error) for text in ("No space left", "Disk quota exceeded")):
-            raise
+    except Exception as error:
+        # safetensors, tokenizers and torch have error types of their own
+        said = (n for n in _DISK_ERRORS if os.strerror(n) in str(error))
+        number = getattr(error, "errno", None) or next(said, None)
         final = path.with_name(path.name.removeprefix(_WRITING))
+        if number not in _DISK_ERRORS or (number == errno.ENOENT and final.parent.exists()):
+            raise
+        what, advice = _DISK_ERRORS[number]
         raise TrainingError(
-            f"{final}: no space left on the disk. Nothing written earlier is lost: free some space and run the same "
-            f"command again to go on from the last checkpoint"
+            f"{final}: {what}. Nothing written earlier is lost: {advice} and run the same command again to go on from "
+            f"the last checkpoint"
         ) from error
 
 

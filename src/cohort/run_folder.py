@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from cohort.checkpoint import remove_leftovers, write_file_atomically
 from cohort.config import WRITTEN_BY_COHORT, Config, load_config, to_yaml
-from cohort.errors import UserError
+from cohort.errors import TrainingError, UserError
 from cohort.records import ScoredGroup, TrainSequence
 from cohort.run_files import checkpoints, line_numbers, read_metrics, read_summary
 
@@ -136,7 +136,11 @@ class RunFolder:
             step: steps done.
             groups: P groups of G completions.
             sequences: P x G in the same order; they have the advantages. None for evaluation.
+
+        Raises:
+            TrainingError: the disk is full, or the folder was deleted.
         """
+        self.check_is_there()
         file = self.path / "completions" / f"{name}-{step:06d}.parquet"
         write_completions_file(file, step=step, groups=groups, sequences=sequences)
 
@@ -144,6 +148,18 @@ class RunFolder:
         """Write `summary.json`, which also marks the run as finished."""
         with write_file_atomically(self.path / "summary.json") as partial:
             partial.write_text(json.dumps(dict(summary), indent=1) + "\n", encoding="utf-8")
+
+    def check_is_there(self) -> None:
+        """Look whether the folder still is what was opened: files would be written into nothing, or into another one.
+
+        Raises:
+            TrainingError: it was deleted.
+        """
+        if os.fstat(self._lock).st_nlink == 0:
+            raise TrainingError(
+                f"run.dir: {str(self.path)!r} was deleted while the run was under way, with all that it had saved. The "
+                f"same command begins anew"
+            )
 
     def close(self) -> None:
         """Let another process have the folder."""

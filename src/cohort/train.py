@@ -7,15 +7,17 @@ Not to be imported: `cohort.train` is the function.
 
 import argparse
 import sys
+from pathlib import Path
 
 import cohort.cli  # noqa: F401  (sets the environment before torch is imported)
 from cohort.config import load_config
 from cohort.errors import TrainingError, UserError
 from cohort.stopping import own_process
+from cohort.unforeseen import belongs_to, told
 
 
 def main() -> None:
-    """Run one rank. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend."""
+    """Run one rank. Exit codes: as of `cohort`."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     parser = argparse.ArgumentParser(prog="python -m cohort.train", description=__doc__)
@@ -25,7 +27,8 @@ def main() -> None:
     arguments = parser.parse_args()
     own_process()
     try:
-        record(_train)(arguments)
+        with told(UserError, TrainingError):
+            record(_train)(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -36,6 +39,7 @@ def main() -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.overrides)  # a mistake in it is told before torch is imported
+    belongs_to(Path(config.run.dir))
 
     from cohort.distributed import started_by_torchrun
     from cohort.launch import train

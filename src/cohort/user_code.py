@@ -60,6 +60,14 @@ def raised_at(error: BaseException) -> str:
     return user_line(traceback.extract_tb(error.__traceback__)) or "an unknown line"
 
 
+def words_of(error: BaseException) -> str:
+    """The type and the message of an exception, whose own code makes the message and may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as another:
+        return f"{type(error).__name__} (whose message cannot be shown: its __str__ raises {type(another).__name__})"
+
+
 def nearest(wrong: str, right: Iterable[str], what: str) -> str:
     """`Did you mean 'x'? What: a, b, c.`"""
     known = sorted(right)
@@ -111,7 +119,7 @@ def _module(name: str, use: str, field: str) -> ModuleType:
 def _import_error(error: BaseException, use: str, field: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
-    return UserError(f"{field}: {use!r} does not import: {type(error).__name__}: {error} (at {raised_at(error)})")
+    return UserError(f"{field}: {use!r} does not import: {words_of(error)} (at {raised_at(error)})")
 
 
 def _importable(folder: Path) -> None:

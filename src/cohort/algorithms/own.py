@@ -17,7 +17,7 @@ from cohort.algorithms.losses import PolicyLoss
 from cohort.batch import LossInputs, LossOutput
 from cohort.errors import UserError
 from cohort.records import FloatArray, IntArray
-from cohort.user_code import load_function, raised_at
+from cohort.user_code import load_function, raised_at, words_of
 
 _LENGTHS = (3, 1, 4)  # of the completions that a policy loss is tried on
 
@@ -218,7 +218,7 @@ class _Own:
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise  # the engine computes it again, in parts
-            raise self.error(f"raised {type(error).__name__}: {error} (at {raised_at(error)})") from error
+            raise self.error(f"raised {words_of(error)} (at {raised_at(error)})") from error
 
     def error(self, what: str) -> UserError:
         """What the function does wrong."""

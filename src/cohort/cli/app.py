@@ -16,6 +16,10 @@ from cohort.cli.plan import plan
 from cohort.cli.verify import verify
 from cohort.errors import TrainingError, UserError
 from cohort.stopping import own_process
+from cohort.unforeseen import belongs_to, told
+
+# Typer has a copy of click in it, whose exceptions are about the command line
+_FORESEEN = (UserError, TrainingError, typer.Exit, typer.Abort, typer.BadParameter.__mro__[2])
 
 
 class _Commands(TyperGroup):
@@ -24,7 +28,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Exit codes: 1 the run failed, 2 a mistake that the user can mend, 130 interrupted before it did anything."""
         try:
-            return super().invoke(ctx)
+            with told(*_FORESEEN):
+                return super().invoke(ctx)
         except (UserError, TrainingError) as error:
             if "--debug" in sys.argv:
                 traceback.print_exc()
@@ -59,10 +64,12 @@ def train(
     from cohort.config import load_config
 
     settings = load_config(config, overrides or ())
+    belongs_to(Path(settings.run.dir))
+    from cohort.display.lasting import LastingStream
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
-    typer.echo(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}")
+    print(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}", file=LastingStream(), flush=True)
 
 
 @app.command("eval")
@@ -241,6 +248,8 @@ app.command()(verify)
 
 
 def main() -> None:
-    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend, 128 + N: by signal N."""
+    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend, 70 what
+    nobody foresaw, 128 + N: by signal N.
+    """
     own_process()
     app()

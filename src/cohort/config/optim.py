@@ -89,7 +89,7 @@ class AdafactorConfig(BaseOptimConfig):
     name: Literal["adafactor"] = Field("adafactor", description="The optimizer.")
     beta2_decay: float = Field(-0.8, lt=0, description="The squares' decay after t steps is 1 - t to this power.")
     clip_threshold: float = Field(
-        1.0, gt=0, description="Largest root mean square of an update, beside 1 for a weight."
+        1.0, ge=1, description="Largest root mean square of an update, beside 1 for a weight."
     )
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # A missing path with one of these endings was meant as a file: asking the Hub for it would only hide the typing error.
 _FILE_ENDINGS = {".arrow", ".bz2", ".feather", ".gz", ".parq", ".pkl", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip"}
 _CSV_FIELD_BYTES = 2**31 - 1
+_MOST_FILES = 20_000  # in a folder of data files; `datasets` would look at each
 
 
 class _UnreadableError(Exception):
@@ -255,6 +257,10 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
         return _read_saved(folder, split, name)
     import datasets
 
+    if (number := sum(1 for _ in islice(folder.rglob("*"), _MOST_FILES + 1))) > _MOST_FILES:
+        raise _UnreadableError(
+            f"the folder {folder} has more than {number - 1:,} files. Give the one that holds the data."
+        )
     try:
         files = datasets.load_dataset_builder(str(folder), name=name).config.data_files
     except Exception as error:  # whatever `datasets` finds wrong with the folder is for the user to mend

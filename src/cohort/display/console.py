@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import IO, cast
 
 import numpy as np
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from cohort.display.events import Display, StepReport
+from cohort.display.lasting import LastingStream
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
 
@@ -25,7 +27,7 @@ class ConsoleDisplay(Display):
             show_completions_every: steps between looks at completions; 0 is never.
             console: where to.
         """
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(file=cast(IO[str], LastingStream()), highlight=False)
         self._show_every = show_completions_every
         self._accuracy: float | None = None
         self._start_time = time.monotonic()

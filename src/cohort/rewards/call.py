@@ -19,7 +19,7 @@ from typing import Any, Literal
 from cohort import stopping
 from cohort.errors import StopRequested, UserError
 from cohort.rewards.function import RewardFunction
-from cohort.user_code import raised_at, user_line
+from cohort.user_code import raised_at, user_line, words_of
 
 _LOOP_GRACE_S = 1.0  # for an event loop to report that a deadline has passed, before it counts as blocked
 _INTERPRETER_GRACE_S = 60.0  # for a thread to report that a deadline has passed, before the process is ended
@@ -159,7 +159,7 @@ def _value_of(reward: RewardFunction, outcome: _Outcome) -> Any:
     error = outcome.value
     if isinstance(error, UserError):  # a built-in reward: its text is complete
         raise UserError(f"reward {reward.name!r}: {error}") from error
-    raise UserError(f"reward {reward.name!r} raised {type(error).__name__}: {error} (at {raised_at(error)})") from error
+    raise UserError(f"reward {reward.name!r} raised {words_of(error)} (at {raised_at(error)})") from error
 
 
 def _at(line: str | None) -> str:

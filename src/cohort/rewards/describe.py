@@ -17,7 +17,10 @@ def excerpt(value: object, limit: int = 80) -> str:
     # A long string is cut before repr, so that a completion of a megabyte costs nothing here.
     if isinstance(value, str) and len(value) > 2 * limit:
         value = value[:limit] + value[-limit:]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # of a user's class
+        return f"<its repr raises {type(error).__name__}>"
     if len(text) <= limit:
         return text
     half = (limit - 5) // 2

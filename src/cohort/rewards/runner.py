@@ -6,6 +6,7 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cohort.rewards.describe import excerpt
 from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, own_arguments, wanted_arguments
 
 NOT_JUDGED = math.nan
+LARGEST = 1e30  # the squares of what is larger overflow on the way to the loss
 
 
 class RewardRunner:
@@ -139,8 +141,10 @@ class RewardRunner:
             )
         with np.errstate(over="ignore"):  # becomes an error with words below
             sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
-        if not np.isfinite(sums_N).all():
-            raise UserError("rewards: the weighted sum of the rewards is too large for a float64; use smaller weights")
+        if not (np.abs(sums_N) <= LARGEST).all():
+            raise UserError(
+                f"rewards: the weighted sum of the rewards is too large: beyond {LARGEST:g}; use smaller weights"
+            )
         return np.where(judged_N, sums_N, NOT_JUDGED)
 
 
@@ -176,7 +180,9 @@ def _with_unique_names(functions: Sequence[RewardFunction]) -> tuple[RewardFunct
 
 def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Prompt, Completion]]) -> FloatArray:
     """One float64 per completion, NaN for None."""
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = returned
+    with suppress(Exception):  # a user's class may raise anything; then it is no list
+        values = returned.tolist()
     if not isinstance(values, list | tuple):
         raise UserError(
             f"reward {reward.name!r} returned {_kind(returned)}; it must return a list with one number or None for "
@@ -190,11 +196,12 @@ def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Promp
     parts_N = np.empty(len(places))
     for i, value in enumerate(values):
         number = NOT_JUDGED if value is None else _as_float(value)
-        if number is None or (value is not None and not math.isfinite(number)):
+        if number is None or (value is not None and not abs(number) <= LARGEST):
             prompt, completion = places[i]
             raise UserError(
                 f"reward {reward.name!r} returned {_kind(value)} at position {i} (prompt {prompt.id}), for the "
-                f"completion {excerpt(completion.text)}; it must be a finite number, or None for not judged"
+                f"completion {excerpt(completion.text)}; it must be a number from "
+                f"{-LARGEST:g} to {LARGEST:g}, or None for not judged"
             )
         parts_N[i] = number
     return parts_N
@@ -213,11 +220,9 @@ def _odd_one_out(values: Sequence[Any], places: Sequence[tuple[Prompt, Completio
 
 def _as_float(value: Any) -> float | None:
     """A bool, an int, a float or anything of one number with `.item()` as a float; None if it is not a number."""
-    if not isinstance(value, bool | int | float) and hasattr(value, "item"):
-        try:
+    if not isinstance(value, bool | int | float):
+        with suppress(Exception):  # several numbers, or an object's own `item`
             value = value.item()
-        except (TypeError, ValueError, RuntimeError):  # several numbers, or an object's own `item`
-            return None
     if not isinstance(value, bool | int | float):
         return None
     try:

@@ -342,6 +342,7 @@ class Training:
         self.display.evaluated(steps_done, result.metrics, result.groups)
 
     def _log(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        self.folder.check_is_there()
         with disk_errors(self.folder.path / "metrics.jsonl"):
             self.metrics.write(steps_done, metrics)
 
@@ -359,6 +360,7 @@ class Training:
         )
 
     def _save(self, state: TrainerState) -> None:
+        self.folder.check_is_there()
         self.parts.crew.save(self.folder.checkpoints_path, state, keep=self.config.run.keep_checkpoints)
         self.saved = state.steps_done
 

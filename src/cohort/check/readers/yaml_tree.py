@@ -79,7 +79,8 @@ class _Reader:
             return {str(key.value): self._value(value, path) for key, value in node.value}
         try:
             return self._loader.construct_object(node)
-        except (yaml.YAMLError, ValueError):  # a tag of its own, a date that does not exist
+        except (yaml.YAMLError, LookupError, ValueError, AttributeError, TypeError, ArithmeticError):
+            # a tag of its own, a date that does not exist, `!!bool maybe`
             return str(node.value)
 
     def _enter(self, node: yaml.Node, path: tuple[int, ...]) -> tuple[int, ...]:

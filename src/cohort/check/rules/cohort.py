@@ -92,6 +92,9 @@ def nested(launch: Launch) -> dict[str, Any]:
         *parents, last = key.split(".")
         node = tree
         for part in parents:
-            node = node.setdefault(part, {})
+            inner = node.setdefault(part, {})
+            node = (
+                inner if isinstance(inner, dict) else {}
+            )  # a value where a section should be, which is told for itself
         node[last] = said.value
     return tree

@@ -1,0 +1,70 @@
+"""The last line of defence: an exception that nobody foresaw ends with one message, and its traceback in a file."""
+
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+CODE = 70  # exit code: EX_SOFTWARE of sysexits.h
+
+_run_dir: Path | None = None
+
+
+def belongs_to(run_dir: Path) -> None:
+    """What happens from here on happens in this run: its folder gets the file, where it is there."""
+    global _run_dir
+    _run_dir = run_dir
+
+
+@contextmanager
+def told(*others: type[Exception]) -> Iterator[None]:
+    """End the process with a message and exit code 70 where something raises that nobody foresaw.
+
+    Args:
+        others: exceptions that somebody else foresees.
+    """
+    try:
+        yield
+    except others:
+        raise
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print(_message(error, _write(error)), file=sys.stderr)
+        raise SystemExit(CODE) from None
+
+
+def _message(error: Exception, file: Path | None) -> str:
+    last = traceback.format_exception_only(error)[-1].strip()
+    where = f"The traceback is in {file}" if file else "--debug shows the traceback"
+    return (
+        f"error: nobody foresaw this: {last[:500]}\nIt is a mistake in Cohort. {where}. Please report it with that, "
+        f"the command and the configuration, as an issue of the project"
+    )
+
+
+def _write(error: Exception) -> Path | None:
+    """The file with the traceback: in the run's folder, or among the temporary files; None where there is no room."""
+    name = f"unforeseen-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    versions = [f"python {platform.python_version()}, {platform.platform()}"]
+    for package in ("cohort-rl", "torch", "transformers", "vllm"):
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    text = "\n".join([*versions, f"command: {sys.argv}", "", *traceback.format_exception(error)])
+    run_folder = _run_dir / "logs" if _run_dir is not None and _run_dir.is_dir() else None
+    for folder in (run_folder, Path(tempfile.gettempdir())):
+        try:
+            if folder is not None:
+                folder.mkdir(exist_ok=True)
+                (folder / name).write_text(text, encoding="utf-8", errors="replace")
+                return folder / name
+        except OSError:
+            continue
+    return None
