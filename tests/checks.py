@@ -7,7 +7,7 @@ from cohort.check import FileReport, check_file
 from cohort.check.launch import Launch
 from cohort.check.readers import read_launch
 
-COHORT = "model: {path: m}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
+COHORT = "model: {path: m}\ndata: {path: org/d}\nrewards: [{use: math}]\n"
 SEVEN = """
 model_name_or_path: Qwen/Qwen2.5-7B-Instruct
 torch_dtype: bfloat16

@@ -48,7 +48,7 @@ PYTHON = (
     " beta=0.01)\n"
     'GRPOTrainer(model="org/m", reward_funcs=[brevity], args=args, train_dataset=load_dataset("org/d", split="s"))\n'
 )
-COHORT = "model: {path: m}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
+COHORT = "model: {path: m}\ndata: {path: org/d}\nrewards: [{use: math}]\n"
 FILES = {"trl.yaml": RECIPE, "swift.sh": SWIFT, "verl.sh": VERL, "trl.py": PYTHON, "cohort.yaml": COHORT}
 
 
@@ -190,7 +190,7 @@ def test_the_page_is_up_to_date():
 
 
 def test_codes_are_stable():
-    assert list(RULES) == [f"CHK{number:03d}" for number in range(1, 21)]
+    assert list(RULES) == [f"CHK{number:03d}" for number in range(1, 22)]
     errors = [code for code, rule in RULES.items() if rule.severity == "error"]
     assert errors == ["CHK001", "CHK002", "CHK006", "CHK008", "CHK010", "CHK012", "CHK014", "CHK017", "CHK019"]
 

@@ -220,6 +220,19 @@ def test_cohort_starts_with_every_number_of_gpus_or_with_none(tmp_path: Path):
     assert "use rollout.max_prompt_tokens" in by_code(report(tmp_path, COHORT + long, "c.yaml"))["CHK002"].message
 
 
+def test_files_of_cohorts_own_that_are_not_there(tmp_path: Path):
+    text = COHORT.replace("org/d", "d.jsonl").replace("use: math", "use: 'r.py:judge'") + "eval: {path: ./e.jsonl}\n"
+    found = [f for f in report(tmp_path, text, "c.yaml").findings if f.code == "CHK021"]
+    assert [(f.field, f.message.split(";")[0]) for f in found] == [
+        ("data.path", "data.path: 'd.jsonl': no such file"),
+        ("eval.path", "eval.path: './e.jsonl': no such file"),
+        ("rewards.0.use", "rewards.0.use: 'r.py:judge': no such file"),
+    ]
+    for name in ("d.jsonl", "e.jsonl", "r.py"):  # beside the configuration
+        (tmp_path / name).touch()
+    assert report(tmp_path, text, "c.yaml").findings == ()
+
+
 # --- keys that ms-swift and verl do not know
 
 

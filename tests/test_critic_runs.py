@@ -113,6 +113,6 @@ def test_a_disk_too_small_for_two_models(tmp_path: Path, monkeypatch: pytest.Mon
     size = sum(t.numel() * 4 for t in weights(tmp_path / "base").values())
     free = type("Usage", (), {"free": 3 * 4 * size + size + 1000})
     monkeypatch.setattr("cohort.trainer.setup.shutil.disk_usage", lambda _: free)
-    with pytest.raises(UserError, match="GB free"):
+    with pytest.raises(UserError, match="MB free"):
         train(config)
     train({**changed(config, rollout={"num_generations": 4}), "algorithm": {"name": "grpo"}, "critic": None})

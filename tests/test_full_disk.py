@@ -26,7 +26,7 @@ def test_too_little_space_is_found_before_the_first_step(tmp_path, cohort, monke
     path = set_up(tmp_path)
     monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
     ended = cohort("train", path)
-    assert_refused(ended, f"run.dir: '{tmp_path}/run' has 0.0 GB free, and the run needs", "keep_checkpoints (now 3)")
+    assert_refused(ended, f"run.dir: '{tmp_path}/run' has 0.1 MB free, and the run needs", "keep_checkpoints (now 3)")
     monkeypatch.undo()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -113,4 +113,6 @@ def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
     priced = planned(str(run_file), "--price", "2")
     assert priced["cost"] == pytest.approx(2 * priced["timing"]["gpu_hours"]["value"])
     unknown = planned(str(run_file), "--price", "2", "data.path=somewhere.csv")
-    assert "cost" not in unknown and unknown["notes"][0].startswith("--price: neither the configuration nor the data")
+    missing, price = unknown["notes"][:2]
+    assert missing == "data.path: 'somewhere.csv': no such file; `cohort train` would refuse to start"
+    assert "cost" not in unknown and price.startswith("--price: neither the configuration nor the data")

@@ -239,3 +239,11 @@ def test_summary_marks_the_run_as_finished(tmp_path):
     assert folder.summary() == {"steps": 5, "seed": 0}
     assert folder.final_path == tmp_path / "a" / "final"
     folder.close()
+
+
+def test_a_link_to_nowhere_is_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    link = tmp_path / "link"
+    assert refusal(link / "run") == (
+        f"run.dir: '{link}/run' cannot be made: {link} is a link to {tmp_path}/gone, which is not there"
+    )

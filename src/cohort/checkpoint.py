@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transfor
 _OPTIMIZER = "optimizer"
 _DISK_ERRORS = {
     errno.ENOSPC: ("no space left on the disk", "free some space"),
-    errno.EDQUOT: ("the disk quota is used up", "free some space"),
+    errno.EDQUOT: ("no space left on the disk", "free some space"),
     errno.EFBIG: ("the file is larger than this process may write", "raise the limit (ulimit -f)"),
     errno.EROFS: ("the file system has become read-only", "make it writable"),
     errno.EACCES: ("there is no permission to write here any more", "give it back"),

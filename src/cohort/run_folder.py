@@ -240,7 +240,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run.dir: {str(path)!r} cannot be made: {error.strerror}") from error
+        link = next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
+        why = error.strerror if link is None else f"{link} is a link to {link.readlink()}, which is not there"
+        raise UserError(f"run.dir: {str(path)!r} cannot be made: {why}") from error
 
 
 def check_folder_is_free(path: Path) -> None:

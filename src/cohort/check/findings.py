@@ -135,4 +135,10 @@ RULES: dict[str, Rule] = {
         "The version is not known",
         "The rules of TRL are known from 0.15 to 1.16. Of another version the nearest of these are taken.",
     ),
+    "CHK021": Rule(
+        "warning",
+        "A file is not there",
+        "Of a configuration of Cohort: the data, or the file of a reward function, by a path that is relative to the "
+        "configuration's folder or to the working directory.",
+    ),
 }

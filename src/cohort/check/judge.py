@@ -10,6 +10,7 @@ from cohort.check.launch import ANY_SETTING, Launch, Unread
 from cohort.check.nearest import GPUS, Proposal, nearest_starts
 from cohort.check.readers import read_launch
 from cohort.check.rules import MemoryVerdict, judge, judge_memory
+from cohort.check.rules.cohort import missing_file_findings
 from cohort.check.rules.gpus import counted, node_gpu_findings
 from cohort.check.rules.start import EVALUATION, Judged, Knobs, Start, refused
 from cohort.errors import UserError
@@ -95,6 +96,8 @@ def _report(
     """Judges one run of a file."""
     judged = judge(launch, trl_version=trl_version)
     findings = [*(_unread(unread, judged.decides) for unread in launch.unread), *launch.findings, *judged.findings]
+    if launch.framework == "cohort" and judged.blocked is None:
+        findings += missing_file_findings(launch, path.parent)
     findings += node_gpu_findings(launch, server_elsewhere="server" in judged.sampling)
     unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in findings if f.code == "CHK010"}
     lacking = unknown & (judged.decides | ANY_SETTING)

@@ -57,7 +57,7 @@ def plan(
     """Work out what a run will do, need and take, before anything is loaded. Exit code 1: it does not fit."""
     from cohort.config import load_config
     from cohort.errors import UserError
-    from cohort.plan.data import count_prompts
+    from cohort.plan.data import count_prompts, missing_files
     from cohort.plan.hardware import hardware
     from cohort.plan.predict import predict_run
     from cohort.plan.shape import preset_shape, read_shape
@@ -71,9 +71,10 @@ def plan(
     if layers is not None and not verify:
         raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
-    notes: list[str] = []
+    notes = [message for _, message in missing_files(settings, (config or Path()).parent)]
     if (gpus or 1) > 1 or nodes > 1:
-        settings, notes = _on_all_gpus(settings)
+        settings, more = _on_all_gpus(settings)
+        notes += more
     processes = settings.hardware.processes
     gpus = gpus if gpus is not None else 8 if processes == "auto" else processes
     machines = hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)

@@ -6,6 +6,8 @@ from pydantic import Field, field_validator, model_validator
 
 from cohort.config.section import Section
 
+_MOST_PROCESSES = 1024  # of one machine
+
 
 class HardwareConfig(Section):
     """Where the run runs."""
@@ -53,9 +55,13 @@ class HardwareConfig(Section):
     @field_validator("processes", mode="before")
     @classmethod
     def _a_number_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value == "auto" or (is_number and 1 <= value <= _MOST_PROCESSES):
             return value
-        raise ValueError("must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)")
+        most = f" and at most {_MOST_PROCESSES}" if is_number and value > _MOST_PROCESSES else ""
+        raise ValueError(
+            f"must be a whole number of at least 1{most}, or auto (every GPU of this machine; 1 without GPUs)"
+        )
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod

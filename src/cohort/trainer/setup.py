@@ -170,8 +170,12 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"run.dir: {str(folder)!r} has {free / 1e9:.1f} GB free, and the run needs {needed / 1e9:.1f} GB for "
+            f"run.dir: {str(folder)!r} has {_size(free)} free, and the run needs {_size(needed)} for "
             + (f"{kept} checkpoints and the final model" if kept else "the final model")
             + "; free some space, or give another folder"
             + (f", or lower run.keep_checkpoints (now {config.run.keep_checkpoints})" if kept else "")
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

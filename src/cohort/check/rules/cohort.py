@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from cohort.check.findings import Finding
@@ -10,6 +11,7 @@ from cohort.check.launch import Launch, Said, Settings
 from cohort.check.rules.start import Judged, Knobs, Start, refused
 from cohort.config import config_from_dict
 from cohort.errors import UserError
+from cohort.plan.data import missing_files
 
 _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 
@@ -69,6 +71,12 @@ def _accepts(launch: Launch, key: str, value: int | str) -> bool:
     except UserError:
         return False
     return True
+
+
+def missing_file_findings(launch: Launch, base_dir: Path) -> list[Finding]:
+    """The files of a configuration in `base_dir` that are not there."""
+    config = config_from_dict(nested(launch), base_dir=base_dir)
+    return [Finding("CHK021", field, message) for field, message in missing_files(config, base_dir)]
 
 
 def _field(problem: str) -> str | None:
