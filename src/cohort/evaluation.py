@@ -60,7 +60,7 @@ def evaluate(
     on_progress(0, total)
     for start in range(0, total, evaluation.prompts_at_a_time):
         chunk = evaluation.prompts[start : start + evaluation.prompts_at_a_time]
-        groups += rewards.score(generate(engine, chunk, evaluation.sampling, key))
+        groups += rewards.score(generate(engine, chunk, evaluation.sampling, key), during="an evaluation")
         on_progress(len(groups), total)
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
     k = evaluation.sampling.num_generations

@@ -37,6 +37,7 @@ _MAY_CHANGE = (
     *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
 )
 ADAPTERS = "adapters"  # the one that servers sample with, where the run trains one
+REWARD_MARKER = ".reward"  # while a reward function runs
 LOGS = "logs"  # what the processes of the run printed; there before the run is
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 

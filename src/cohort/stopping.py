@@ -52,6 +52,8 @@ def own_process() -> None:
     """This process is there for the run alone: it may be ended wherever it is while there is nothing to save."""
     global _process_is_ours
     _process_is_ours = True
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        faulthandler.enable()  # whoever segfaults shows where
 
 
 def requested(*, within_s: float = 0.0) -> signal.Signals | None:

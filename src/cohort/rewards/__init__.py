@@ -6,12 +6,14 @@ under deadlines, and validates what they return. Built in are `math`, `exact` an
 
 from cohort.rewards.function import ChecksArguments, RewardFunction
 from cohort.rewards.load import BUILTINS, build_rewards, check_columns, load_reward
+from cohort.rewards.marker import RewardMarker
 from cohort.rewards.runner import RewardRunner
 
 __all__ = [
     "BUILTINS",
     "ChecksArguments",
     "RewardFunction",
+    "RewardMarker",
     "RewardRunner",
     "build_rewards",
     "check_columns",

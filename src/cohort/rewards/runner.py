@@ -6,7 +6,7 @@ P prompts, G generations per prompt, N completions of the step, R rewards.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from cohort.records import Completion, FloatArray, Prompt, RolloutGroup, ScoredG
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.describe import excerpt
 from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, own_arguments, wanted_arguments
+from cohort.rewards.marker import RewardMarker
 
 NOT_JUDGED = math.nan
 LARGEST = 1e30  # the squares of what is larger overflow on the way to the loss
@@ -56,18 +57,20 @@ class RewardRunner:
         self._prompt_column = prompt_column
         self._on_thread_start = on_thread_start
         self._async_caller = AsyncCaller(on_thread_start)
+        self.marker: RewardMarker | None = None  # of a run, for its next start
 
     @property
     def weights(self) -> dict[str, float]:
         """Of each reward in the sum, by its name."""
         return {f.name: f.weight for f in self.functions}
 
-    def score(self, groups: Sequence[RolloutGroup], *, must_judge: bool = True) -> list[ScoredGroup]:
+    def score(self, groups: Sequence[RolloutGroup], *, must_judge: bool = True, during: str = "") -> list[ScoredGroup]:
         """The groups with their rewards, in the same order.
 
         Args:
             groups: of one or several prompts.
             must_judge: whether it is a mistake when no function judges any completion.
+            during: what of the run, for a later start to say where a function has ended the process.
 
         Raises:
             UserError: a function raised, hung, or returned anything but one number or None per completion; or no
@@ -76,7 +79,7 @@ class RewardRunner:
         places = [(group.prompt, completion) for group in groups for completion in group.completions]
         if not places:
             return [ScoredGroup(prompt=g.prompt, completions=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
-        returned = self._call_all(places)
+        returned = self._call_all(places, during)
         parts = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
         rewards_N = self._weighted_sum(parts, must_judge=must_judge)
         scored, start = [], 0
@@ -101,17 +104,29 @@ class RewardRunner:
             for kind, number in getattr(f.function, "last_counts", {}).items()
         }
 
-    def _call_all(self, places: Sequence[tuple[Prompt, Completion]]) -> dict[str, Any]:
-        returned = {
-            f.name: call_sync(f, self._arguments(f, places), self._on_thread_start)
-            for f in self.functions
-            if not is_async(f.function)
-        }
+    def _call_all(self, places: Sequence[tuple[Prompt, Completion]], during: str) -> dict[str, Any]:
+        returned = {}
+        for f in self.functions:
+            if not is_async(f.function):
+                with self._marked(f"reward {f.name!r}", during, len(places)) as watched:
+                    arguments = self._arguments(f, places)
+                    if "completions" in arguments:
+                        arguments["completions"] = watched(arguments["completions"])
+                    returned[f.name] = call_sync(f, arguments, self._on_thread_start)
         together = [(f, self._arguments(f, places)) for f in self.functions if is_async(f.function)]
         if together:
-            values = self._async_caller.call_all(together)
+            names = " or ".join(repr(f.name) for f, _ in together)
+            with self._marked(f"reward {names}", during, len(places)):
+                values = self._async_caller.call_all(together)
             returned |= {f.name: value for (f, _), value in zip(together, values, strict=True)}
         return returned
+
+    def _marked(
+        self, name: str, during: str, num_completions: int
+    ) -> AbstractContextManager[Callable[[list[Any]], list[Any]]]:
+        if self.marker is None:
+            return nullcontext(lambda items: items)
+        return self.marker.inside(f"{name}{during and f' in {during}'}", num_completions)
 
     def _arguments(self, reward: RewardFunction, places: Sequence[tuple[Prompt, Completion]]) -> dict[str, Any]:
         """Fresh lists for every function: one that changes them must not change what the next one sees."""

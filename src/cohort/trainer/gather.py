@@ -77,7 +77,7 @@ class Gatherer:
             with phase("rollout"):
                 groups = self.prefetcher.take(step, missing)
             with phase("reward"):  # that nothing can be judged shows in a whole step, and may be chance in a few groups
-                sampled += self._rewards.score(groups, must_judge=round_number == 0)
+                sampled += self._rewards.score(groups, must_judge=round_number == 0, during=f"step {step + 1}")
             counts.update(self._rewards.counts())
         trained, replaced = self._choose(sampled)
         return Gathered(

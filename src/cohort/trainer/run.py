@@ -10,8 +10,9 @@ from cohort.display import ConsoleDisplay, Display
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
 from cohort.outcome import RunResult
+from cohort.rewards import RewardMarker
 from cohort.run_files import goes_on_from
-from cohort.run_folder import RunFolder
+from cohort.run_folder import REWARD_MARKER, RunFolder
 from cohort.stopping import RunStopped
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.foresee import compared, foresee
@@ -53,6 +54,9 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             if finished is not None and finished >= inputs.plan.num_steps:
                 display.note(f"this run is finished ({finished} steps): {folder.final_path}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
+            inputs.rewards.marker = marker = RewardMarker(folder.path / REWARD_MARKER)
+            if (ended := marker.left_behind()) is not None:
+                display.note(ended)
             for note in inputs.notes(config.rollout.max_prompt_tokens):
                 display.note(note)
             checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.note)

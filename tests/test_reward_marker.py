@@ -1,0 +1,86 @@
+"""A reward function that ends the process: the next start says which, and where it was."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cohort as library
+from cohort.rewards import RewardMarker, RewardRunner
+from commands import set_up
+from forked import fork
+from reward_samples import group, reward
+from runs import Notes
+from waiting import PATIENCE_S
+
+ENDS = """
+import ctypes, os, pathlib
+
+def judge(completions, **kw):
+    seen = pathlib.Path(__file__).with_name("calls")
+    calls = int(seen.read_text()) + 1 if seen.exists() else 1
+    seen.write_text(str(calls))
+    rewards = []
+    for completion in completions:
+        rewards.append(float(len(completion)))
+        if calls == 2 and len(rewards) == 3:
+            {end}
+    return rewards
+"""
+
+
+def _train(path: Path) -> None:
+    library.train(path, display=Notes())
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("os._exit(3)", 3), ("ctypes.string_at(0)", -signal.SIGSEGV), ("os.abort()", -signal.SIGABRT)],
+)
+def test_the_next_start_says_where_the_process_ended(tmp_path: Path, end: str, code: int):
+    path = set_up(
+        tmp_path, files={"r.py": ENDS.format(end=end)}, rewards=[{"use": f"{tmp_path}/r.py:judge", "name": "mine"}]
+    )
+    process = fork(_train, path, out=tmp_path / "said")
+    process.join(PATIENCE_S)
+    assert process.exitcode == code
+    for told in (True, False):  # once
+        notes = Notes()
+        library.train(path, display=notes)
+        expected = "the last process ended inside reward 'mine' in step 2; the last completion that it looked at was "
+        assert (f"{expected}number 3 of 4" in notes.told) == told, notes.told
+        assert not (tmp_path / "run" / ".reward").exists()
+
+
+def test_what_a_function_reads_is_noted(tmp_path: Path):
+    marker = RewardMarker(tmp_path / "marker")
+    told: list[str | None] = []
+
+    def look(completions: list[Any], **kw: Any) -> list[float]:
+        assert isinstance(completions, list) and completions == ["a", "b", "c"]
+        assert completions[1:] == ["b", "c"] and list(reversed(completions)) == ["c", "b", "a"]
+        assert completions[-2] == "b"
+        told.append(RewardMarker(_copy(marker, tmp_path)).left_behind())
+        return [1.0 for _ in completions]
+
+    runner = RewardRunner([reward(look)])
+    runner.marker = marker
+    runner.score([group("q", ["a", "b", "c"])], during="step 4")
+    assert told == [
+        "the last process ended inside reward 'r' in step 4; the last completion that it looked at was number 2 of 3"
+    ]
+    assert marker.left_behind() is None
+
+
+def _copy(marker: RewardMarker, folder: Path) -> Path:
+    copy = folder / "copy"
+    copy.write_bytes(marker._file.read_bytes())
+    return copy
+
+
+def test_a_disk_without_room_is_no_matter(tmp_path: Path):
+    with RewardMarker(tmp_path / "gone" / "marker").inside("reward 'r'", 2) as watched:
+        assert watched([1, 2]) == [1, 2]
+    assert os.listdir(tmp_path) == []
