@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,8 @@ class Campaign:
             code = 1 if isinstance(error, TrainingError) else 2
         except SystemExit as end:
             code = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

@@ -119,10 +119,10 @@ def test_a_disk_that_gets_full_while_metrics_are_written(tmp_path, cohort, monke
     path = set_up(tmp_path)
     real = writers.MetricsWriter.write
 
-    def write(self: writers.MetricsWriter, step: int, metrics: Any) -> None:
+    def write(self: writers.MetricsWriter, step: int, metrics: Any, **more: Any) -> None:
         if step == 2:
             self._file = Path("/dev/full").open("a")  # noqa: SIM115
-        real(self, step, metrics)
+        real(self, step, metrics, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(writers.MetricsWriter, "write", write)

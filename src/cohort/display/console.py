@@ -29,7 +29,6 @@ class ConsoleDisplay(Display):
         """
         self.console = console or Console(file=cast(IO[str], LastingStream()), highlight=False)
         self._show_every = show_completions_every
-        self._accuracy: float | None = None
         self._start_time = time.monotonic()
         self._start_step = 0
         self._num_steps = 0
@@ -69,10 +68,9 @@ class ConsoleDisplay(Display):
         """The step's numbers, the time left, and now and then some completions."""
         m = report.metrics
         left = self._time_left(report.steps_done)
-        accuracy = f"  accuracy {self._accuracy:6.1%}" if self._accuracy is not None else ""
         self._print(
             f"step {report.steps_done:>{len(str(self._num_steps))}}/{self._num_steps}  reward {m['reward']:6.3f}"
-            f"{accuracy}  length {m['completions/mean_length']:5.1f}  ended {1 - m['completions/clipped_ratio']:4.0%}"
+            f"  length {m['completions/mean_length']:5.1f}  ended {1 - m['completions/clipped_ratio']:4.0%}"
             f"  {m['tokens_per_second']:,.0f} tokens/s  {left} left"
         )
         if self._steps is not None:
@@ -105,11 +103,10 @@ class ConsoleDisplay(Display):
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
         """The evaluation's headline numbers."""
-        self._accuracy = metrics["eval/accuracy"]
         names = [n for n in metrics if n.startswith(("eval/pass@", "eval/mean@")) and not n.endswith("@1")]
         more = "".join(f"  {name.removeprefix('eval/')} {metrics[name]:.1%}" for name in names)
         self._print(
-            f"[bold]held out after step {steps_done}: accuracy {self._accuracy:.1%}[/bold]{more}  "
+            f"[bold]eval accuracy {metrics['eval/accuracy']:.1%} after step {steps_done}[/bold]{more}  "
             f"reward {metrics['eval/reward']:.3f}  length {metrics['eval/completions/mean_length']:.1f}  "
             f"({len(groups)} prompts)"
         )

@@ -7,7 +7,7 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cohort.errors import UserError
 
@@ -42,10 +42,10 @@ class MetricsWriter:
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._loggers = [_LOGGERS[name](folder, config, steps_done) for name in log]
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of the state after `step` steps. NaN, which JSON does not know, becomes null."""
+    def write(self, step: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
+        """Record metrics of a step, or of an evaluation after it. NaN, which JSON does not know, becomes null."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
         for log, _ in self._loggers:
             log(step, {name: value for name, value in values.items() if value is not None})

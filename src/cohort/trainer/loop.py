@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from cohort import stopping
 from cohort.algorithms import (
@@ -337,14 +337,14 @@ class Training:
         result = evaluate(
             evaluation, self.parts.rollout, self.parts.inputs.rewards, on_progress=self.display.eval_progress
         )
-        self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start})
+        self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start}, kind="eval")
         self.folder.write_completions("eval", steps_done, result.groups)
         self.display.evaluated(steps_done, result.metrics, result.groups)
 
-    def _log(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def _log(self, steps_done: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
         self.folder.check_is_there()
         with disk_errors(self.folder.path / "metrics.jsonl"):
-            self.metrics.write(steps_done, metrics)
+            self.metrics.write(steps_done, metrics, kind=kind)
 
     def _state(self, steps_done: int) -> TrainerState:
         return TrainerState(
