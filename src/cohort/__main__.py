@@ -1,6 +1,6 @@
 """`python -m cohort` is `cohort`."""
 
-from cohort.cli import main
+from cohort.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -7,5 +7,12 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cohort.cli.app import main
+from cohort.startup import run_and_leave
 
-__all__ = ["main"]
+
+def run() -> None:
+    """Be the process of a command: start quickly, run it, and end quickly."""
+    run_and_leave(main)
+
+
+__all__ = ["main", "run"]

@@ -15,6 +15,7 @@ from cohort.cli.options import Debug
 from cohort.cli.plan import plan
 from cohort.cli.verify import verify
 from cohort.errors import TrainingError, UserError
+from cohort.startup import loading
 from cohort.stopping import own_process
 from cohort.unforeseen import belongs_to, told
 
@@ -66,6 +67,8 @@ def train(
     settings = load_config(config, overrides or ())
     belongs_to(Path(settings.run.dir))
     from cohort.display.lasting import LastingStream
+
+    loading()
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
@@ -98,6 +101,7 @@ def evaluate(
     """Evaluate a model on a data set: accuracy, mean@k, pass@k."""
     import yaml
 
+    loading()
     from cohort.cli.evaluate import run_eval
     from cohort.config import config_from_dict
 
@@ -154,6 +158,7 @@ def serve(
 
     # The addresses are for the run, which reads the same file; this server is at one of them.
     settings = load_config(config, overrides or (), without=["rollout.urls"])
+    loading()
     from cohort.launch.serve import as_shell, serve_command
     from cohort.launch.serve import serve as run_server
 
@@ -231,6 +236,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Watch a small model learn to solve word problems by GRPO: about a minute, no GPU, no network, no download."""
+    loading()
     from cohort.demo.run import rebuild, run_demo
 
     if rebuild_base:

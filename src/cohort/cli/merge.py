@@ -9,6 +9,7 @@ from rich.progress import Progress, TaskID
 
 from cohort.cli.options import Debug
 from cohort.errors import UserError
+from cohort.startup import loading
 
 
 def merge(
@@ -17,6 +18,7 @@ def merge(
     debug: Debug = False,
 ) -> None:
     """Add an adapter to the weights of its base, in float32, and write the model, one tensor after another."""
+    loading()
     from cohort import policy
     from cohort.checkpoint import write_folder_atomically
 

@@ -12,6 +12,7 @@ from cohort.display import on_one_line, render_curve
 from cohort.launch import train
 from cohort.outcome import RunResult
 from cohort.run_folder import check_folder_is_free
+from cohort.startup import resume_collection
 
 NUM_TRAIN, NUM_HELDOUT = 2048, 256
 SAMPLES_SHOWN = 3
@@ -71,6 +72,7 @@ def demo_config(folder: Path, *, seed: int, processes: int = 1, engine: str = "l
 
 def rebuild(out: Path | None) -> None:
     """Make the base model anew, in `out` or in place of the one that comes with the package."""
+    resume_collection()
     results = base_model.rebuild(out or base_model.BASE_PATH)
     accuracy = results["greedy_accuracy"]
     print(f"written to {out or base_model.BASE_PATH}; greedy accuracy on held-out problems {accuracy:.1%}")

@@ -15,6 +15,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.policy import resolve_device
 from cohort.run_files import goes_on_from
+from cohort.startup import resume_collection
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.resume import VerifyOrder
 from cohort.trainer.run import train
@@ -91,6 +92,7 @@ def _run(config: Config, *, resume: bool) -> None:
 
 def work(config: Config, ranks: Ranks) -> None:
     """On the ranks other than 0: build what every rank has, then do as rank 0 says until it ends the run."""
+    resume_collection()
     device = rank_device(config, ranks)
     try:
         order: VerifyOrder | BuildOrder | None

@@ -13,6 +13,7 @@ from cohort.outcome import RunResult
 from cohort.rewards import RewardMarker
 from cohort.run_files import goes_on_from
 from cohort.run_folder import REWARD_MARKER, RunFolder
+from cohort.startup import resume_collection
 from cohort.stopping import RunStopped
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.foresee import compared, foresee
@@ -43,6 +44,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
         TrainingError: the run cannot go on.
         RunStopped: a signal asked it to end, and it has saved what there was.
     """
+    resume_collection()
     display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
     with _others_are_told(ranks) as others, closing(display), _told_of_stop(config, display):
         with others.taking_part():
