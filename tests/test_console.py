@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from cohort.demo import run as demo
 from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
 from cohort.plan import plan_run
 from cohort.records import Completion, Prompt, ScoredGroup
+from commands import assert_refused
+from runs import changed, make_inputs, metric, train
 from selection import slow
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
@@ -95,6 +98,22 @@ def test_eval_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert run_command(monkeypatch, *arguments) == 0
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert printed["prompts"] == "5" and float(printed["mean@2"]) == pytest.approx(metrics["mean@2"], rel=1e-3)
+
+
+def test_eval_of_a_run_takes_its_settings(tmp_path: Path, cohort):
+    """Its held-out data, rewards and sampling; options change them."""
+    config = make_inputs(tmp_path)
+    refused = cohort("eval", tmp_path / "base")
+    assert_refused(refused, "error: --data is missing; give held-out data")
+    run = train(changed(config, train={"steps": 1}, eval={"num_samples": 2, "temperature": 0.7})).run_dir
+    ended = cohort("eval", run, "--json")
+    assert ended.code == 0, ended.err
+    metrics = json.loads(ended.out)
+    assert metrics["accuracy"] == metrics["mean@2"] == metric(run, "eval/accuracy")[-1]
+    greedy = json.loads(cohort("eval", run, "--json", "--num-samples", "1", "--max-prompts", "3").out)
+    assert "mean@1" in greedy and "mean@2" not in greedy
+    shutil.rmtree(run / "final")
+    assert_refused(cohort("eval", run), "error: MODEL: ", "is a run that has no final model yet")
 
 
 def test_a_short_demo_goes_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["RunResult", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
 
-# transformers imports torchao where it is installed, which tells of kernels for other GPUs and of PyTorch's future
-for _talkative in ("torchao", "torch.utils._pytree"):
+# Nothing that a user can do anything about: torchao, which transformers imports where it is installed, tells of kernels
+# for other GPUs and of PyTorch's future, bitsandbytes of a kernel that it does without, torch of what it does not cache
+for _talkative in (
+    "torchao",
+    "torch.utils._pytree",
+    "bitsandbytes.backends.cpu.ops",
+    "torch._functorch._aot_autograd.autograd_cache",
+):
     logging.getLogger(_talkative).setLevel(logging.ERROR)
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cohort.config import WRITTEN_BY_COHORT
+
 STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 DAMAGED = "damaged-"  # before the name of a checkpoint that is
@@ -18,6 +20,15 @@ _THREADS = 4
 _CHUNK_BYTES = 4 << 20
 
 Checksums = Mapping[str, tuple[int, str]]  # path inside of the folder -> size in bytes, checksum in hexadecimal
+
+
+def holds_run(path: Path) -> bool:
+    """Whether the folder is a run's: its `config.yaml` was written by a run, and not by a person."""
+    try:
+        with (path / "config.yaml").open(encoding="utf-8") as file:
+            return file.readline() == WRITTEN_BY_COHORT
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+        return False
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cohort.checkpoint import remove_leftovers, write_file_atomically
-from cohort.config import WRITTEN_BY_COHORT, Config, load_config, to_yaml
+from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.records import ScoredGroup, TrainSequence
-from cohort.run_files import checkpoints, line_numbers, read_metrics, read_summary
+from cohort.run_files import checkpoints, holds_run, line_numbers, read_metrics, read_summary
 
 # Keys that may differ when a run goes on: they change neither what is learned nor in which order.
 _MAY_CHANGE = (
@@ -204,15 +204,6 @@ class RunFolder:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         return descriptor
-
-
-def holds_run(path: Path) -> bool:
-    """Whether the folder is a run's: its `config.yaml` was written by a run, and not by a person."""
-    try:
-        with (path / "config.yaml").open(encoding="utf-8") as file:
-            return file.readline() == WRITTEN_BY_COHORT
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
-        return False
 
 
 def check_folder(path: Path, *, resume: bool) -> None:

@@ -77,60 +77,44 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, or Hugging Face id.")],
-    data: Annotated[str, typer.Option(help="JSONL, JSON, Parquet, CSV, folder or `datasets` id.")],
-    reward: Annotated[list[str], typer.Option(help="Reward as in `rewards.use`; the first one decides success.")],
-    prompt: Annotated[str, typer.Option(help="Prompt column.")] = "prompt",
-    split: Annotated[str, typer.Option(help="Split, for folders and ids.")] = "test",
+    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face id, or the folder of a finished run.")],
+    data: Annotated[
+        str | None,
+        typer.Option(help="JSONL, JSON, Parquet, CSV, folder or `datasets` id. Of a run: its own."),
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="Reward as in `rewards.use`; the first one decides success. Of a run: its own."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt column. Default: prompt.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split, for folders and ids. Default: test.")] = None,
     system_prompt: Annotated[str | None, typer.Option(help="System message before every prompt.")] = None,
-    chat_template: Annotated[bool, typer.Option(help="Render prompts with the model's chat template.")] = True,
-    num_samples: Annotated[int, typer.Option(help="k completions per prompt, for mean@k and pass@k.")] = 1,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option("--chat-template/--no-chat-template", help="Render prompts with the model's chat template."),
+    ] = None,
+    num_samples: Annotated[int | None, typer.Option(help="k completions per prompt, for mean@k and pass@k.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0, or 0.6 for k > 1.")] = None,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    max_prompt_tokens: Annotated[int, typer.Option()] = 512,
-    max_completion_tokens: Annotated[int, typer.Option()] = 256,
+    top_p: Annotated[float | None, typer.Option(help="1, the default, is off.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0, the default, is off.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Default: 512.")] = None,
+    max_completion_tokens: Annotated[int | None, typer.Option(help="Default: 256.")] = None,
     max_prompts: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    reward_args: Annotated[str, typer.Option(help="Keyword arguments of the first reward, as YAML.")] = "{}",
+    reward_args: Annotated[str | None, typer.Option(help="Keyword arguments of the first reward, as YAML.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the completions there, as Parquet.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate a model on a data set: accuracy, mean@k, pass@k."""
-    import yaml
+    """Evaluate a model on a data set: accuracy, mean@k, pass@k. Of a run, with the run's settings."""
+    given = {name: value for name, value in locals().items() if name not in ("model", "out", "json_", "debug")}
+    from cohort.cli.eval_config import eval_config
 
+    config = eval_config(model, given)
     loading()
     from cohort.cli.evaluate import run_eval
-    from cohort.config import config_from_dict
 
-    try:
-        args = yaml.safe_load(reward_args)
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"--reward-args: {reward_args!r} is not valid YAML, such as '{{pattern: \"#### (.*)\"}}'"
-        ) from error
-    rewards = [{"use": use, "args": args if i == 0 else {}} for i, use in enumerate(reward)]
-    if temperature is None:
-        temperature = 0.0 if num_samples == 1 else 0.6
-    sampling = {"num_samples": num_samples, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    config = config_from_dict(
-        {
-            "model": {"path": model},
-            "data": {
-                "path": data,
-                "prompt": prompt,
-                "system_prompt": system_prompt,
-                "apply_chat_template": chat_template,
-            },
-            "rewards": rewards,
-            "rollout": {"max_prompt_tokens": max_prompt_tokens, "max_completion_tokens": max_completion_tokens},
-            "train": {"seed": seed},
-            "eval": {"path": data, "split": split, "max_prompts": max_prompts, **sampling},
-            "hardware": {"device": device},
-        }
-    )
     run_eval(config, out=out, as_json=json_)
 
 
