@@ -137,7 +137,7 @@ class Campaign:
             code = self.wait(process)
             filler.unlink()
             if code not in (0, 1, 2):
-                self.lost.append(f"{run.name}: a full disk ended with {code}")
+                self.lost.append(f"{run.name}: a full disk ended with {code}: {self.said()}")
             self.finish(run / "run")
         finally:
             subprocess.run(["umount", str(run)], check=True)
@@ -148,7 +148,7 @@ class Campaign:
         if self.wait(self.start(run)) == 0:
             self.compare(run)
             return
-        self.lost.append(f"{run.name}: it does not finish: {(self.folder / 'said').read_text()[-500:]}")
+        self.lost.append(f"{run.name}: it does not finish: {self.said()}")
 
     def compare(self, run: Path) -> None:
         """Compare a finished run with the one that nothing happened to."""
@@ -162,6 +162,10 @@ class Campaign:
             self.lost.append(f"{run.name}: other weights")
         if files[0] != files[1]:
             self.lost.append(f"{run.name}: other completions")
+
+    def said(self) -> str:
+        """The last words of the processes."""
+        return (self.folder / "said").read_text()[-2000:]
 
     def start(self, run: Path) -> int:
         """The number of a process that trains, forked from this one, which has imported all and computed nothing."""

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,9 @@ class RunFolder:
                 f"run.dir: {str(self.path)!r} is in use by process {owner or '(unknown)'}; wait for it, stop it, or "
                 f"give another folder"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        with suppress(OSError):  # on a full disk nobody learns who holds the folder
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
         return descriptor
 
 
