@@ -129,7 +129,7 @@ def test_what_nobody_foresaw_ends_with_one_message(tmp_path, cohort, monkeypatch
     assert ended.code == 70
     (file,) = (tmp_path / "run" / "logs").iterdir()
     assert ended.err == (
-        "error: nobody foresaw this: ZeroDivisionError: a mistake of ours\nIt is a mistake in Cohort. "
+        "error: internal error: ZeroDivisionError: a mistake of ours\nThis is a bug in Cohort. "
         f"The traceback is in {file}. Please report it with that, the command and the configuration, as an issue of "
         "the project\n"
     )

@@ -1,6 +1,8 @@
 """A reward function that ends the process: the next start says which, and where it was."""
 
+import copy
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def test_what_a_function_reads_is_noted(tmp_path: Path):
     def look(completions: list[Any], **kw: Any) -> list[float]:
         assert isinstance(completions, list) and completions == ["a", "b", "c"]
         assert completions[1:] == ["b", "c"] and list(reversed(completions)) == ["c", "b", "a"]
+        assert pickle.loads(pickle.dumps(completions)) == copy.deepcopy(completions) == ["a", "b", "c"]
         assert completions[-2] == "b"
         told.append(RewardMarker(_copy(marker, tmp_path)).left_behind())
         return [1.0 for _ in completions]

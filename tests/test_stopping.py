@@ -51,19 +51,19 @@ class Told(Display):
 
 
 def trained_with(config: dict[str, Any], part: str, steps_done: int, *numbers: int, then: Callable[[], None]) -> None:
-    """Train; the part of the first step after so many gets signals, and does something then."""
+    """Train; a part of the step after so many gets signals, and does something then."""
     display = Told()
     name = PARTS[part][0]
     owner, attribute = name.rsplit(".", 1)
     original = resolve_name(name)
-    numbers_left = list(numbers)
+    moments = ["once"]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        if display.steps_done == steps_done and numbers_left:
-            for number in numbers_left:
+        if display.steps_done == steps_done and moments:
+            moments.clear()
+            for number in numbers:
                 os.kill(os.getpid(), number)
                 time.sleep(0.1)
-            numbers_left.clear()
             then()
         return original(*args, **kwargs)
 
@@ -77,6 +77,18 @@ def go_on() -> None:
 
 def hang() -> None:
     time.sleep(PATIENCE_S)
+
+
+def end_a_child() -> None:
+    """As a reward that runs code in a process of its own, which takes too long."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(PATIENCE_S)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
 def ignore_and_train(config: dict[str, Any], part: str, steps_done: int, number: int) -> None:
@@ -193,6 +205,11 @@ def test_a_signal_that_is_ignored_stays_ignored(config, tmp_path):
     assert (code, "stopped" in said) == (0, False), said
 
 
+def test_a_signal_to_a_forked_child_is_not_the_runs(config, tmp_path):
+    code, said = ended(trained_with, of_its_own(config, tmp_path), "rewards", 2, then=end_a_child)
+    assert (code, "stopped" in said) == (0, False), said
+
+
 def test_a_second_signal_ends_it_at_once(config, tmp_path):
     own = of_its_own(config, tmp_path, checkpoint_every=2)
     code, said = ended(trained_with, own, "before the update", 3, signal.SIGINT, signal.SIGINT, then=hang)
@@ -205,7 +222,7 @@ def test_there_is_an_end_to_the_grace(config, tmp_path):
     code, said = ended(trained_with, own, "before the update", 3, signal.SIGTERM, then=hang)
     assert code == 143
     assert said.endswith(
-        "stopped before it could save within hardware.grace_s: 0.5; the same command goes on from step-2\n"
+        "stopped: it did not finish saving within hardware.grace_s (0.5 s); the same command goes on from step-2\n"
     )
 
 

@@ -45,7 +45,9 @@ class Outcome:
 
     def write(self, file: Path) -> None:
         """Leave it in `file`."""
-        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        partial = file.with_name(f".{file.name}.partial")  # the process may be ended at any moment
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        partial.replace(file)
 
     @classmethod
     def read(cls, file: Path) -> "Outcome | None":

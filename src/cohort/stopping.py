@@ -1,7 +1,7 @@
 """How a run is asked to end: by signals, which are remembered until it comes to where it can save.
 
 A handler that raises does so between any two instructions: in a callback of a library, which drops the exception, or
-halfway through a file. Here none raises. The system writes a signal's number into a pipe as it arrives
+halfway through a file. Those of a run do not raise. The system writes a signal's number into a pipe as it arrives
 (`signal.set_wakeup_fd`), even while the main thread is in a long call of a library, and a thread reads it there. The
 run asks (`check`) wherever it waits, and between the parts of a step.
 """
@@ -15,8 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal
 
@@ -110,8 +110,8 @@ def share(store: Any, neighbours: Collection[int]) -> None:
         store: that the ranks have in common.
         neighbours: process ids of the others that the same launcher has started.
     """
-    if _watch is not None:
-        _watch.store, _watch.neighbours = store, neighbours
+    if _watch is not None:  # a connection of its own: the run waits in the other one
+        _watch.store, _watch.neighbours = store.clone() if hasattr(store, "clone") else store, neighbours
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def watching(role: Role, *, grace_s: float, goes_on_from: Callable[[], str]) -> 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watch = _Watch(reading, frozenset(before), role=role, grace_s=grace_s, goes_on_from=goes_on_from)
+    watch = _Watch(reading, before, role=role, grace_s=grace_s, goes_on_from=goes_on_from)
     for number in before:
         signal.signal(number, _do_nothing)
     if role == "rank" and OUTCOME_FILE in os.environ and signal.SIGTERM in before:
@@ -173,7 +173,7 @@ class _Watch:
     """What the thread knows that reads the pipe."""
 
     def __init__(
-        self, pipe: int, numbers: frozenset[int], *, role: Role, grace_s: float, goes_on_from: Callable[[], str]
+        self, pipe: int, handlers: Mapping[Any, Any], *, role: Role, grace_s: float, goes_on_from: Callable[[], str]
     ):
         self.number: int | None = None  # of the signal that came first
         self.asked = threading.Event()
@@ -181,7 +181,8 @@ class _Watch:
         self.store: Any = None  # of several ranks; None without, and when it has gone
         self.neighbours: Collection[int] = ()
         self._pipe = pipe
-        self._numbers = numbers
+        self.handlers = handlers  # of the signals that it looks for, as they were before
+        self._missed = False  # the launcher's own handlers, which hand signals on, were not there yet
         self._role = role
         self._grace_s = grace_s
         self._goes_on_from = goes_on_from
@@ -198,7 +199,7 @@ class _Watch:
                 if not numbers:
                     return
                 for number in numbers:
-                    if number in self._numbers:
+                    if number in self.handlers:
                         self._arrived(number)
             self._look()
 
@@ -210,33 +211,37 @@ class _Watch:
             os._exit(128 + number)
         if self.number is None:
             self._ask(number)
+        elif self._missed:
+            self._missed = False  # it is the one that is sent again below
         elif self._role != "rank":  # a rank may get one from a cluster and the same from its launcher
             self._end(f"ended at once by a second {signal.Signals(number).name}")
 
     def _ask(self, number: int) -> None:
         self.number = number
-        self._deadline = time.monotonic() + self._grace_s + (0 if self._speaks else _OTHERS_LATER_S)
         self.asked.set()
-        if self._role == "launcher":
-            self._deadline = math.inf  # its ranks have one
+        if self._role == "launcher" and self.can_save:  # its ranks have a deadline
+            self._missed = signal.getsignal(number) is _do_nothing
             return
+        self._deadline = time.monotonic() + self._grace_s + (0 if self._speaks else _OTHERS_LATER_S)
         decides = self._speaks or self.store is None  # rank 0 knows whether there is something to save
         self._store_does("set", _KEY, str(number))
-        if decides and not self.can_save and (_process_is_ours or self._role == "rank"):
+        if decides and not self.can_save and (_process_is_ours or self._role != "run"):
             self._end(f"stopped by {signal.Signals(number).name}, with nothing new to save")
 
     def _look(self) -> None:
         """What no signal of this process tells."""
         if self._role == "rank" and os.getppid() != self._parent:
             os._exit(128 + signal.SIGKILL)
+        if self._missed and self.number is not None and signal.getsignal(self.number) is not _do_nothing:
+            os.kill(os.getpid(), self.number)
         if self.number is None and self._store_does("check", [_KEY]):
-            self._ask(int(self._store_does("get", _KEY)))
+            self._ask(int(self._store_does("get", _KEY) or signal.SIGTERM))
         if self.number is not None and not self._speaks and self._neighbour_is_gone():
             os._exit(128 + self.number)  # rank 0 has ended, or the launcher ends all
         if time.monotonic() > self._deadline:
             if self._role == "rank":
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
-            self._end(f"stopped before it could save within hardware.grace_s: {self._grace_s:g}")
+            self._end(f"stopped: it did not finish saving within hardware.grace_s ({self._grace_s:g} s)")
 
     def _store_does(self, method: str, *arguments: Any) -> Any:
         """The answer of the store that the ranks share."""
@@ -260,11 +265,27 @@ class _Watch:
     def _end(self, how: str) -> None:
         """End this process wherever it is."""
         assert self.number is not None
-        if self._speaks:
-            with suppress(OSError, ValueError):  # a console that is gone
-                shown = "\x1b[?25h" if sys.stdout.isatty() else ""  # a progress bar hides the cursor
-                print(f"{shown}\n{how}; {self._goes_on_from()}", flush=True)
-        os._exit(128 + self.number)
+        try:
+            # past sys.stdout, which the main thread may hold; and a console that is gone or paused is no reason to stay
+            if self._speaks and select.select([], [1], [], 1.0)[1]:
+                shown = "\x1b[?25h" if os.isatty(1) else ""  # a progress bar hides the cursor
+                os.write(1, f"{shown}\n{how}; {self._goes_on_from()}\n".encode())
+        finally:
+            os._exit(128 + self.number)
+
+
+def _forget_in_child() -> None:
+    """A process that is forked, as multiprocessing does on Linux, has signals of its own: they are not the run's."""
+    global _watch
+    if _watch is not None:
+        signal.set_wakeup_fd(-1)
+        faulthandler.unregister(signal.SIGTERM)
+        for number, handler in _watch.handlers.items():
+            signal.signal(number, handler)
+        _watch = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import cohort.cli  # noqa: F401  (sets the environment before torch is imported)
 from cohort.config import load_config
 from cohort.errors import TrainingError, UserError
-from cohort.startup import pause_collection
+from cohort.startup import run_and_leave
 from cohort.stopping import own_process
 from cohort.unforeseen import belongs_to, told
 
@@ -27,7 +27,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     own_process()
-    pause_collection()
     try:
         with told(UserError, TrainingError):
             record(_train)(arguments)
@@ -52,4 +51,4 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

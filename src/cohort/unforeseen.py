@@ -1,5 +1,6 @@
 """The last line of defence: an exception that nobody foresaw ends with one message, and its traceback in a file."""
 
+import os
 import platform
 import sys
 import tempfile
@@ -43,14 +44,14 @@ def _message(error: Exception, file: Path | None) -> str:
     last = traceback.format_exception_only(error)[-1].strip()
     where = f"The traceback is in {file}" if file else "--debug shows the traceback"
     return (
-        f"error: nobody foresaw this: {last[:500]}\nIt is a mistake in Cohort. {where}. Please report it with that, "
+        f"error: internal error: {last[:500]}\nThis is a bug in Cohort. {where}. Please report it with that, "
         f"the command and the configuration, as an issue of the project"
     )
 
 
 def _write(error: Exception) -> Path | None:
     """The file with the traceback: in the run's folder, or among the temporary files; None where there is no room."""
-    name = f"unforeseen-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     versions = [f"python {platform.python_version()}, {platform.platform()}"]
     for package in ("cohort-rl", "torch", "transformers", "vllm"):
         try:

@@ -20,7 +20,7 @@ from cohort.stopping import own_process
 from cohort.unforeseen import belongs_to, told
 
 # Typer has a copy of click in it, whose exceptions are about the command line
-_FORESEEN = (UserError, TrainingError, typer.Exit, typer.Abort, typer.BadParameter.__mro__[2])
+_FORESEEN = (UserError, TrainingError, BrokenPipeError, typer.Exit, typer.Abort, typer.BadParameter.__mro__[2])
 
 
 class _Commands(TyperGroup):

@@ -46,6 +46,8 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
     if "reward" in options:
         raw["rewards"] = _rewards(options["reward"], options.get("reward_args", "{}"))
         raw["eval"]["success_reward"] = None
+    elif "reward_args" in options:
+        raise UserError("--reward-args has no effect without --reward; give both, or neither")
     if not raw["rewards"]:
         raise UserError("--reward is missing; give one as in `rewards.use`, such as math or rewards.py:right")
     if "seed" in options:

@@ -16,7 +16,7 @@ class LastingStream:
         """Write, or drop."""
         try:
             return sys.stdout.write(text)
-        except (OSError, ValueError):  # ValueError: it was closed
+        except (OSError, ValueError, AttributeError):  # ValueError: it was closed; AttributeError: from the beginning
             _let_go()
             return len(text)
 
@@ -24,7 +24,7 @@ class LastingStream:
         """Flush, or drop."""
         try:
             sys.stdout.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             _let_go()
 
     def __getattr__(self, name: str) -> Any:
@@ -33,7 +33,7 @@ class LastingStream:
 
 def _let_go() -> None:
     """The interpreter flushes at its end, too, and would fail once more."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

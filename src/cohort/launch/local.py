@@ -136,15 +136,18 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     code_of_signal: int | None = None  # exit code
     with environment_of(environment), _quiet_launcher():
         try:
+            stopping.can_save()  # from here on a signal is for the ranks
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
-            if codes <= stopping.CODES:
-                code_of_signal = error.get_first_failure()[1].exitcode
+            told_to = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, -signal.SIGHUP, -signal.SIGUSR1}
+            if codes & stopping.CODES and codes <= stopping.CODES | told_to:
+                code_of_signal = next(code for code in sorted(codes) if code in stopping.CODES)
             else:
                 failures = read_failures(error, logs)
         except SignalException as error:
             code_of_signal = 128 + error.sigval
+    stopping.can_save(False)
     outcome = Outcome.read(logs / "outcome.json")
     if outcome is None and code_of_signal is not None:
         raise SystemExit(code_of_signal)

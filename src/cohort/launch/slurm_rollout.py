@@ -130,6 +130,7 @@ for node in ${{rollout_nodes//,/ }}; do
 done
 srun --nodes={nodes.num_nodes} --ntasks={nodes.num_nodes} --nodelist="$rollout_nodes" \\
     --kill-on-bad-exit=1 --cpu-bind=none bash -c '
+    trap "" USR1  # that is for the training ranks, which save
     for (( i = 0; i < {nodes.servers_per_node}; i++ )); do
         first_gpu=$(( i * {nodes.gpus_per_server} ))
         export CUDA_VISIBLE_DEVICES=$(seq -s, "$first_gpu" $(( first_gpu + {nodes.gpus_per_server} - 1 )))

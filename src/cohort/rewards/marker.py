@@ -75,6 +75,9 @@ class _Watched(list[Any]):
             self._note(number + 1 if number >= 0 else len(self) + number + 1)
         return super().__getitem__(at)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(super().__iter__()),)  # for other processes, and copies
+
     def _note(self, number: int) -> None:
         if not self._memory.closed:  # the function's thread may be left behind
             self._memory[:8] = struct.pack("<q", number)

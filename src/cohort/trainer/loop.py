@@ -21,7 +21,7 @@ from cohort.checkpoint import TrainerState, disk_errors, write_folder_atomically
 from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.engine import TrainResult
-from cohort.errors import StopRequested, TrainingError, UserError
+from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock, device_peak_flops, flops_of, speed_metrics
 from cohort.outcome import RunResult
@@ -102,6 +102,8 @@ class Training:
             for step in range(self.first_step, self.plan.num_steps):
                 stopping.check()
                 self._step(step)
+        except OutOfStepError:
+            raise  # the others are elsewhere: nothing can be saved with them
         except (UserError, TrainingError) as error:
             # what has ended with this process may be noticed before the signal is
             asked = stopping.requested(within_s=_SAME_SIGNAL_S)
@@ -182,10 +184,11 @@ class Training:
         crew, phase = self.parts.crew, self.clock.phase
         coefficients = crew.algorithm.coefficients(self.control)
         with phase("train"):
-            self.learning |= crew.critic is not None
+            if crew.critic is not None:
+                self._begin_to_learn()
             of_critic = crew.train_critic(for_critic)
             of_policy = crew.forward_backward(batches, coefficients)
-        self.learning = True
+        self._begin_to_learn()
         with phase("optim"):
             optim = crew.optim_step()
         self.control = crew.algorithm.updated(self.control, of_policy.metrics, num_completions)
@@ -201,12 +204,19 @@ class Training:
             },
         )
 
+    def _begin_to_learn(self) -> None:
+        """From here on the step is finished before the run ends, also the first one."""
+        self.learning = True
+        stopping.can_save()
+
     def _publish(self, steps_done: int) -> dict[str, float]:
         """The weights to whoever samples; nothing where the run is to end, as servers may be ending too."""
         try:
             stopping.check()
             self.parts.rollout.load_weights(policy_version=self.parts.crew.engine.updates_done)
             return self._check_parity(steps_done)
+        except OutOfStepError:
+            raise
         except TrainingError:
             if stopping.requested(within_s=_SAME_SIGNAL_S) is None:
                 raise

@@ -82,6 +82,9 @@ def _run(config: Config, *, resume: bool) -> None:
             train(config, resume=resume, ranks=ranks)
         else:
             work(config, ranks)
+    except stopping.RunStopped:
+        leave_ranks()
+        raise
     except (RuntimeError, dist.DistError) as error:
         lost_peer = not isinstance(error, TrainingError | torch.OutOfMemoryError)
         if lost_peer and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):

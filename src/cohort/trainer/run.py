@@ -95,7 +95,7 @@ def _told_of_stop(config: Config, display: Display) -> Iterator[None]:
     try:
         yield
     except StopRequested:
-        number = stopping.requested()
+        number = stopping.requested(within_s=10.0)  # another rank may have known earlier
         assert number is not None, "whoever raises it was asked"
         display.note(f"stopped by {number.name}, with nothing new to save; {goes_on_from(Path(config.run.dir))}")
         raise RunStopped(number) from None
