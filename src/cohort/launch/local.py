@@ -140,9 +140,8 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
-            told_to = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, -signal.SIGHUP, -signal.SIGUSR1}
-            if codes & stopping.CODES and codes <= stopping.CODES | told_to:
-                code_of_signal = next(code for code in sorted(codes) if code in stopping.CODES)
+            if codes <= stopping.CODES:
+                code_of_signal = error.get_first_failure()[1].exitcode
             else:
                 failures = read_failures(error, logs)
         except SignalException as error:
