@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cohort.config.section import Section
 
-_MOST_PROCESSES = 1024  # of one machine
+_MOST_PROCESSES = 65_536  # of one machine
 
 
 class HardwareConfig(Section):
