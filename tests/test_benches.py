@@ -18,6 +18,7 @@ BENCH = Path(__file__).parent.parent / "bench"
 # Each script, and what its output has. `trl_demo.py` needs TRL, and `vllm_servers.py` servers: tests/real_vllm has it.
 SCRIPTS = {
     "algorithms.py": "| grpo | 16 |",
+    "answers.py": "| nine levels of aliases |",
     "campaign.py": "kills: 1 (",
     "checkpoint.py": "with checksums a save takes ",
     "invariance.py": "| grpo | ",

@@ -277,6 +277,15 @@ def test_a_count_that_is_none_is_told_and_nothing_is_judged(value: str, tmp_path
     assert report.starts == {}
 
 
+@pytest.mark.parametrize("gpu", [None, "h100"])
+def test_more_processes_than_anybody_has_are_told_and_not_computed(gpu: str | None, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "{model: {path: m}, data: {path: d}, rewards: [{use: math}], hardware: {processes: 99999999999}}"
+    )
+    finding = next(f for f in check_file(tmp_path / "run.yaml", gpu=gpu).findings if f.code == "CHK002")
+    assert "hardware.processes: 99999999999: must be a whole number of at least 1 and at most 100000" in finding.message
+
+
 @examples(150)
 @given(st.text(max_size=120), st.sampled_from(["a.yaml", "a.py", "a.sh"]))
 def test_no_file_makes_it_fail(tmp_path_factory: pytest.TempPathFactory, text: str, name: str):

@@ -165,7 +165,7 @@ raw_configs = st.fixed_dictionaries(
         "train": st.fixed_dictionaries(
             {"learning_rate": number}, optional={"epochs": number, "micro_batch_tokens": number_or_auto}
         ),
-        "hardware": st.fixed_dictionaries({"processes": number_or_auto, "timeout_s": number}),
+        "hardware": st.fixed_dictionaries({"processes": st.just("auto") | st.integers(1, 10**5), "timeout_s": number}),
         "eval": st.fixed_dictionaries({"path": text}, optional={"temperature": number}),
         "run": st.fixed_dictionaries({"checkpoint_every": st.sampled_from([0, 1, 50])}),
     },

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cohort.config.section import Section
 
-_MOST_PROCESSES = 65_536  # of one machine
+MOST_PROCESSES = 100_000  # more than anybody has: a typo is answered and not computed
 
 
 class HardwareConfig(Section):
@@ -56,9 +56,9 @@ class HardwareConfig(Section):
     @classmethod
     def _a_number_or_auto(cls, value: Any) -> Any:
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value == "auto" or (is_number and 1 <= value <= _MOST_PROCESSES):
+        if value == "auto" or (is_number and 1 <= value <= MOST_PROCESSES):
             return value
-        most = f" and at most {_MOST_PROCESSES}" if is_number and value > _MOST_PROCESSES else ""
+        most = f" and at most {MOST_PROCESSES}" if is_number and value > MOST_PROCESSES else ""
         raise ValueError(
             f"must be a whole number of at least 1{most}, or auto (every GPU of this machine; 1 without GPUs)"
         )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cohort.config.hardware import MOST_PROCESSES
 from cohort.config.sizes import parse_size
 from cohort.errors import UserError
 from cohort.plan.calibration import Calibration, calibration_here, calibration_of
@@ -61,8 +62,8 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
             f"for what `cohort plan --calibrate` has measured on this machine"
         )
     for option, number in (("--gpus", gpus), ("--nodes", nodes)):
-        if not 1 <= number <= 100_000:
-            raise UserError(f"{option}: {number} has to be a whole number of at least 1")
+        if not 1 <= number <= MOST_PROCESSES:
+            raise UserError(f"{option}: {number} must be a whole number from 1 to {MOST_PROCESSES:,}")
     if gpu.lower() == "here":
         measured = calibration_here()
         if measured is None:

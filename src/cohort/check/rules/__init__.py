@@ -11,6 +11,7 @@ from cohort.check.rules.swift_run import judge_swift
 from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import judge_trl
 from cohort.check.rules.verl_run import judge_verl
+from cohort.config.hardware import MOST_PROCESSES
 from cohort.errors import UserError
 from cohort.plan.hardware import GPUS, hardware
 
@@ -46,8 +47,8 @@ def judge_memory(
         UserError: no such GPU or size.
     """
     name = gpu or launch.gpu
-    if launch.processes is not None and int(launch.processes.value) < 1:
-        return None  # nothing trains, which the launcher's own finding says
+    if launch.processes is not None and not 1 <= int(launch.processes.value) <= MOST_PROCESSES:
+        return None  # the finding about the number says it all
     if name is None and gpu_memory is None:
         largest = max(GPUS, key=lambda known: GPUS[known][1])
         verdict = judge_memory(launch, judged, gpu=largest, gpu_memory=None) if launch.processes else None
