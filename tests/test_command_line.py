@@ -1,13 +1,16 @@
 """The command line itself: usage, tracebacks, exit codes, and a real Ctrl-C."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from cohort.checkpoint import load_trainer_state
+from cohort.cli import main
 from cohort.run_files import checkpoints
 from commands import ENVIRONMENT, Ended, set_up, start_command
 from selection import slow
@@ -93,6 +96,18 @@ def test_a_command_in_a_fresh_interpreter(tmp_path, command):
     )
     assert shown in done.stdout + done.stderr, done
     assert "Traceback" not in done.stderr and done.returncode == (2 if "nowhere" in arguments else 0), done
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["algorithms"], ["convert", "trl.yaml"], ["--help"]])
+def test_an_answer_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch, capsys, arguments):
+    (tmp_path / "trl.yaml").write_text(TRL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cohort", *arguments])
+    with suppress(OSError), open("/dev/full", "w") as full, pytest.raises(SystemExit) as ended:  # it is closed full
+        monkeypatch.setattr(sys, "stdout", full)
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (1, "error: standard output: No space left on device\n")
 
 
 def test_a_reward_may_ask_for_the_prompt_column(tmp_path, cohort):

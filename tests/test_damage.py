@@ -121,6 +121,13 @@ def test_the_run_goes_on_from_the_newest_whole_one(config, whole: Path, run: Pat
     assert names == ["damaged-step-4", "step-4", "step-6"]
 
 
+def test_large_checkpoints_are_told_while_they_are_read(config, run: Path, monkeypatch):
+    monkeypatch.setattr("cohort.trainer.resume._MANY_BYTES", 1_000)
+    notes = Notes()
+    library.train(changed(config, run={"dir": str(run)}), display=notes)
+    assert "verifying step-4 (0 GB)" in notes.told
+
+
 def test_where_all_are_damaged_nothing_is_touched(config, run: Path):
     for number in (2, 4):
         flip(run / "checkpoints" / f"step-{number}" / WEIGHTS)

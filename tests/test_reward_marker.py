@@ -4,12 +4,14 @@ import copy
 import os
 import pickle
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cohort as library
+from cohort import stopping
 from cohort.rewards import RewardMarker, RewardRunner
 from commands import set_up
 from forked import fork
@@ -54,6 +56,26 @@ def test_the_next_start_says_where_the_process_ended(tmp_path: Path, end: str, c
         expected = "the last process ended inside reward 'mine' in step 2; the last completion that it looked at was "
         assert (f"{expected}number 3 of 4" in notes.told) == told, notes.told
         assert not (tmp_path / "run" / ".reward").exists()
+
+
+def _end_inside(file: Path) -> None:
+    stopping.own_process()
+    with (
+        stopping.watching("run", grace_s=PATIENCE_S, goes_on_from=lambda: "nothing to go on from"),
+        RewardMarker(file).inside("reward 'mine'", 4),
+    ):
+        assert file.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE_S)
+
+
+def test_a_signal_that_ends_the_process_in_a_function_is_not_the_functions_doing(tmp_path: Path):
+    process = fork(_end_inside, tmp_path / ".reward", out=tmp_path / "said")
+    process.join(PATIENCE_S)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 128 + signal.SIGTERM, said
+    assert "stopped by SIGTERM, with nothing new to save; nothing to go on from" in said
+    assert not (tmp_path / ".reward").exists()
 
 
 def test_what_a_function_reads_is_noted(tmp_path: Path):

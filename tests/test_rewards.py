@@ -232,7 +232,7 @@ def test_a_function_that_keeps_the_interpreter_lock_ends_the_process(tmp_path):
     file.write_text(textwrap.dedent(program))
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
-    assert "Timeout" in done.stderr and "in stuck" in done.stderr
+    assert "Timeout" in done.stderr and "in reward 'stuck'" in done.stderr
 
 
 def test_on_thread_start_runs_in_the_thread_of_the_function():

@@ -46,6 +46,7 @@ class RunStopped(SystemExit):
 
 _watch: "_Watch | None" = None
 _process_is_ours = False
+_clean_up: list[Callable[[], None]] = []
 
 
 def own_process() -> None:
@@ -77,6 +78,16 @@ def check() -> None:
     """
     if (number := requested()) is not None:
         raise StopRequested(f"asked to end by {number.name}")
+
+
+@contextmanager
+def cleaning_up(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Inside, this is called where a signal ends the process at once."""
+    _clean_up.append(clean_up)
+    try:
+        yield
+    finally:
+        _clean_up.remove(clean_up)
 
 
 def patiently(wait: Callable[[float], bool], timeout_s: float) -> bool:
@@ -266,6 +277,8 @@ class _Watch:
         """End this process wherever it is."""
         assert self.number is not None
         try:
+            for clean_up in list(_clean_up):
+                clean_up()
             # past sys.stdout, which the main thread may hold; and a console that is gone or paused is no reason to stay
             if self._speaks and select.select([], [1], [], 1.0)[1]:
                 shown = "\x1b[?25h" if os.isatty(1) else ""  # a progress bar hides the cursor

@@ -2,8 +2,9 @@
 
 import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -19,9 +20,6 @@ from cohort.startup import loading
 from cohort.stopping import own_process
 from cohort.unforeseen import belongs_to, told
 
-# Typer has a copy of click in it, whose exceptions are about the command line
-_FORESEEN = (UserError, TrainingError, BrokenPipeError, typer.Exit, typer.Abort, typer.BadParameter.__mro__[2])
-
 
 class _Commands(TyperGroup):
     """Runs a command and turns what ends it early into a message and an exit code."""
@@ -29,8 +27,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Exit codes: 1 the run failed, 2 a mistake that the user can mend, 130 interrupted before it did anything."""
         try:
-            with told(*_FORESEEN):
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except (UserError, TrainingError) as error:
             if "--debug" in sys.argv:
                 traceback.print_exc()
@@ -40,6 +37,32 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise SystemExit(130) from None
+
+
+class _OutputLostError(OSError):
+    """Standard output cannot be written: where a command's answer goes, so that the command has failed."""
+
+
+class _Output:
+    """Standard output, whose errors are told from those of files."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _OutputLostError(*error.args) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _OutputLostError(*error.args) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 app = typer.Typer(
@@ -242,4 +265,10 @@ def main() -> None:
     nobody foresaw, 128 + N: by signal N.
     """
     own_process()
-    app()
+    output: Any = None if sys.stdout is None else _Output(sys.stdout)  # None: closed
+    try:
+        with redirect_stdout(output), told(_OutputLostError):
+            app()
+    except _OutputLostError as error:
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -58,6 +58,7 @@ def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], on_thread_st
         finally:
             ended.set()
 
+    _show_in_stacks(work, reward)
     thread = threading.Thread(target=work, name=f"reward {reward.name}", daemon=True)
     with _interpreter_watchdog(reward.timeout_s + _INTERPRETER_GRACE_S):
         thread.start()
@@ -137,6 +138,7 @@ async def _run_one(reward: RewardFunction, arguments: Mapping[str, Any]) -> _Out
         except BaseException as error:  # SystemExit would end the loop
             return _Outcome(kind="raised", value=error)
 
+    _show_in_stacks(guarded, reward)
     task = asyncio.create_task(guarded())
     # Not asyncio.wait_for: its TimeoutError looks like one that the function raised, and it waits for a task that
     # does not let itself be cancelled.
@@ -164,6 +166,11 @@ def _value_of(reward: RewardFunction, outcome: _Outcome) -> Any:
 
 def _at(line: str | None) -> str:
     return f"; it was at {line}" if line else ""
+
+
+def _show_in_stacks(caller: Any, reward: RewardFunction) -> None:
+    """Name the reward in the stacks of faulthandler, which are all that is left of a process that it ends."""
+    caller.__code__ = caller.__code__.replace(co_name=f"reward {reward.name!r}")
 
 
 def _line_of_thread(thread: threading.Thread) -> str | None:

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar
 
+from cohort.stopping import cleaning_up
+
 T = TypeVar("T")
 _HEAD = struct.Struct("<qq")  # how many completions it has looked at, or which was the last; of how many
 _BYTES = 4096
@@ -48,6 +50,7 @@ class RewardMarker:
             with suppress(OSError):  # a full disk is told by what has to be written
                 self._file.write_bytes((_HEAD.pack(0, num_completions) + text).ljust(_BYTES, b"\0"))
                 at_the_end.callback(self._forget)
+                at_the_end.enter_context(cleaning_up(self._forget))
                 file = at_the_end.enter_context(self._file.open("r+b"))
                 memory = at_the_end.enter_context(mmap.mmap(file.fileno(), _BYTES))
             yield lambda items: items if memory is None else _Watched(items, memory)

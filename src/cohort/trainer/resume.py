@@ -10,6 +10,8 @@ from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.run_files import DAMAGED, Checksums, checkpoints, find_damage, read_manifest, shared_out
 
+_MANY_BYTES = 4_000_000_000  # take some seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOrder:
@@ -72,6 +74,8 @@ def _damage(path: Path, ranks: Ranks, note: Callable[[str], None]) -> list[str]:
         note(f"checkpoint {path.name} has no manifest, as those of earlier versions: its files are not checked")
         return []
     order = VerifyOrder(folder=path, shares=shared_out(manifest, ranks.world_size))
+    if (num_bytes := sum(size for size, _ in manifest.values())) >= _MANY_BYTES:
+        note(f"verifying {path.name} ({num_bytes / 1e9:.0f} GB)")
     ranks.command(order)
     wrong = order.carry_out(ranks)
     assert wrong is not None, "rank 0 gathers"

@@ -24,6 +24,7 @@ from cohort.policy import (
     saved_bytes,
 )
 from cohort.rollout import LocalEngine, RolloutEngine
+from cohort.run_files import DAMAGED
 from cohort.trainer.crew import Crew
 from cohort.trainer.gather import Gatherer, build_gatherer
 from cohort.trainer.inputs import Inputs
@@ -165,7 +166,8 @@ def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
     checkpoint = sum(saved_bytes(engine.policy) for engine in learning) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
-    existing = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
+    ours = [p for p in (folder / "checkpoints").glob("*") if not p.name.startswith(DAMAGED)]  # these make room in time
+    existing = sum(f.stat().st_size for p in ours for f in p.rglob("*") if f.is_file())
     needed = checkpoint * kept + weights - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
