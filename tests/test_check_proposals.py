@@ -21,7 +21,7 @@ VERL = (
 SWIFT = "NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct --num_generations 8 "
 SEVEN = (
     "model: {path: Qwen/Qwen2.5-7B-Instruct}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
-    "rollout: {max_prompt_tokens: 512, max_completion_tokens: 4096, num_generations: 8}\n"
+    "rollout: {engine: local, max_prompt_tokens: 512, max_completion_tokens: 4096, num_generations: 8}\n"
     "train: {prompts_per_step: 16, micro_batch_tokens: auto}\n"
 )
 TRL = "reward_funcs: [accuracy]\nmodel_name_or_path: m\n"
@@ -118,10 +118,14 @@ def test_a_key_without_effect_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "options", "told"),
     [
-        ("", {}, "does not suffice: 172.2 GB of each GPU in backward with 1 process (hardware.processes is not set)"),
+        (
+            "hardware: {processes: 1}\n",
+            {},
+            "does not suffice: 172.2 GB of each GPU in backward with 1 process (line",
+        ),
         ("", {"world_sizes": (8,)}, "on 8 GPUs (--world-sizes)"),
         ("", {"launched_with": "accelerate launch --num_processes 8"}, "with 8 processes (--launch)"),
-        ("hardware: {processes: auto}\n", {}, "with hardware.processes: auto on 8 GPUs by"),
+        ("", {}, "with hardware.processes: auto on 8 GPUs by"),
         ("hardware: {processes: 8}\n", {"world_sizes": (1,)}, "with 8 processes (line 6)"),
     ],
 )
@@ -133,7 +137,7 @@ def test_memory_is_that_of_the_processes_that_are_named(
     alone = "1 process (" in told
     assert ("CHK019" in by_code(result)) == alone and result.memory.startswith("does not") == alone
     if alone:
-        assert by_code(result)["CHK019"].nearest[0] == "hardware.processes=auto on 8 GPUs"
+        assert by_code(result)["CHK019"].nearest[0] == "optim.offload=true"
 
 
 # --- the table

@@ -37,7 +37,7 @@ def test_defaults(tmp_path, monkeypatch):
         },
         "rewards": [{"use": "math", "weight": 1.0, "name": None, "args": {}, "timeout_s": 300.0}],
         "rollout": {
-            "engine": "local",
+            "engine": "auto",
             "num_generations": 8,
             "max_prompt_tokens": 512,
             "max_completion_tokens": 256,
@@ -76,7 +76,7 @@ def test_defaults(tmp_path, monkeypatch):
         },
         "eval": None,
         "hardware": {
-            "processes": 1,
+            "processes": "auto",
             "rollout_gpus": "auto",
             "device": "auto",
             "reshard_after_forward": "auto",
@@ -207,6 +207,6 @@ def test_overrides_that_cannot_work(override, expected):
 @pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 8}, {"processes": "auto"}])
 def test_numbers_that_may_be_left_to_the_program(given):
     config = config_from_dict({**MINIMAL, "hardware": given})
-    assert config.hardware.processes == given.get("processes", 1)
+    assert config.hardware.processes == given.get("processes", "auto")
     assert config_from_dict(MINIMAL, ["train.micro_batch_tokens=auto"]).train.micro_batch_tokens == "auto"
     assert config_from_dict(MINIMAL, ["train.micro_batch_tokens=1"]).train.micro_batch_tokens == 1

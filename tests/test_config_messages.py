@@ -171,7 +171,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "hardware: device: cuda:1 names one GPU, and processes: 2 would share it; use device: cuda, and "
             "CUDA_VISIBLE_DEVICES to choose among the GPUs",
         ),
-        ({"hardware": {"device": "cuda:0", "processes": "auto"}}, "hardware: device: cuda:0 names one GPU, and proc"),
+        ({"hardware": {"device": "cuda:0", "processes": 2}}, "hardware: device: cuda:0 names one GPU, and proc"),
         ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs say the same thing twice; remove one"),
         ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
         # options of vLLM that Cohort sets

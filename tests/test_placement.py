@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from cohort import placement
-from cohort.config import Config, config_from_dict
+from cohort.choice import with_chosen_engine
+from cohort.config import Config, config_from_dict, to_yaml
+from cohort.distributed import ALONE
 from cohort.errors import UserError
 from cohort.launch import local, start
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
 from cohort.plan.split import GpuSplit
+from cohort.trainer.setup import rank_device
 from runs import changed, make_inputs
 
 
@@ -145,7 +148,7 @@ def test_one_process_learns_it_too(gpus, monkeypatch, tmp_path):
     gpus(3)
     found = []
     monkeypatch.setattr("cohort.trainer.train", lambda config, **_: found.append(server_placement(config)))
-    start.train(config_with(folder=str(tmp_path)))
+    start.train(config_with("hardware.processes=1", folder=str(tmp_path)))
     assert [p.gpus for p in found] == [("1", "2")]
     assert PLACEMENT not in os.environ
 
@@ -226,3 +229,104 @@ def test_auto_without_a_driver_or_a_model(gpus, monkeypatch):
 def test_looking_at_the_gpu_fails_softly():
     if not torch.cuda.is_available():
         assert placement._look_at_gpu() is None
+
+
+# The engine that is chosen
+
+
+def chosen(config: Config) -> tuple[str, list[str]]:
+    notes: list[str] = []
+    return with_chosen_engine(config, notes.append).rollout.engine, notes
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A machine on which vLLM is or is not installed."""
+
+    def make(version: str | None) -> None:
+        def look(python: str) -> str:
+            if version is None:
+                raise UserError(f"{python}: has no vLLM")
+            return version
+
+        monkeypatch.setattr("cohort.choice.check_vllm", look)
+
+    return make
+
+
+def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, monkeypatch):
+    config = config_with(folder=str(tmp_path), engine="auto")
+    vllm("0.32.1")
+    gpus(0)
+    assert chosen(config) == ("local", [])
+    gpus(4)
+    assert chosen(config) == ("vllm", ["rollout.engine: auto: vllm, since vLLM 0.32.1 is installed"])
+    engine, (note,) = chosen(config_with("model.adapter={rank: 8, dora: true}", folder=str(tmp_path), engine="auto"))
+    assert engine == "local" and "dora: true: vLLM samples with plain LoRA only" in note
+    engine, (note,) = chosen(config_with("model.dtype=float64", folder=str(tmp_path), engine="auto"))
+    under_torchrun(monkeypatch, here=4, all_=8)
+    engine, (note,) = chosen(config)
+    assert engine == "local" and "on several machines" in note
+    monkeypatch.undo()
+    gpus(4)
+    vllm(None)
+    engine, (note,) = chosen(config)
+    assert engine == "local" and note.endswith("has no vLLM")
+    for named in ("local", "vllm"):
+        assert chosen(config_with(folder=str(tmp_path), engine=named)) == (named, [])
+
+
+@pytest.mark.parametrize("begun", ["local", "vllm"])
+def test_a_run_goes_on_with_the_engine_that_it_has_begun_with(gpus, vllm, tmp_path, begun):
+    (tmp_path / "config.yaml").write_text(to_yaml(config_with(folder=str(tmp_path), engine=begun)))
+    config = config_with(folder=str(tmp_path), engine="auto")
+    gpus(2)
+    vllm("0.32.1" if begun == "local" else None)
+    assert chosen(config) == (begun, [f"rollout.engine: auto: {begun}, as the run began"])
+    gpus(0)
+    assert chosen(config) == (begun, [])
+
+
+def test_the_engine_and_the_gpus_are_told_at_the_start(gpus, vllm, monkeypatch, tmp_path, capsys):
+    gpus(4)
+    vllm(None)
+    started: list[Config] = []
+
+    def run(config: Config, **_: object) -> None:
+        started.append(config)
+        (tmp_path / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(start, "run_processes", run)
+    start.train(config_with(folder=str(tmp_path), engine="auto"))
+    told = capsys.readouterr().err
+    assert "rollout.engine: auto: local, since " in told
+    assert "4 of 4 GPUs train and sample (hardware.processes: auto)" in told
+    assert [c.rollout.engine for c in started] == ["local"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["optim.name=adafactor", "model={path: m, quantization: nf4, adapter: {rank: 8}}", "reference={device: cpu}"],
+)
+def test_what_works_in_one_process_gets_one(more: str):
+    beta = ("algorithm.beta=0.1",) if "reference" in more else ()
+    assert config_with(more, *beta, engine="auto").hardware.processes == 1
+    assert config_with(engine="auto").hardware.processes == "auto"
+
+
+# How memory of GPUs is allocated
+
+
+@pytest.mark.parametrize("said", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_in_training_processes_unless_the_environment_decides(gpus, monkeypatch, tmp_path, said):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if said is not None:
+        monkeypatch.setenv(said, "max_split_size_mb:512")
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    gpus(1)
+    assert rank_device(config_with("hardware.device=cuda", folder=str(tmp_path)), ALONE).type == "cuda"
+    assert settings == ([] if said else ["expandable_segments:True"])
+    assert rank_device(config_with("hardware.device=cpu", folder=str(tmp_path)), ALONE).type == "cpu"
+    assert len(settings) == (said is None)

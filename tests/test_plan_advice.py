@@ -127,9 +127,11 @@ def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
     assert not plan.fits
     assert next(a for a in found if a.changes == {"reference.device": "cpu"}).saved_bytes == 4 * 1_543_714_304
     assert not [a for a in found if "reference.device" in a.changes and "--gpus" in a.changes]
-    for more, match in (("optim.name=adafactor", "adafactor cannot move"), ("reference.device=cpu", "one process")):
-        with pytest.raises(UserError, match=match):
-            predict_run(config("algorithm.beta=0.1", more), preset_shape("1.5b"), EIGHT)
+    for more in ("optim.name=adafactor", "reference.device=cpu"):
+        alone = predict_run(config("algorithm.beta=0.1", more), preset_shape("1.5b"), EIGHT)
+        assert (alone.layout.num_training, alone.num_idle) == (1, 7)
+    with pytest.raises(UserError, match="adafactor cannot move"):
+        predict_run(config("optim.name=adafactor", "hardware.processes=8"), preset_shape("1.5b"), EIGHT)
 
 
 @pytest.mark.parametrize(("gpus", "proposed"), [(1, True), (2, False)])

@@ -66,8 +66,8 @@ def test_other_reasons_than_memory() -> None:
 
 def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("model: {path: Qwen/Qwen2.5-7B}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n")
-    command = ["plan", str(file), "--gpu", "h200", "train.steps=1", "--max"]
+    file.write_text("{model: {path: Qwen/Qwen2.5-7B}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    command = ["plan", str(file), "--gpu", "h200", "--gpus", "1", "rollout.engine=local", "train.steps=1", "--max"]
     assert "largest group that fits: " in (told := CliRunner().invoke(app, [*command, "generations"]).output)
     assert " generations\n" in told and "derived: 1 step " in told
     assert "cohort-rl[quantization]" in told  # which is no markup

@@ -44,7 +44,7 @@ def run_file(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\nrewards: [{{use: math}}]\n"
-        "rollout: {max_prompt_tokens: 512, max_completion_tokens: 4096}\nhardware: {processes: auto}\n"
+        "rollout: {engine: local, max_prompt_tokens: 512, max_completion_tokens: 4096}\nhardware: {processes: auto}\n"
     )
     return file
 

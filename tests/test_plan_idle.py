@@ -21,7 +21,7 @@ def run_file(tmp_path: Path) -> Path:
     (tmp_path / "data.jsonl").write_text('{"prompt": "1"}\n' * 100)
     file.write_text(
         f"model: {{path: Qwen/Qwen2.5-7B}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\nrewards: [{{use: math}}]\n"
-        "train: {prompts_per_step: 10, updates_per_rollout: 2, micro_batch_tokens: auto}\n"
+        "rollout: {engine: local}\ntrain: {prompts_per_step: 10, updates_per_rollout: 2, micro_batch_tokens: auto}\n"
     )
     return file
 
@@ -35,15 +35,23 @@ def shown(*arguments: str) -> str:
     return " ".join(CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"}).output.split())
 
 
-def test_processes_that_are_not_set_are_planned_as_auto(run_file: Path) -> None:
-    plan = planned(str(run_file), "--gpus", "8")
-    assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"]) == (8, 0)
-    assert "needs hardware: {processes: auto}" in plan["notes"][0]
-    assert "note: hardware.processes is not set, and 1 by default" in shown(str(run_file), "--gpus", "8")
-    for arguments in ((), ("--gpus", "1")):
+def test_by_default_every_gpu_is_used(run_file: Path) -> None:
+    for arguments, used in (((), 8), (("--gpus", "8"), 8), (("--gpus", "1"), 1), (("hardware.processes=2",), 2)):
         plan = planned(str(run_file), *arguments)
-        assert (plan["layout"]["training_gpus"], plan["notes"]) == (1, [])
+        assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"], plan["notes"]) == (used, 0, [])
     assert planned(str(run_file), "--nodes", "2")["layout"]["training_gpus"] == 16
+
+
+def test_the_engine_that_a_run_would_take_is_planned(run_file: Path) -> None:
+    plan = planned(str(run_file), "--gpus", "4", "rollout={}", "--model-shape", "1.5b")
+    assert plan["layout"]["training_gpus"] + plan["layout"]["sampling_gpus"] == 4 and not plan["layout"]["shared"]
+    assert plan["notes"] == ["rollout.engine: auto is planned as vllm, which a run takes where it is installed"]
+    plan = planned(str(run_file), "rollout={}", "model.adapter={rank: 8, dora: true}")
+    assert plan["layout"]["shared"]
+    (note,) = plan["notes"]
+    assert note.startswith(
+        "rollout.engine: auto is planned as local, since model.adapter.dora: true: vLLM samples with"
+    )
 
 
 def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path) -> None:

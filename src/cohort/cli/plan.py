@@ -21,10 +21,7 @@ def plan(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            help="GPUs of each node. Default: hardware.processes, or 8 where that is auto. Where the file does not set "
-            "that, it is planned as auto."
-        ),
+        typer.Option(help="GPUs of each node. Default: hardware.processes, or 8 where that is auto (1 on a CPU)."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     gpu: Annotated[
@@ -56,7 +53,9 @@ def plan(
 ) -> None:
     """Work out what a run will do, need and take, before anything is loaded. Exit code 1: it does not fit."""
     from cohort.config import load_config
+    from cohort.config.engine import with_planned_engine
     from cohort.errors import UserError
+    from cohort.plan.calibration import calibration_here
     from cohort.plan.data import count_prompts, missing_files
     from cohort.plan.hardware import hardware
     from cohort.plan.predict import predict_run
@@ -72,12 +71,15 @@ def plan(
         raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
     notes = [message for _, message in missing_files(settings, (config or Path()).parent)]
-    if (gpus or 1) > 1 or nodes > 1:
-        settings, more = _on_all_gpus(settings)
-        notes += more
     processes = settings.hardware.processes
-    gpus = gpus if gpus is not None else 8 if processes == "auto" else processes
+    if gpus is None:
+        measured = calibration_here() if gpu.lower() == "here" else None
+        gpus = processes if processes != "auto" else 8 if measured is None or measured.on_gpu else 1
     machines = hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
+    if settings.rollout.engine == "auto" and machines.on_gpu:
+        settings, reason = with_planned_engine(settings)
+        taken = "vllm, which a run takes where it is installed" if reason is None else f"local, since {reason}"
+        notes.append(f"rollout.engine: auto is planned as {taken}")
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
     verified_layers = (4 if layers is None else layers) if verify else None
@@ -86,21 +88,6 @@ def plan(
     _show(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
-
-
-def _on_all_gpus(settings: "Config") -> "tuple[Config, list[str]]":
-    """The settings with `hardware.processes: auto` where they do not say how many, and what is to be said of that.
-
-    By default a run has one process, and whoever plans for several GPUs wants them used.
-    """
-    if "processes" in settings.hardware.model_fields_set or ":" in settings.hardware.device:
-        return settings, []
-    hardware = settings.hardware.model_copy(update={"processes": "auto"})
-    note = (
-        "hardware.processes is not set, and 1 by default; to use all GPUs, as planned here, the configuration needs "
-        "hardware: {processes: auto}"
-    )
-    return settings.model_copy(update={"hardware": hardware}), [note]
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:

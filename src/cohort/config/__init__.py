@@ -21,6 +21,7 @@ from cohort.config.quantization import Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
     KEYS_OF_OWN_SERVERS,
+    AutoRolloutConfig,
     LocalRolloutConfig,
     RolloutConfig,
     SamplingConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "AdamwConfig",
     "AdapterConfig",
     "AlgorithmConfig",
+    "AutoRolloutConfig",
     "Component",
     "Config",
     "CriticConfig",

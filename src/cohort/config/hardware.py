@@ -13,10 +13,11 @@ class HardwareConfig(Section):
     """Where the run runs."""
 
     processes: int | Literal["auto"] = Field(
-        1,
-        description="Training processes on this machine, one per GPU, or that many on its CPU. auto: every GPU; 1 "
-        "without GPUs. The model, its gradients and the optimizer's state are spread over them (FSDP2). Changes speed "
-        "and memory, never the gradient.",
+        "auto",
+        description="Training processes on this machine, one per GPU, or that many on its CPU. auto: every GPU, or "
+        "with `rollout.engine: vllm` those that `rollout_gpus` leaves; 1 without GPUs, and where quantized weights, "
+        "adafactor or `reference.device: cpu` work in one process only. The model, its gradients and the optimizer's "
+        "state are spread over them (FSDP2). Changes speed and memory, never the gradient.",
     )
     rollout_gpus: int | Literal["shared", "auto"] = Field(
         "auto",
@@ -79,7 +80,7 @@ class HardwareConfig(Section):
 
     @model_validator(mode="after")
     def _one_process_per_gpu(self) -> Self:
-        if ":" in self.device and self.processes != 1:
+        if ":" in self.device and self.processes not in (1, "auto"):
             raise ValueError(
                 f"device: {self.device} names one GPU, and processes: {self.processes} would share it; use "
                 f"device: cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs"

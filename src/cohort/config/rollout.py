@@ -59,6 +59,17 @@ class SamplingConfig(Section):
     )
 
 
+class AutoRolloutConfig(SamplingConfig):
+    """Sampling of completions by vLLM where the run trains on GPUs and vLLM is installed, else as `local`.
+
+    The engine that was chosen is in the run's `config.yaml`, and the run goes on with it.
+    """
+
+    engine: Literal["auto"] = Field(
+        "auto", description="vllm on a machine with GPUs and vLLM, unless something rules it out; else local."
+    )
+
+
 class LocalRolloutConfig(SamplingConfig):
     """Sampling of completions in the training processes, with torch."""
 
@@ -185,4 +196,4 @@ class VllmRolloutConfig(SamplingConfig):
         return self
 
 
-RolloutConfig = Annotated[LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]
+RolloutConfig = Annotated[AutoRolloutConfig | LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]

@@ -14,7 +14,7 @@ from cohort.config.model import ModelConfig
 from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
 from cohort.config.quantization import Quantization, check_run
 from cohort.config.reference import ReferenceConfig
-from cohort.config.rollout import LocalRolloutConfig, RolloutConfig
+from cohort.config.rollout import AutoRolloutConfig, RolloutConfig, VllmRolloutConfig
 from cohort.config.section import Section
 from cohort.config.sizes import Size
 
@@ -111,7 +111,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
-    rollout: RolloutConfig = Field(default_factory=LocalRolloutConfig)
+    rollout: RolloutConfig = Field(default_factory=AutoRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reference: ReferenceConfig | None = None
     critic: CriticConfig | None = None
@@ -133,8 +133,16 @@ class Config(Section):
 
     @field_validator("rollout", mode="before")
     @classmethod
-    def _local_unless_named(cls, value: Any) -> Any:
-        return {"engine": "local", **value} if isinstance(value, dict) else value
+    def _auto_unless_named(cls, value: Any) -> Any:
+        return {"engine": "auto", **value} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _one_process_where_no_more_work(self) -> Self:
+        on_host = self.reference is not None and self.reference.device == "cpu"
+        if self.hardware.processes == "auto" and (self.quantized() or on_host or self.optim.name == "adafactor"):
+            # set past the frozen section: what is given back in place of `self` is ignored where a Config is made
+            object.__setattr__(self, "hardware", self.hardware.model_copy(update={"processes": 1}))
+        return self
 
     @model_validator(mode="after")
     def _rollout_gpus_sample(self) -> Self:
@@ -146,6 +154,8 @@ class Config(Section):
                 "hardware.rollout_gpus has no effect with rollout.engine: local, which samples on the training "
                 "GPUs; remove it, or use rollout.engine: vllm"
             )
+        if not isinstance(rollout, VllmRolloutConfig):
+            return self
         if rollout.urls:
             raise ValueError(
                 "hardware.rollout_gpus has no effect with rollout.urls: the servers have theirs; remove one"

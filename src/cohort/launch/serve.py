@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.config.engine import with_engine
 from cohort.errors import TrainingError, UserError
 from cohort.placement import num_gpus, visible_devices
 from cohort.rollout.vllm import guard
@@ -23,6 +24,7 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     Raises:
         UserError: the run does not sample with vLLM, or this machine has too few GPUs.
     """
+    config = with_engine(config, "vllm")
     rollout = config.rollout
     if not isinstance(rollout, VllmRolloutConfig):
         raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")

@@ -9,13 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from cohort import stopping
+from cohort.choice import with_chosen_engine
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
 from cohort.distributed import started_by_torchrun
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import count_processes, environment_of, run_processes
 from cohort.outcome import RunResult
-from cohort.placement import place, split_machine
+from cohort.placement import num_gpus, place, split_machine
 from cohort.run_files import goes_on_from
 
 
@@ -42,10 +43,16 @@ def train(
         config = load_config(config)
     elif not isinstance(config, Config):
         config = config_from_dict(config)
+    console = Console(stderr=True, highlight=False, markup=False)
+    note = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
     words = partial(goes_on_from, Path(config.run.dir))
     in_processes = started_by_torchrun()
+    if not in_processes:
+        config = with_chosen_engine(config, note)
     split = None if in_processes else split_machine(config)
     num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
+    if not in_processes and split is None and (found := num_gpus(config)) > 1:
+        note(f"{num_processes} of {found} GPUs train and sample (hardware.processes: {config.hardware.processes})")
     if not in_processes and num_processes == 1 and config.hardware.max_restarts == 0:
         from cohort import trainer
 
@@ -61,8 +68,6 @@ def train(
 
         run_rank(config, resume=resume)
     else:
-        console = Console(stderr=True, highlight=False, markup=False)
-        note = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
         with stopping.watching("launcher", grace_s=config.hardware.grace_s, goes_on_from=words):
             run_processes(config, num_processes=num_processes, split=split, resume=resume, note=note)
     return _result(Path(config.run.dir))

@@ -75,7 +75,7 @@ def _budget(config: Config, plan: Plan) -> Iterator[Changes]:
 
 
 def _sampled(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.rollout.engine == "local":
+    if config.rollout.engine != "vllm":
         for number in _halves(config.rollout.max_num_seqs, least=8):
             yield {"rollout.max_num_seqs": number}
 
@@ -165,7 +165,7 @@ def _quantized_reference(config: Config, plan: Plan) -> Iterator[Changes]:
 def _quantized(config: Config, plan: Plan) -> Iterator[Changes]:
     """Where what samples has the quantized weights too."""
     model = config.model
-    if model.quantization is not None or config.rollout.engine != "local" or model.dtype == "float64":
+    if model.quantization is not None or config.rollout.engine == "vllm" or model.dtype == "float64":
         return
     if model.adapter is not None:
         if not model.adapter.dora:

@@ -68,7 +68,7 @@ def plan_timing(
         f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
         f"{computing.share:.0%}"
     )
-    if config.rollout.engine == "local":
+    if config.rollout.engine != "vllm":
         sampler += "; PyTorch's own sampling is slower than that"
     numbers = {
         "products_tflops": _rate(computing, hardware, 1e-12),

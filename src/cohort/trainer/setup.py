@@ -1,6 +1,7 @@
 """Setting up a run: what rank 0 alone has, and what is checked before anything is trained."""
 
 import math
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -119,9 +120,20 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
                 f"hardware.device: cpu"
             )
         device = torch.device("cuda", ranks.local_rank)
+    if device.type == "cuda":
+        use_expandable_segments()
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
+
+
+def use_expandable_segments() -> None:
+    """Let segments of GPU memory grow, against fragmentation, unless the environment says how memory is allocated.
+
+    In this process, and not by the environment, which vLLM's servers would inherit. Before anything is on the GPU.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:

@@ -18,6 +18,7 @@ from cohort.check.rules.memory_parts import RunMemory
 from cohort.check.rules.memory_read import Estimate
 from cohort.config import Config, config_from_dict
 from cohort.config.adapter import AdapterConfig
+from cohort.config.engine import with_planned_engine
 from cohort.errors import UserError
 from cohort.plan.advice import advise
 from cohort.plan.hardware import GPUS, Hardware
@@ -42,7 +43,8 @@ class MemoryVerdict:
 def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     """Of a configuration of Cohort, by its plan."""
     try:
-        config, processes = _with_processes(config_from_dict(nested(launch)), launch, machines.num_gpus)
+        config, _ = with_planned_engine(config_from_dict(nested(launch)))
+        config, processes = _with_processes(config, launch, machines.num_gpus)
         shape = known_shape(config.model.path)
         if shape is None:
             return MemoryVerdict(f"not judged: the shape of model {config.model.path} is not known")
@@ -55,9 +57,7 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     )
     if plan.layout.problem is None and plan.memory.peak_bytes <= _MARGIN * machines.gpu_memory_bytes:
         return MemoryVerdict(f"{_enough(plan.memory.peak_bytes, machines.gpu_memory_bytes)}: {text}")
-    told = [advice.told() for advice in advise(config, plan)[:4]]
-    on = f"hardware.processes=auto on {machines.num_gpus} GPUs"
-    nearest = tuple(text.replace("hardware.processes=auto", on) for text in told)
+    nearest = tuple(advice.told() for advice in advise(config, plan)[:4])
     return MemoryVerdict(f"does not suffice: {text}", (Finding("CHK019", "model.path", text, nearest),))
 
 
@@ -79,7 +79,7 @@ def _with_processes(config: Config, launch: Launch, num_gpus: int) -> tuple[Conf
     elif processes == "auto":
         told = f"hardware.processes: auto on {num_gpus} GPUs"
     else:
-        told = f"{counted(processes)} (hardware.processes is not set)"
+        told = f"{counted(processes)}, as nothing else works with this configuration"
     hardware = config.hardware.model_copy(update={"processes": processes})
     return config.model_copy(update={"hardware": hardware}), told
 

@@ -9,6 +9,11 @@ from cohort.plan.defaults import memory_share, serving_dtype
 from cohort.rollout.vllm.server import ServerOptions
 
 
+def vllm_python(named: str | None) -> str:
+    """The Python of the environment that vLLM is in, where `rollout.vllm_python` does or does not name it."""
+    return named or os.environ.get("COHORT_VLLM_PYTHON") or sys.executable
+
+
 def server_options(config: Config, *, gpus: str, shared: bool = False) -> ServerOptions:
     """The options of one server.
 
@@ -24,7 +29,7 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
         longest = max(longest, config.eval.max_completion_tokens or 0)
     extra: dict[str, Any] = {"trust_remote_code": True} if config.model.trust_remote_code else {}
     return ServerOptions(
-        python=rollout.vllm_python or os.environ.get("COHORT_VLLM_PYTHON") or sys.executable,
+        python=vllm_python(rollout.vllm_python),
         model=config.model.path,
         device="cuda" if gpus else "cpu",
         dtype=serving_dtype(config, on_gpu=bool(gpus)),
