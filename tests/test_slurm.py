@@ -64,7 +64,8 @@ def test_the_allocation():
 
 def test_the_header_counts_nodes_and_ranks():
     assert "# Training nodes: 8, with 4 GPUs and 4 ranks each: 32 ranks." in script(gpus_per_node=4)
-    assert "# Rollout nodes: 0. rollout.engine is local: the training nodes sample" in script()
+    for more in ((), ("rollout.engine=local",)):
+        assert "# Rollout nodes: 0. The training nodes sample the completions themselves" in script(*more)
 
 
 def test_time_to_save():
@@ -205,7 +206,7 @@ def test_bash_reads_it(options):
     ],
 )
 def test_options_that_never_work(options, expected):
-    assert message(**options).startswith(expected)
+    assert message("rollout.engine=local", **options).startswith(expected)
 
 
 @pytest.mark.parametrize("time", ["24h", "", "1:2:3", "1-", "-1", "12:00:00:00", "1-00:00:00:00", "1:00\n"])
@@ -254,7 +255,7 @@ VLLM = "rollout.engine=vllm"
             (VLLM,),
             {},
             "--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs of the training nodes, so that none "
-            "is left for servers; use --rollout-nodes 1, or rollout.urls, or on one node `cohort train` without",
+            "is left for servers; use --rollout-nodes 1, or rollout.urls, or --nodes 1, whose GPUs are split",
         ),
         (
             (VLLM, "rollout.urls=[http://a:1]"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from fake_slurm import make_cluster, run_script
 from selection import slow
-from test_slurm import VLLM, script
+from test_slurm import VLLM, directives, script
 from waiting import free_port
 
 # Stands in for cohort.train: rank 0 waits for all servers, as the trainer does.
@@ -21,6 +22,23 @@ folder = pathlib.Path(os.environ["PROBE_DIR"])
 while len(list((folder / "servers").iterdir())) < 4:
     time.sleep(0.1)
 (folder / "found" / os.environ["RANK"]).write_text(json.dumps(sys.argv[1:]))
+sys.exit(int(os.environ.get("TRAINING_ENDS_WITH", 0)))
+"""
+
+
+# Stands in for `cohort train` on a machine with four GPUs: how they are split.
+SPLITTING_PROBE = """#!{python}
+import json, os, pathlib, sys
+import torch
+from cohort.config import load_config
+from cohort.placement import split_machine
+
+assert sys.argv[1] == "train"
+torch.cuda.device_count = lambda: 4
+config = load_config(sys.argv[2], sys.argv[3:])
+split = split_machine(config)
+record = {{"train": split.training_gpus, "sample": split.server_gpus, "restarts": config.hardware.max_restarts}}
+pathlib.Path(os.environ["PROBE_DIR"], "found", "split").write_text(json.dumps(record))
 sys.exit(int(os.environ.get("TRAINING_ENDS_WITH", 0)))
 """
 
@@ -86,3 +104,32 @@ def test_the_job_ends_where_a_server_cannot_be_started(cluster, rollout_script, 
     monkeypatch.setenv("SERVE_FAILS", "2")
     assert run_script(rollout_script).returncode == 2
     assert list((cluster / "found").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout_gpus", "train", "sample"),
+    [("1", [0, 1, 2], [[3]]), ("shared", [0, 1, 2, 3], [[0], [1], [2], [3]])],
+)
+def test_one_node_is_split_by_the_run_itself(cluster, monkeypatch, rollout_gpus, train, sample):
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("TRAINING_ENDS_WITH", "5")
+    (cluster / "tools" / "cohort").write_text(SPLITTING_PROBE.format(python=sys.executable))
+    (cluster / "run.yaml").write_text("{model: {path: m}, data: {path: d.jsonl}, rewards: [{use: math}]}")
+    overrides = ("run.dir=runs/a", VLLM, f"hardware.rollout_gpus={rollout_gpus}")
+    text = script(*overrides, config_path="run.yaml", nodes=1, gpus_per_node=4, max_restarts=2)
+    assert "# Nodes: 1, with 4 GPUs, which `cohort train` splits between training and vLLM." in text
+    assert {"--nodes=1", "--gpus-per-node=4", "--signal=USR1@120"} <= set(directives(text))
+    assert "torchrun" not in text and text.count(" cohort train ") == 1
+    result = run_script(text.replace(" cohort train ", f" {cluster / 'tools' / 'cohort'} train "))
+    assert result.returncode == 5, result.stdout  # which is told to Slurm
+    found = json.loads((cluster / "found" / "split").read_text())
+    assert found == {"train": train, "sample": sample, "restarts": 2}
+
+
+def test_the_engine_is_said_to_servers_and_ranks():
+    """`auto` on rollout nodes is vllm, and on one node what the run finds there."""
+    text = script("rollout.engine=auto", rollout_nodes=1)
+    assert text.count("rollout.engine=vllm") == 2
+    assert "torchrun" not in script("rollout.engine=auto", nodes=1)
+    assert "torchrun" in script("rollout.engine=auto", nodes=2)
+    assert "torchrun" in script("rollout.engine=local", nodes=1)

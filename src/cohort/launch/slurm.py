@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.config import Config, VllmRolloutConfig
+from cohort.config.engine import with_engine
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
 from cohort.stopping import LATER_S, SIGNALS
@@ -62,38 +63,54 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     """
     _check_options(options)
     gpus = _gpus_per_node(config, options)
-    rollout = plan_rollout_nodes(config, num_nodes=options.rollout_nodes, gpus_per_node=gpus)
+    arguments = list(overrides)
+    if options.rollout_nodes > 0 and config.rollout.engine == "auto":
+        config = with_engine(config, "vllm")
+        arguments.append("rollout.engine=vllm")
     _check_restarts(config, options)
     ranks_per_node = gpus or (1 if config.hardware.processes == "auto" else config.hardware.processes)
-    arguments = list(overrides)
-    if config.hardware.processes not in (1, "auto", ranks_per_node):
-        arguments.append("hardware.processes=auto")
+    if _splits_its_gpus(config, options, gpus):
+        who = [f"Nodes: 1, with {gpus} GPUs, which `cohort train` splits between training and vLLM."]
+        launch = _launch_on_one_node([*arguments, f"hardware.max_restarts={options.max_restarts}"])
+    else:
+        rollout = plan_rollout_nodes(config, num_nodes=options.rollout_nodes, gpus_per_node=gpus)
+        if config.hardware.processes not in (1, "auto", ranks_per_node):
+            arguments.append("hardware.processes=auto")
+        who = _who_trains_and_samples(config, options, rollout, gpus, ranks_per_node)
+        launch = _launch(config, arguments, options, rollout, ranks_per_node)
+    header = ["Written by `cohort launch slurm`, to be submitted with `sbatch`.", "", *who, ""]
     parts = (
         "#!/bin/bash",
-        _header(config, options, rollout, gpus, ranks_per_node),
+        "\n".join(f"# {line}".rstrip() for line in header),
         _directives(options, gpus, grace_s=config.hardware.grace_s if config.run.checkpoint_every > 0 else None),
         _preparation(config, config_path, ranks_per_node),
-        _launch(config, arguments, options, rollout, ranks_per_node),
+        launch,
     )
     return "\n".join(parts)
 
 
-def _header(config: Config, options: SlurmOptions, rollout: RolloutNodes | None, gpus: int, ranks_per_node: int) -> str:
+def _splits_its_gpus(config: Config, options: SlurmOptions, gpus: int) -> bool:
+    """Whether the run is on one node, whose GPUs train and sample with vLLM, or may."""
+    rollout = config.rollout
+    may_be_vllm = rollout.engine == "auto" or (isinstance(rollout, VllmRolloutConfig) and not rollout.urls)
+    return may_be_vllm and gpus > 0 and options.nodes == 1 and options.rollout_nodes == 0
+
+
+def _who_trains_and_samples(
+    config: Config, options: SlurmOptions, rollout: RolloutNodes | None, gpus: int, ranks_per_node: int
+) -> list[str]:
+    """Lines of the script's comments."""
     each = f"{gpus} GPUs" if gpus else "no GPUs"
     if rollout is not None:
         samples = rollout.header(gpus)
     elif not isinstance(config.rollout, VllmRolloutConfig):
-        samples = "Rollout nodes: 0. rollout.engine is local: the training nodes sample the completions themselves."
+        samples = "Rollout nodes: 0. The training nodes sample the completions themselves (rollout.engine: local)."
     elif config.rollout.urls:
         samples = "Rollout nodes: 0. The servers of rollout.urls sample the completions."
     else:
         samples = "Rollout nodes: 0. vLLM servers on the first node sample the completions."
-    return f"""\
-# Written by `cohort launch slurm`, to be submitted with `sbatch`.
-#
-# Training nodes: {options.nodes}, with {each} and {ranks_per_node} ranks each: {options.nodes * ranks_per_node} ranks.
-# {samples}
-#"""
+    ranks = options.nodes * ranks_per_node
+    return [f"Training nodes: {options.nodes}, with {each} and {ranks_per_node} ranks each: {ranks} ranks.", samples]
 
 
 def _directives(options: SlurmOptions, gpus: int, *, grace_s: float | None) -> str:
@@ -208,6 +225,15 @@ training=({training})
 {loss}
 # The one task of a node is the launcher of all its ranks, which use all of the node's cores.
 srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"{end}
+"""
+
+
+def _launch_on_one_node(arguments: Sequence[str]) -> str:
+    words = " ".join(map(shlex.quote, arguments))
+    return f"""\
+# One process starts the others: those that train, one for each of their GPUs, and the vLLM servers on the other GPUs,
+# or on the same ones. It starts all of them again where one fails.
+srun --kill-on-bad-exit=1 --cpu-bind=none cohort train "$config" {words}
 """
 
 

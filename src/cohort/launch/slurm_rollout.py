@@ -58,8 +58,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int) ->
         if gpus_per_node and not rollout.urls:
             raise UserError(
                 "--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs of the training nodes, so that "
-                "none is left for servers; use --rollout-nodes 1, or rollout.urls, or on one node `cohort train` "
-                "without this command, which splits its GPUs"
+                "none is left for servers; use --rollout-nodes 1, or rollout.urls, or --nodes 1, whose GPUs are split"
             )
         return None
     for field, value, default in (
