@@ -14,6 +14,10 @@ from cohort.errors import UserError
 from cohort.plan.data import missing_files
 
 _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
+_SAMPLING = {  # rollout.engine: who samples
+    "auto": "by vLLM servers where vLLM is installed beside GPUs, else by the training processes",
+    "vllm": "by vLLM servers",
+}
 
 
 def judge_cohort(launch: Launch) -> Judged:
@@ -40,14 +44,14 @@ def judge_cohort(launch: Launch) -> Judged:
             prompts=prompts,
         )
 
-    vllm = settings.text("rollout.engine", "local") == "vllm"
+    sampling = _SAMPLING.get(settings.text("rollout.engine", "auto"), "by the training processes")
     return Judged(
         version=_installed(),
         version_reason="installed",
         knobs={},
         decides=frozenset(),
         start=start,
-        sampling="by vLLM servers" if vllm else "by the training processes",
+        sampling=sampling,
         findings=() if problem is None else (_refusal(launch, problem),),
         blocked=problem,
     )
