@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.packing import collate, collate_part, collate_prompt
@@ -183,11 +183,16 @@ def test_flex_is_dense_attention(prefix):
 )
 def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int, list[int]] | None):
     segments = segments_of(groups, prefix)
-    mask = dense_mask(segments)
-    mine = flex.block_mask(segments)
+    missing = 256 - segments.num_tokens  # short rows are padded
+    mask = dense_mask(segments if missing <= 0 else segments_of([*groups, (missing, [])], prefix))
     num_queries, num_keys = mask.shape
+    mine = flex.block_mask(num_queries, num_keys, *flex.mask_tensors(segments))
     theirs = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, num_queries, num_keys, device="cpu")
     assert torch.equal(mine.to_dense(), theirs.to_dense())
+    rows = (mine.kv_num_blocks, mine.kv_indices, mine.full_kv_num_blocks, mine.full_kv_indices)
+    columns = BlockMask.from_kv_blocks(*rows)
+    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # of the backward pass
+        assert torch.equal(getattr(mine, name), getattr(columns, name))
     for row in range(mine.full_kv_num_blocks.shape[-1]):  # those that are computed without looking at the mask
         for block in mine.full_kv_indices[0, 0, row, : mine.full_kv_num_blocks[0, 0, row]].tolist():
             assert mask[128 * row : 128 * (row + 1), 128 * block : 128 * (block + 1)].sum() == 128 * 128
