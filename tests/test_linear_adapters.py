@@ -1,12 +1,7 @@
-"""Adapters on the head, which compute what the model's own logits are; and the head's fused kernels."""
+"""Adapters on the head, which compute what the model's own logits are."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from selection import slow
 from tiny import gradients, make_gemma2, make_model, policy_of
 
 
@@ -64,13 +58,3 @@ def test_an_adapter_on_the_head_equals_the_models_own_logits(make: Callable[...,
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
 def test_other_adapters_are_left_to_the_model(config: dict[str, Any]):
     assert not policy_of(lora_model(**config)[1]).has_plain_head
-
-
-@slow("interpreted in a fresh interpreter; test_linear_logprobs has them")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_fused_kernels_equal_the_plain_form():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    script = Path(__file__).parent / "triton_script.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,12 +1,19 @@
 """The Triton kernels, interpreted on a CPU, against the plain form (TRITON_INTERPRET=1 before they are imported)."""
 
 import itertools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from cohort.policy import logit_tiles, triton_tiles
+from cohort.policy import linear_logprobs, linear_loss, logit_tiles, triton_tiles
 from cohort.policy.logit_tiles import LogitTransform, RowGradients, RunningSoftmax
 
+QWEN = 151_936  # token ids, which no block of columns divides
 VOCABULARY = 7000  # a tile has two blocks of columns, the second one partly filled
 
 
@@ -35,6 +42,68 @@ def compare(bias: bool, softcap: float | None, entropy: bool) -> None:
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
 
 
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies from whole logits."""
+    log_p = torch.log_softmax(hidden.double() @ weight.double().T, dim=-1)
+    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def compare_heads(num_tokens: int, hidden_size: int, vocabulary: int, tile_elements: int) -> None:
+    """Values and gradients of the head, of which no size is a multiple of anything, both ways."""
+    torch.manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (num_tokens,))
+    targets[:2] = torch.tensor([vocabulary - 1, 0])
+    factors = torch.randn(2, num_tokens)
+    logprobs, entropy = whole(hidden, weight, targets)
+    expected = torch.autograd.grad((logprobs * factors[0] + entropy * factors[1]).sum(), (hidden, weight))
+
+    def check(mine: Tensor, my_entropy: Tensor | None, loss: Tensor) -> None:
+        assert my_entropy is not None
+        torch.testing.assert_close(mine.double(), logprobs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(my_entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+        actual = torch.autograd.grad(loss, (hidden, weight))
+        # a hidden state's gradient is a sum over the vocabulary, and not of numbers of one sign
+        for a, e, limit in zip(actual, expected, (1e-3, 1e-6), strict=True):
+            assert (a - e).norm() < limit * e.norm()
+
+    def token_loss(logprobs: Tensor, entropy: Tensor | None, tokens: slice) -> Tensor:
+        assert entropy is not None
+        return logprobs * factors[0, tokens] + entropy * factors[1, tokens]
+
+    mine, my_entropy = linear_logprobs(hidden, weight, targets, entropy=True, tile_elements=tile_elements)
+    check(mine, my_entropy, token_loss(mine, my_entropy, slice(None)).sum())
+    of_loss = linear_loss(hidden, weight, targets, token_loss, entropy=True, tile_elements=tile_elements)
+    check(of_loss.logprobs, of_loss.entropy, of_loss.loss)
+
+
+def at_vocabularies() -> None:
+    calls = []
+
+    def counted(name: str) -> Callable[..., None]:
+        def kernel(*args: Any) -> None:
+            calls.append(name)
+            getattr(triton_tiles, name)(*args)
+
+        return kernel
+
+    kernels = SimpleNamespace(TritonError=(), **{name: counted(name) for name in ("fold", "differentiate_")})
+    with (
+        patch.object(logit_tiles, "_suits_triton", lambda _: True),
+        patch.object(logit_tiles, "_triton", lambda: kernels),
+    ):
+        logit_tiles.try_triton(torch.device("cpu"), bias=False, softcap=False)
+        compare_heads(5, 7, QWEN, 5 * 60_000)  # the last tile is a part of the others
+        compare_heads(3, 9, QWEN + 1, 4 * QWEN)  # one tile, with one column in its last block
+        compare_heads(7, 5, 8191, 2 * 8191)
+    assert logit_tiles.use_triton
+    assert calls.count("fold") > 10 and calls.count("differentiate_") > 10
+
+
 if __name__ == "__main__":
-    for arguments in itertools.product((False, True), (None, 3.0), (False, True)):
-        compare(*arguments)
+    if sys.argv[1] == "variants":
+        for arguments in itertools.product((False, True), (None, 3.0), (False, True)):
+            compare(*arguments)
+    else:
+        at_vocabularies()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cohort.policy.logit_tiles import try_triton
 from cohort.policy.logprobs import LinearLoss, TokenLoss, head_logits, linear_logprobs, linear_loss
 
 
@@ -36,6 +37,10 @@ class Head:
         """A token-level loss whose gradient is made along with it, see `linear_loss`."""
         args = (hidden_TH, self.linear.weight, targets_T, token_loss)
         return linear_loss(*args, temperature=temperature, entropy=True, **self._transform(hidden_TH))
+
+    def try_kernels(self, device: torch.device) -> None:
+        """Find out whether its fused kernels work on a device, see `try_triton`."""
+        try_triton(device, bias=self.linear.bias is not None, softcap=self.softcap is not None)
 
     def _transform(self, hidden_TH: Tensor) -> dict[str, Any]:
         return {

@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from cohort.policy.trial import numbers, warn_of, works
 
 # The plain form goes through a tile in blocks of rows, so that its temporaries stay small and, on a CPU, in cache.
 BLOCK_ELEMENTS = {"cpu": 1 << 18}
 OTHER_BLOCK_ELEMENTS = 1 << 22  # elsewhere a block has to be worth its kernel launches
 
-use_triton = True  # where there is Triton, float32 tiles on CUDA go through its kernels
+use_triton = True  # where there is Triton and it works, float32 tiles on CUDA go through its kernels
+_TRITON, _PLAIN = "Triton's kernels for the language-model head", "PyTorch's operations are used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +114,9 @@ def fold(
         bias_v: [v] of the head for these columns.
         transform: from raw logits to those of the softmax.
     """
-    form = _triton() if _is_fused(tile_tv) else None
-    (form.fold if form else _fold)(tile_tv, running, columns_t, bias_v, transform)
+    args = (tile_tv, running, columns_t, bias_v, transform)
+    if not _run_fused("fold", running.sum_exp_z is not None, *args):
+        _fold(*args)
 
 
 def differentiate_(
@@ -123,12 +127,59 @@ def differentiate_(
     With p the softmax, H its entropy, g and e the gradients by logprob and entropy, a logit's gradient is
     g (1[target] - p) - e p (log p + H).
     """
-    form = _triton() if _is_fused(tile_tv) else None
-    (form.differentiate_ if form else _differentiate_)(tile_tv, rows, columns_t, bias_v, transform)
+    args = (tile_tv, rows, columns_t, bias_v, transform)
+    if not _run_fused("differentiate_", rows.entropy is not None and rows.entropy_grad is not None, *args):
+        _differentiate_(*args)
 
 
-def _is_fused(tile: Tensor) -> bool:
-    return use_triton and tile.is_cuda and tile.dtype == torch.float32 and _triton() is not None
+def try_triton(device: torch.device, *, bias: bool, softcap: bool) -> None:
+    """Find out before a run whether Triton works on a GPU; if it does not, a warning says so and it is not used.
+
+    Args:
+        device: where tiles will be.
+        bias: whether the head has one.
+        softcap: whether its logits are softcapped.
+    """
+    for entropy in (True, False):
+        _working(device, bias, softcap, entropy)
+
+
+def _run_fused(name: str, entropy: bool, *args: Any) -> bool:
+    """Go through a tile with the function of that name in `triton_tiles`, or leave it as it is; whether it did."""
+    tile, bias, transform = args[0], args[3], args[4]
+    if not _suits_triton(tile):
+        return False
+    kernels = _working(tile.device, bias is not None, transform.softcap is not None, entropy)
+    if kernels is None:
+        return False
+    try:
+        getattr(kernels, name)(*args)
+    except (
+        kernels.TritonError
+    ) as error:  # nothing has been launched: above all it needs more shared memory than is there
+        _give_up()
+        warn_of(_TRITON, _PLAIN, error)
+        return False
+    return True
+
+
+def _suits_triton(tile: Tensor) -> bool:
+    return tile.is_cuda and tile.dtype == torch.float32
+
+
+def _working(device: torch.device, bias: bool, softcap: bool, entropy: bool) -> ModuleType | None:
+    """The fused form, unless it has failed or fails here on a small tile, on which each variant is tried once."""
+    if not use_triton or (kernels := _triton()) is None:
+        return None
+    if not _works(device, bias, softcap, entropy):
+        _give_up()
+        return None
+    return kernels
+
+
+def _give_up() -> None:
+    global use_triton
+    use_triton = False
 
 
 @cache
@@ -138,6 +189,31 @@ def _triton() -> ModuleType | None:
     except ImportError:
         return None
     return triton_tiles
+
+
+@cache
+def _works(device: torch.device, bias: bool, softcap: bool, entropy: bool) -> bool:
+    def compare() -> Iterator[tuple[Tensor, Tensor]]:
+        tile, bias_v = numbers(2, 5008, device=device, dtype=torch.float32), None  # two blocks of columns
+        if bias:
+            bias_v = numbers(5008, device=device, dtype=torch.float32)
+        transform = LogitTransform(temperature=0.7, softcap=2.0 if softcap else None)
+        columns = torch.tensor([3, 5000], device=device)
+        kernels = _triton()
+        assert kernels is not None
+        outcomes = []
+        for fold_with, differentiate_with in ((kernels.fold, kernels.differentiate_), (_fold, _differentiate_)):
+            running = RunningSoftmax.start(columns, dtype=torch.float32, entropy=entropy)
+            fold_with(tile, running, columns, bias_v, transform)
+            logprobs, entropies, logsumexp = running.result()
+            grads = numbers(2, device=device, dtype=torch.float32) + 1.0
+            rows = RowGradients(logsumexp, grads, entropies, grads if entropy else None)
+            gradient = tile.clone()
+            differentiate_with(gradient, rows, columns, bias_v, transform)
+            outcomes.append((logprobs, logsumexp, gradient, *([] if entropies is None else [entropies])))
+        yield from zip(*outcomes, strict=True)
+
+    return works(_TRITON, _PLAIN, compare)
 
 
 def _fold(

@@ -90,6 +90,8 @@ class Policy:
         else:
             self._head = head_of(model) if traits.has_plain_head else None
         self.traits = traits
+        if self._head is not None and device.type == "cuda" and torch.float64 not in (self.dtype, compute_dtype):
+            self._head.try_kernels(device)  # which have no float64
         self._parking: Parking | None = None
         if sharding is not None:
             sharding.add_forward("scored_logprobs", self._logprobs)

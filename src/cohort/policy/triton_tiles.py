@@ -10,9 +10,11 @@ t and v of one tile.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import TritonError
 
 from cohort.policy.logit_tiles import LogitTransform, RowGradients, RunningSoftmax
 
+__all__ = ["TritonError", "differentiate_", "fold"]
 BLOCK = 4096  # columns that a program takes at a time: 16 KiB
 
 

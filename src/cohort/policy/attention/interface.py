@@ -9,10 +9,12 @@ S tokens of the row, P of the prefix; heads and dim are those of one attention.
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -21,7 +23,8 @@ from cohort.policy.attention.cascade import KeyValue, cascade
 from cohort.policy.attention.decoding import Wave, attention_of_decoding
 from cohort.policy.attention.flex import flex
 from cohort.policy.attention.varlen import varlen
-from cohort.segments import Segments
+from cohort.policy.trial import numbers, works
+from cohort.segments import ROOT, Segments, lay_out
 
 NAME = "cohort"
 Backend = Literal["cascade", "varlen", "flex"]
@@ -134,7 +137,32 @@ def choose_backend(query: Tensor, value: Tensor) -> Backend:
     ):
         return "varlen"
     # the compiled kernels have no float64, and want tiles of 16
-    return "flex" if query.dtype != torch.float64 and min(size, value.shape[-1]) >= 16 else "cascade"
+    if query.dtype == torch.float64 or min(size, value.shape[-1]) < 16:
+        return "cascade"
+    return "flex" if _flex_works(query.device, query.dtype, *query.shape[1:], *value.shape[1:]) else "cascade"
+
+
+@cache
+def _flex_works(
+    device: torch.device, dtype: torch.dtype, query_heads: int, dim: int, key_heads: int, value_dim: int
+) -> bool:
+    """Whether attention of these heads can be compiled here, tried on a small row, forward and backward."""
+    segments = lay_out((3, 2, 4), (ROOT, 0, 0)).to(device)
+    tokens = segments.num_tokens
+
+    def compare() -> Iterator[tuple[Tensor, Tensor]]:
+        shapes = (query_heads, dim), (key_heads, dim), (key_heads, value_dim)
+        q, k, v = (numbers(tokens, *shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+        upstream = numbers(tokens, query_heads, value_dim, device=device, dtype=dtype)
+        outcomes = []
+        for compute in (flex, cascade):
+            out = compute(q, k, v, segments, prefix=None, scale=dim**-0.5)
+            outcomes.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+        yield from zip(*outcomes, strict=True)
+
+    # whatever is computed around it, and whoever looks after what that keeps for backward
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        return works("PyTorch's compiled kernels for attention", "matrix products are used", compare)
 
 
 @contextmanager
