@@ -1,6 +1,7 @@
 """Law 2 for the head: logprobs and losses computed by tiles equal autograd through whole logits."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohort.policy import linear_logprobs, linear_loss, logit_products, logit_tiles
+from cohort.plan import tiles
+from cohort.policy import linear_logprobs, linear_loss, logit_tiles, logprobs
 from cohort.policy.logprobs import head_logits
 from selection import examples
 from tiny import relative_error
@@ -103,7 +105,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     args = inputs["hidden"], inputs["weight"], targets
     expected = naive(*args, **keywords(inputs, **transform))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logit_products, "TILE_TOKENS", tile_tokens)
+        patch.setattr(tiles, "TILE_TOKENS", tile_tokens)
         patch.setitem(logit_tiles.BLOCK_ELEMENTS, "cpu", block_elements)
         options = {**transform, "entropy": entropy != "none", "tile_elements": tile_elements}
         actual = linear_logprobs(*args, **keywords(inputs, **options))
@@ -174,7 +176,7 @@ def test_float32():
 
 def test_bfloat16_is_as_exact_as_whole_float32_logits(monkeypatch: pytest.MonkeyPatch):
     """Nothing but the gradients themselves is rounded to bfloat16, however many tiles they are summed from."""
-    monkeypatch.setattr(logit_products, "TILE_TOKENS", 16)
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 16)
     inputs = big_inputs(torch.bfloat16)
     value, grads = errors(tiled, inputs)
     naive_value, naive_grads = errors(lambda h, w, y: naive(h.float(), w.float(), y)[0], inputs)
@@ -366,3 +368,23 @@ def test_the_loss_makes_each_tile_once(monkeypatch: pytest.MonkeyPatch):
     assert largest == 1  # the sums made in forward become the gradients
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
+
+
+def test_tiles_of_a_loss_fill_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """On a CPU they are of 64 MiB; a GPU goes through the weight and its gradient for every tile."""
+    monkeypatch.setattr(logprobs, "_no_autocast", lambda _: nullcontext())  # there is none on the meta device
+
+    def sizes(device: str, num_tokens: int, vocabulary: int) -> list[int]:
+        spans = []
+
+        def token_loss(logprobs: Tensor, _: Tensor | None, tokens: slice) -> Tensor:
+            spans.append(tokens.stop - tokens.start)
+            return logprobs
+
+        hidden, weight = (torch.zeros(n, 1, device=device) for n in (num_tokens, vocabulary))
+        linear_loss(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64, device=device), token_loss)
+        return spans
+
+    assert sizes("meta", 2500, 151_936) == [1024, 1024, 452]  # stands for a GPU: computes nothing
+    assert sizes("meta", 20_000, 1000) == [16_777, 3223]
+    assert sizes("cpu", 250, 151_936) == [110, 110, 30]

@@ -14,10 +14,9 @@ from cohort.plan.activations import (
     passing_bytes,
 )
 from cohort.plan.quantization import dequantized_bytes
+from cohort.plan.tiles import TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens, rows_of_copies, tile_shape
 from cohort.plan.work import Work
 
-_TILE = 1 << 24  # logits computed at a time
-_TILE_TOKENS = 2048
 CPU_BLOCK = 1 << 21  # logits whose softmax is taken at a time where there is no fused kernel, in the symbolic run
 
 
@@ -53,10 +52,9 @@ def head_bytes(work: Work, *, backward: bool) -> int:
         return 0
     if shape.has_value_head:  # hidden states, wide too; in backward their gradients
         return (a + 4) * scored * hidden * (1 + backward)
-    tokens = scored if scored * shape.vocabulary <= _TILE else min(scored, _TILE_TOKENS)
-    ids = max(1, min(shape.vocabulary, _TILE // tokens))
+    tokens, ids = tile_shape(scored, shape.vocabulary, TILE_ELEMENTS)
     if work.autocasts or (a < 4 and not work.on_gpu):  # a part of the weight is cast, which is as large as a tile
-        ids = max(1, min(ids, _TILE // hidden))
+        ids = rows_of_copies(ids, hidden, TILE_ELEMENTS)
     tile = 4 * tokens * ids
     if not backward:
         return tile + a * scored * hidden + 4 * (ids + tokens) * hidden * (a < 4 and not work.on_gpu)  # casts
@@ -67,6 +65,24 @@ def head_bytes(work: Work, *, backward: bool) -> int:
     rounded = tile * a // 4 if a < 4 else 0  # the tile, as it is multiplied
     passing = part + rounded if work.on_gpu else max(part, 8 * min(tokens * ids, CPU_BLOCK))
     return tile + passing + sums + 2 * a * scored * hidden
+
+
+def _loss_head_bytes(work: Work) -> int:
+    """The same where the gradient is made in forward, beside the sum of the weight's gradients."""
+    shape, a = work.shape, work.compute_bytes
+    scored, hidden = work.scored_tokens, shape.hidden
+    if scored == 0:
+        return 0
+    elements = loss_tile_elements(shape.vocabulary, on_gpu=work.on_gpu)
+    tokens = loss_tile_tokens(scored, shape.vocabulary, elements)
+    copies = work.autocasts or a < 4
+    ids = rows_of_copies(shape.vocabulary, hidden, TILE_ELEMENTS) if copies else shape.vocabulary
+    passing = (4 * ids * hidden + 4 * tokens * hidden) * copies  # casts, or products before they are added
+    if work.on_gpu:
+        passing += a * tokens * ids * (a < 4)  # the tile, as it is multiplied
+    else:
+        passing = max(passing, 8 * min(tokens * shape.vocabulary, CPU_BLOCK))
+    return 4 * tokens * shape.vocabulary + passing + (4 + 2 * a) * scored * hidden
 
 
 def _head_gradient(work: Work) -> int:
@@ -82,7 +98,7 @@ def backward_parts(work: Work) -> dict[str, int]:
     """The largest of: the head, a layer in its midst and at its end, the embedding, the reduction of the rest."""
     shape, a = work.shape, work.compute_bytes
     gathered, head, activations = gathered_bytes(work, backward=True), _head_gradient(work), activation_bytes(work)
-    of_head = head_bytes(work, backward=True)
+    of_head = _loss_head_bytes(work) if work.gradients_in_forward else head_bytes(work, backward=True)
     if work.gradients_in_forward:  # summed in float32 from forward on, and that is the gradient or is rounded to it
         summed = max(4 * work.trained_head_parameters, head)
         of_head = summed - head + max(of_head, head if head < summed else 0)

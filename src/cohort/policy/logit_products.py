@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Measured on CPU (docs/log.md): wider tiles write the weight's gradient less often, narrower ones the hidden states'.
-TILE_TOKENS = 2048
+from cohort.plan import tiles
 
 
 class Operands(NamedTuple):
@@ -155,16 +154,21 @@ class GradientSums(NamedTuple):
 
 def tile_shape(operands: Operands, tile_elements: int) -> tuple[int, int]:
     """Tokens and token ids of a tile: at most `tile_elements` logits, and as many weights where these are cast."""
-    num_tokens, num_ids = len(operands.hidden), len(operands.weight)
-    t = num_tokens if num_tokens * num_ids <= tile_elements else min(num_tokens, TILE_TOKENS, tile_elements)
-    t = max(1, t)
-    return t, min(num_ids, max(1, tile_elements // t), weight_rows(operands, tile_elements))
+    t, v = tiles.tile_shape(len(operands.hidden), len(operands.weight), tile_elements)
+    return t, min(v, weight_rows(operands, tile_elements))
 
 
 def weight_rows(operands: Operands, tile_elements: int) -> int:
     """How many token ids' weights may be multiplied at a time; a copy in another dtype counts as a tile."""
     num_ids, width = operands.weight.shape
-    return max(1, min(num_ids, tile_elements // width)) if operands.casts_weight else num_ids
+    return tiles.rows_of_copies(num_ids, width, tile_elements) if operands.casts_weight else num_ids
+
+
+def gradient_rows(operands: Operands, tile_elements: int) -> int:
+    """How many token ids' gradients may be made at a time: in another dtype than the factors' they are a copy too."""
+    num_ids, width = operands.weight.shape
+    copies = operands.casts_weight or operands.hidden.dtype != operands.dtype
+    return tiles.rows_of_copies(num_ids, width, tile_elements) if copies else num_ids
 
 
 def spans(count: int, size: int) -> Iterator[slice]:

@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
-from cohort.policy.logit_products import GradientSums, Operands, spans, tile_shape, weight_rows
+from cohort.plan.tiles import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
+from cohort.policy.logit_products import GradientSums, Operands, gradient_rows, spans, tile_shape, weight_rows
 from cohort.policy.logit_tiles import LogitTransform, RowGradients, RunningSoftmax, differentiate_, fold
 
-TILE_ELEMENTS = 1 << 24  # of one logits tile: 64 MiB in float32
-# Smaller ones are as fast on CPUs, and hold less.
-CPU_TILE_ELEMENTS = 1 << 22
 # Rows without a gradient are left out of backward when no more than this part of all rows has one.
 LIVE_ROWS = 0.75
 
@@ -92,7 +90,7 @@ def linear_loss(
     softcap: float | None = None,
     adapter: tuple[Tensor, Tensor] | None = None,
     entropy: bool = False,
-    tile_elements: int = TILE_ELEMENTS,
+    tile_elements: int | None = None,
 ) -> LinearLoss:
     """The sum of a token-level loss of logprobs, with the head's gradients made in forward (6TVH operations).
 
@@ -108,6 +106,8 @@ def linear_loss(
     """
     transform = LogitTransform(temperature=temperature, scale=scale, softcap=softcap)
     operands = _operands(hidden_TH, weight_VH, bias, adapter)
+    if tile_elements is None:
+        tile_elements = loss_tile_elements(len(operands.weight), on_gpu=hidden_TH.device.type != "cpu")
     options = (transform, entropy, tile_elements, torch.is_grad_enabled())
     return LinearLoss(*_LinearLoss.apply(targets_T, token_loss, *options, *operands))
 
@@ -236,21 +236,21 @@ class _LinearLoss(torch.autograd.Function):
         sums = GradientSums.zeros(operands, wanted, by_vocabulary=False)
         bias = operands.tile(slice(None), slice(None)).bias
         num_ids = len(operands.weight)
-        size = max(1, min(len(targets), tile_elements // num_ids))
+        size, copied = loss_tile_tokens(len(targets), num_ids, tile_elements), min(tile_elements, TILE_ELEMENTS)
         buffer = operands.hidden.new_empty(size * num_ids, dtype=operands.dtype)
         everything = RunningSoftmax.start(targets, dtype=operands.dtype, entropy=entropy)
         loss = buffer.new_zeros(())
         with _no_autocast(operands):
             for tokens in spans(len(targets), size):
                 tile = _tile_of(buffer, tokens, slice(0, num_ids))
-                _fill(tile, operands, tokens, tile_elements)
+                _fill(tile, operands, tokens, copied)
                 running = everything.rows(tokens)
                 fold(tile, running, targets[tokens], bias, transform)
                 part_of_loss, rows = _differentiated(token_loss, running, tokens)
                 loss += part_of_loss
                 if any(wanted):
                     differentiate_(tile, rows, targets[tokens], bias, transform)
-                    for ids in spans(num_ids, weight_rows(operands, tile_elements)):
+                    for ids in spans(num_ids, gradient_rows(operands, copied)):
                         operands.tile(tokens, ids).add_gradients(sums.tile(tokens, ids), tile[:, ids])
         logprobs, entropies, _ = everything.result()
         ctx.mark_non_differentiable(*(x for x in (logprobs, entropies) if x is not None))
