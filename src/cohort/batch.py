@@ -51,6 +51,7 @@ class TrainBatch:
 
     micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each under the token budget; an empty one keeps step
     streams: tuple[tuple[tuple[TrainSequence, ...], ...], ...] = ()  # groups in parts, each under it with its prompt
+    micro_batch_tokens: int  # the budget
     num_sequences: int  # of the step, over all ranks
     num_scored_tokens: int  # completion tokens of the step, over all ranks
     num_over_budget: int  # sequences longer than the budget; each is alone in its micro-batch

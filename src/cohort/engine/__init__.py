@@ -1,10 +1,10 @@
 """The training engine: gradients of a batch, one optimizer step. It is given the loss and knows no algorithm."""
 
-from cohort.engine.accumulation import must_fit
 from cohort.engine.budget import find_budget
 from cohort.engine.critic import CriticEngine
 from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
 from cohort.engine.optimizer import check_optimizer, check_weights
+from cohort.engine.out_of_memory import must_fit
 from cohort.engine.schedule import learning_rate_factor
 
 __all__ = [

@@ -5,7 +5,7 @@ T scored tokens of a micro-batch, C of a completion.
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,49 +18,20 @@ from torch.distributed.tensor import DTensor
 from cohort.batch import TrainBatch
 from cohort.config import AdamwConfig, OptimConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
-from cohort.engine.accumulation import (
-    Accumulation,
-    AloneAccumulation,
-    ShardedAccumulation,
-    is_out_of_memory,
-    no_gradient,
-)
+from cohort.engine.accumulation import Accumulation, AloneAccumulation, ShardedAccumulation, no_gradient
 from cohort.engine.balance import Balance
-from cohort.engine.forward_only import ForwardOnly, halved, pack_alone
+from cohort.engine.forward_only import ForwardOnly, halved
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
 from cohort.engine.offload import local
 from cohort.engine.optimizer import Optimizers
+from cohort.engine.out_of_memory import is_out_of_memory
 from cohort.engine.passes import Passes
-from cohort.engine.totals import COUNTS
+from cohort.engine.repack import packed_again
+from cohort.engine.totals import TrainResult
 from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, StopRequested, TrainingError
-from cohort.policy import OpenPrompt, Policy
+from cohort.policy import Policy
 from cohort.records import Estimate, TrainSequence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What one pass over a step's batch gives besides the gradients. Counts are of all ranks."""
-
-    metrics: Mapping[str, float]
-    num_inputs: int  # tokens that were to be computed
-    num_positions: int  # positions that were, padding included
-    num_unshared_inputs: int  # tokens, if every sequence were computed whole
-    num_prompt_inputs: int  # prompt tokens among the inputs
-    attention_pairs: int  # of an input and one that it sees, itself included
-    num_micro_batches: int  # of each rank, empty ones included
-    num_out_of_memory: int  # micro-batches that had to be computed again, in parts
-
-    @classmethod
-    def nothing(cls) -> "TrainResult":
-        """Of a pass that was not made."""
-        return cls(metrics={}, num_micro_batches=0, **dict.fromkeys(COUNTS, 0))
-
-    def __add__(self, other: "TrainResult") -> "TrainResult":
-        """Counts and metrics of both, added up."""
-        names = (*COUNTS, "num_micro_batches")
-        metrics = {n: self.metrics.get(n, 0.0) + other.metrics.get(n, 0.0) for n in {**self.metrics, **other.metrics}}
-        return TrainResult(metrics=metrics, **{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +80,18 @@ class TrainEngine:
         self._learning_rate = learning_rate
         self._temperature = temperature
         self.ranks = ranks
-        self._batch = TrainBatch(micro_batches=(), num_sequences=0, num_scored_tokens=0, num_over_budget=0)
+        self._batch = TrainBatch(
+            micro_batches=(),
+            micro_batch_tokens=micro_batch_tokens,
+            num_sequences=0,
+            num_scored_tokens=0,
+            num_over_budget=0,
+        )
         self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the policy before the batch's first pass
-        self._reference_logprobs: PerSequence | None = None
-        self._parameters = parameters = [p for p in policy.model.parameters() if p.requires_grad]
+        self._reference_logprobs: dict[int, Tensor] | None = None
+        self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: Accumulation = (
-            AloneAccumulation(parameters, *policy.tables_and_head())
+            AloneAccumulation(*policy.tables_and_head())
             if policy.sharding is None
             else ShardedAccumulation(policy.sharding.collectives, ranks.world_size)
         )
@@ -136,9 +113,9 @@ class TrainEngine:
         old_logprobs: Mapping[int, Tensor] | None = None,
         may_stop: bool = False,
     ) -> TrainResult:
-        """Add the gradient of `sum(loss_weight * per_token_loss)` over the whole step to the parameters' gradients.
+        """Make the gradient of `sum(loss_weight * per_token_loss)` over the whole step, in place of what was there.
 
-        A micro-batch that runs out of memory is computed again in parts, and the budget is halved from there on.
+        Where a micro-batch runs out of memory on any rank, all begin again with half of the budget, which stays halved.
 
         Args:
             batch: this rank's micro-batches; how the step was split over ranks and micro-batches does not change the
@@ -152,29 +129,47 @@ class TrainEngine:
             OutOfStepError: a single sequence does not fit into memory.
             StopRequested: the run was asked to end, and may. Every rank raises it.
         """
-        num_out_of_memory = 0
         if batch is not None:
             self._batch, self.old_outputs = batch, dict(old_logprobs or {})
-            if self.reference_in_loss:
-                assert self._reference_forward is not None, "a loss that looks at a reference was built without one"
-                reference = self._reference_forward.compute(
-                    batch.sequences, micro_batch_tokens=self.micro_batch_tokens, may_stop=may_stop
-                )
-                self._reference_logprobs, num_out_of_memory = reference.logprobs, reference.num_out_of_memory
+        if self._batch.micro_batch_tokens > self.micro_batch_tokens:  # halved since
+            self._pack_again()
         is_old = batch is not None and old_logprobs is None
-        loss = self._step_loss(per_token_loss, is_old=is_old)
-        routed, more_out_of_memory = self._count_choices(may_stop)
+        num_out_of_memory = 0
+        while True:
+            self._optimizer.zero_grad()
+            if batch is not None and self.reference_in_loss:
+                num_out_of_memory += self._ask_reference(may_stop)
+            routed, more_out_of_memory = self._count_choices(may_stop)
+            passes = self._new_passes(per_token_loss, is_old=is_old)
+            num_micro_batches, failures = self._run(passes, may_stop=may_stop)
+            num_out_of_memory += more_out_of_memory + failures
+            if num_micro_batches is not None:
+                break
+            del passes  # and the prompt that it has open
+            self._accumulation.start_again()
+            self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
+            self._pack_again()
+        if is_old:
+            self.old_outputs = passes.outputs
+        passes.totals.count({"num_out_of_memory": num_out_of_memory})
+        metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
+        return TrainResult(metrics={**metrics, **routed}, num_micro_batches=num_micro_batches, **counts)
+
+    def _ask_reference(self, may_stop: bool) -> int:
+        """The reference's logprobs of the step, for its loss; how often memory ran out."""
+        assert self._reference_forward is not None, "a loss that looks at a reference was built without one"
+        done = self._reference_forward.compute(
+            self._batch.sequences, micro_batch_tokens=self.micro_batch_tokens, may_stop=may_stop
+        )
+        self._reference_logprobs = dict(done.logprobs)
+        return done.num_out_of_memory
+
+    def _new_passes(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> Passes:
+        """For the way through a step from its first micro-batch on."""
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
         torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.rank))
-        passes = Passes(loss, self._accumulation, self._balance)
-        passes.totals.count({"num_out_of_memory": num_out_of_memory + more_out_of_memory})
-        num_micro_batches = self._run(passes, is_packed=batch is not None, may_stop=may_stop)
-        if is_old:
-            self.old_outputs = passes.outputs
-        self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
-        metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
-        return TrainResult(metrics={**metrics, **routed}, num_micro_batches=num_micro_batches, **counts)
+        return Passes(self._step_loss(per_token_loss, is_old=is_old), self._accumulation, self._balance)
 
     def _count_choices(self, may_stop: bool) -> tuple[dict[str, float], int]:
         """What the routers choose over the whole step, which their loss has to know before any of it is computed.
@@ -196,39 +191,50 @@ class TrainEngine:
             )
         return metrics, done.num_out_of_memory
 
-    def _run(self, passes: Passes, *, is_packed: bool, may_stop: bool) -> int:
-        """Compute the batch, in step with the other ranks; the number of micro-batches.
+    def _run(self, passes: Passes, *, may_stop: bool) -> tuple[int | None, int]:
+        """Compute the batch, in step with the other ranks.
 
         Args:
-            passes: of this pass over it.
-            is_packed: under the budget as it is now; it may have been halved since.
+            passes: of this way through it.
             may_stop: the rest may be left undone where the run is to end.
+
+        Returns:
+            the number of micro-batches, None where memory ran out on any rank; and how often it did on this one.
         """
-        work = Work(self._batch, self._repack)
-        if not is_packed:
-            work.split()
+        work = Work(self._batch)
         num_micro_batches = 0
-        prompt: OpenPrompt | None = None
         while (now := work.agree(self.ranks, may_stop=may_stop)) is not Turn.NOTHING:
+            piece = Piece()
             match now:
                 case Turn.STOP:
                     self._optimizer.zero_grad()
                     raise StopRequested("before anything was learned of the step")
+                case Turn.START_AGAIN:
+                    return None, int(work.ran_out)
                 case Turn.OPEN:
-                    prompt = passes.open(work.open())
+                    fits = passes.open(work.open())
                 case Turn.COMPUTE:
                     num_micro_batches += 1
                     piece = work.next()
-                    done = passes.compute(piece, prompt)
-                    if done is not None:
-                        passes.totals.count({"num_out_of_memory": 1})
-                        self.micro_batch_tokens = halved(self.micro_batch_tokens, piece.sequences, self.policy)
-                        work.split(replace(piece, done=done))
+                    fits = passes.compute(piece)
                 case Turn.CLOSE:
-                    assert prompt is not None, "ranks open and close together"
-                    passes.close(work.close(), prompt)
-                    prompt = None
-        return num_micro_batches
+                    work.close()
+                    fits = passes.close()
+            if not fits:
+                work.ran_out = True
+                self.micro_batch_tokens = halved(self.micro_batch_tokens, piece.sequences, self.policy)
+        return num_micro_batches, 0
+
+    def _pack_again(self) -> None:
+        """The batch under the budget as it is now, with what is known of its sequences."""
+        self._batch, (self.old_outputs, reference) = packed_again(
+            self._batch,
+            (self.old_outputs, self._reference_logprobs or {}),
+            policy=self.policy,
+            ranks=self.ranks,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+        self._reference_logprobs = reference if self.reference_in_loss else None
 
     @property
     def num_state_bytes(self) -> int:
@@ -265,13 +271,13 @@ class TrainEngine:
             ) from None
         if self.reference_in_loss:
             zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
-            self._reference_logprobs = per_sequence(zeros, sequences)
+            self._reference_logprobs = dict(per_sequence(zeros, sequences))
         passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation, self._balance)
-        done = passes.compute(Piece(sequences=sequences), None)
+        fits = passes.compute(Piece(sequences=sequences))
         del room
         self._optimizer.zero_grad()
         self.old_outputs, self._reference_logprobs = {}, None
-        return self.ranks.largest(done is not None) == 0
+        return self.ranks.smallest(fits) == 1
 
     def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> dict[Estimate, PerSequence]:
         """What the models say of this rank's sequences, [C] by the index of each. Every rank calls this.
@@ -368,10 +374,6 @@ class TrainEngine:
             reference_logprobs=self._reference_logprobs,
             gradients_in_forward=self._config.gradients_in_forward,
         )
-
-    def _repack(self, sequences: Sequences) -> TrainBatch:
-        """Sequences of this rank, under the budget as it is now."""
-        return pack_alone(sequences, self.policy, self.micro_batch_tokens)
 
 
 def _seed(*parts: int) -> int:

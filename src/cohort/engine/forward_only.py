@@ -13,8 +13,9 @@ from torch import Tensor
 from cohort import stopping
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
-from cohort.engine.accumulation import Accumulation, attempt, must_fit
+from cohort.engine.accumulation import WITHOUT_SEQUENCES, Accumulation, attempt
 from cohort.engine.loss import PerSequence, per_sequence
+from cohort.engine.out_of_memory import must_fit
 from cohort.engine.passes import on_device
 from cohort.engine.work import Sequences
 from cohort.errors import OutOfStepError, StopRequested
@@ -43,7 +44,7 @@ class ForwardOnly:
 
         Args:
             policy: the model.
-            accumulation: whose way of staying in step after running out of memory is used; nothing is added.
+            accumulation: whose way of staying in step after running out of memory is used; nothing is added up.
             ranks: all call the same methods at the same time.
             temperature: divides the logits.
         """
@@ -109,8 +110,7 @@ class ForwardOnly:
             if most == math.inf:
                 raise StopRequested("before anything was learned of the step")
             now = todo.popleft() if todo else ()
-            ran_out = attempt(self._accumulation, frozenset(), partial(compute, now), partial(compute, ()))
-            if ran_out is not None:
+            if not attempt(self._accumulation, partial(compute, now), partial(compute, ())):
                 num_out_of_memory += 1
                 budget = halved(int(self._factor * micro_batch_tokens), now, self.policy)
                 self._factor = budget / micro_batch_tokens
@@ -121,11 +121,20 @@ class ForwardOnly:
 def halved(budget: int, sequences: Sequences, policy: Policy) -> int:
     """Half of a budget, or of the sequences that did not fit into memory if that is less.
 
+    Args:
+        budget: tokens.
+        sequences: that did not fit. None where not even an empty micro-batch did: the next time it may.
+        policy: that computes them.
+
     Raises:
-        OutOfStepError: it was a single sequence.
+        OutOfStepError: it was a single sequence, or the smallest budget.
     """
+    if not sequences:
+        if budget == 1:
+            raise OutOfStepError(f"out of memory {WITHOUT_SEQUENCES} (docs/memory.md)")
+        return budget // 2
     tokens = policy.num_positions(collate(sequences, share_prompts=policy.shares_prompts))
-    if len(sequences) <= 1:
+    if len(sequences) == 1:
         raise OutOfStepError(
             f"out of memory on a single sequence of {tokens} tokens, which cannot be split. Set "
             f"model.gradient_checkpointing: true where it is not, or lower rollout.max_completion_tokens, or use "

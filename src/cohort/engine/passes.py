@@ -1,15 +1,16 @@
 """The passes of a step: micro-batches forward and backward, and prompts of streams, forward first and backward last."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from cohort.batch import MicroBatch
-from cohort.engine.accumulation import Accumulation, Done, attempt, must_fit
+from cohort.engine.accumulation import Accumulation, attempt
 from cohort.engine.balance import Balance
 from cohort.engine.loss import AnyStepLoss, per_sequence
+from cohort.engine.out_of_memory import must_fit
 from cohort.engine.totals import Totals
 from cohort.engine.work import Piece, Sequences, Stream
 from cohort.packing import collate, collate_part, collate_prompt
@@ -21,7 +22,7 @@ class Passes:
     """Adds the gradient of pieces and streams to the parameters', and keeps what comes out of them."""
 
     def __init__(self, loss: AnyStepLoss, accumulation: Accumulation, balance: Balance | None = None):
-        """Of one pass over a step's sequences.
+        """Of one way through a step's sequences.
 
         Args:
             loss: of their tokens.
@@ -34,27 +35,50 @@ class Passes:
         self._policy = loss.policy
         self._accumulation = accumulation
         self._balance = balance
+        self._prompt: OpenPrompt | None = None
+        self._prompt_tokens = 0  # of the open prompt; 0 where that is nothing in particular
         self._prompt_loss: torch.Tensor | None = None  # of the routers, in the open prompt
 
-    def compute(self, piece: Piece, prompt: OpenPrompt | None) -> Done | None:
-        """Add a piece's gradient. None if that went well; where memory ran out, whose gradients have been added.
+    def compute(self, piece: Piece) -> bool:
+        """Add a piece's gradient. Whether it fitted into memory; else this way through the step leads nowhere.
 
         Args:
             piece: to compute; an empty one keeps step with the other ranks.
-            prompt: that a part of a stream goes on from.
         """
-        nothing = Passes(self._loss, self._accumulation, self._balance)  # what comes of it is of no use
-        return attempt(
-            self._accumulation,
-            piece.done,
-            lambda: self._micro_batch(piece.sequences, prompt if piece.in_stream else None),
-            lambda: nothing._micro_batch((), None),
+        return self._attempt(
+            lambda: self._micro_batch(piece.sequences, self._prompt if piece.in_stream else None),
+            lambda nothing: nothing._micro_batch((), None),
         )
 
-    def open(self, stream: Stream | None) -> OpenPrompt:
-        """Forward of a stream's prompt; of nothing in particular where this rank has no stream."""
+    def open(self, stream: Stream | None) -> bool:
+        """Forward of a stream's prompt; of nothing in particular where this rank has no stream.
+
+        Returns:
+            whether it fitted into memory, as of `compute`.
+
+        Raises:
+            OutOfStepError: a prompt did not, which cannot be split.
+        """
+        return self._attempt(lambda: self._open(stream), lambda nothing: nothing._open(None))
+
+    def close(self) -> bool:
+        """Backward of the open prompt, see `open`."""
+
+        def open_and_close(nothing: Passes) -> None:
+            with self._accumulation.behind():
+                nothing._open(None)
+            nothing._close()
+
+        return self._attempt(self._close, open_and_close)
+
+    def _attempt(self, compute: Callable[[], None], compute_nothing: Callable[["Passes"], None]) -> bool:
+        """A pass; where it fails, the same without sequences, of which nothing is kept."""
+        nothing = Passes(self._loss, self._accumulation, self._balance)
+        return attempt(self._accumulation, compute, lambda: compute_nothing(nothing))
+
+    def _open(self, stream: Stream | None) -> None:
         prompt = stream.prompt if stream else np.zeros(0, dtype=np.int64)
-        num_tokens = len(prompt)
+        num_tokens = self._prompt_tokens = len(prompt)
         self.totals.count(
             {
                 "num_inputs": num_tokens,
@@ -63,20 +87,17 @@ class Passes:
                 "attention_pairs": num_tokens * (num_tokens + 1) // 2,
             }
         )
-        num_completions = sum(len(part.sequences) for part in stream.parts) if stream else 0
+        num_completions = sum(map(len, stream.parts)) if stream else 0
         micro_batch = on_device(collate_prompt(prompt, num_completions=num_completions), self._policy)
         with _prompt_must_fit(num_tokens), self._routed(micro_batch) as losses:
-            opened = self._policy.open_prompt(micro_batch)
+            self._prompt = self._policy.open_prompt(micro_batch)
         self._prompt_loss = losses[0] * self._accumulation.scale if losses else None
-        return opened
 
-    def close(self, stream: Stream | None, prompt: OpenPrompt) -> None:
-        """Backward of an open prompt."""
-        self._accumulation.begin(stream.done if stream else frozenset())
-        with _prompt_must_fit(len(stream.prompt) if stream else 0):
-            prompt.backward(self._prompt_loss)
-        self._prompt_loss = None
-        self._accumulation.end()
+    def _close(self) -> None:
+        assert self._prompt is not None, "ranks open and close together"
+        with _prompt_must_fit(self._prompt_tokens):
+            self._prompt.backward(self._prompt_loss)
+        self._prompt = self._prompt_loss = None
 
     def _micro_batch(self, sequences: Sequences, prompt: OpenPrompt | None) -> None:
         """Forward and backward of some sequences, or of none: to stay in step with the other ranks."""
@@ -102,6 +123,9 @@ class Passes:
 
 
 def _prompt_must_fit(num_tokens: int) -> AbstractContextManager[None]:
+    """Of a prompt; where there is none, running out of memory is as of an empty micro-batch."""
+    if num_tokens == 0:
+        return nullcontext()
     return must_fit(
         f"on a prompt of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true where it "
         f"is not, or lower rollout.max_prompt_tokens"

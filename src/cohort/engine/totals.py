@@ -1,6 +1,7 @@
 """Sums over the micro-batches of a step, and over ranks."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,31 @@ COUNTS = (
     "attention_pairs",
     "num_out_of_memory",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What one pass over a step's batch gives besides the gradients. Counts are of all ranks."""
+
+    metrics: Mapping[str, float]
+    num_inputs: int  # tokens that were to be computed
+    num_positions: int  # positions that were, padding included
+    num_unshared_inputs: int  # tokens, if every sequence were computed whole
+    num_prompt_inputs: int  # prompt tokens among the inputs
+    attention_pairs: int  # of an input and one that it sees, itself included
+    num_micro_batches: int  # of each rank, empty ones included
+    num_out_of_memory: int  # micro-batches that did not fit
+
+    @classmethod
+    def nothing(cls) -> "TrainResult":
+        """Of a pass that was not made."""
+        return cls(metrics={}, num_micro_batches=0, **dict.fromkeys(COUNTS, 0))
+
+    def __add__(self, other: "TrainResult") -> "TrainResult":
+        """Counts and metrics of both, added up."""
+        names = (*COUNTS, "num_micro_batches")
+        metrics = {n: self.metrics.get(n, 0.0) + other.metrics.get(n, 0.0) for n in {**self.metrics, **other.metrics}}
+        return TrainResult(metrics=metrics, **{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
 class Totals:

@@ -47,6 +47,7 @@ def pack(
         TrainBatch(
             micro_batches=tuple(tuple(sequences[n] for n in numbers) for numbers in micro_batches),
             streams=tuple(tuple(tuple(sequences[n] for n in numbers) for numbers in parts) for parts in streams),
+            micro_batch_tokens=micro_batch_tokens,
             num_sequences=len(sequences),
             num_scored_tokens=int(num_scored_tokens.sum()),
             num_over_budget=bins.num_over_budget,

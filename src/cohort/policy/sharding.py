@@ -2,9 +2,11 @@
 
 Every rank runs the same sequence of collectives for a micro-batch: an all-gather before each layer, a reduce-scatter
 after it in backward. A rank whose computation fails halfway owes the others the rest of that sequence. It computes an
-empty micro-batch whose first collectives, those that it has issued already, are left out.
+empty micro-batch whose first collectives, those that it has issued already, are left out. Then all ranks drop what they
+have, and begin again.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +36,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Collectives:
-    """The collectives of one micro-batch on this rank: how many were issued, and what to leave out.
+    """The collectives of one pass on this rank: how many were issued, and what to leave out.
 
     One object counts for all sharded models of a run: the policy's collectives and the reference's are one sequence.
     """
@@ -43,45 +45,49 @@ class Collectives:
         self.models: list[Sharding] = []
         self.begin()
 
-    def begin(self, *, skip: int = 0, reduced: frozenset[int] = frozenset()) -> None:
-        """Begin a micro-batch.
+    def begin(self, *, skip: float = 0) -> None:
+        """Begin a pass.
 
         Args:
             skip: leave out this many collectives: they were issued before the computation failed.
-            reduced: numbers of the FSDP groups whose gradient of this micro-batch has been reduced already; what
-                comes of them is not added again.
         """
-        self.issued = 0
-        self.skip = skip
-        self.already_reduced = reduced
-        self.reduced = set(reduced)
+        self._issued = 0
+        self._skip = skip
 
     def next_is_left_out(self) -> bool:
         """Count one more; whether it was issued before."""
-        self.issued += 1
-        return self.issued <= self.skip
+        self._issued += 1
+        return self._issued <= self._skip
 
-    def reset(self) -> frozenset[int]:
-        """After a failed forward or backward: free what the models had gathered, and prepare to stay in step.
+    def stay_in_step(self) -> None:
+        """After a failed forward or backward: free what the models had gathered.
 
-        The next micro-batch leaves out the collectives that were issued before the failure.
-
-        Returns:
-            The FSDP groups whose gradient of the failed micro-batch has been reduced.
+        The next pass leaves out the collectives that were issued before the failure.
         """
+        issued = self._issued
+        self.reset()
+        self.begin(skip=issued)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Issue nothing inside, and count nothing."""
+        before = self._issued, self._skip
+        self.begin(skip=math.inf)
+        yield
+        self._issued, self._skip = before
+
+    def reset(self) -> None:
+        """Put the models into the state between two steps, whatever has been begun."""
         for model in self.models:
             model.reset()
-        reduced = frozenset(self.reduced)
-        self.begin(skip=self.issued)
-        return reduced
+        self.begin()
 
 
 class _Comm:
     """What FSDP2 asks of a custom collective besides the call."""
 
-    def __init__(self, collectives: Collectives, group_number: int):
+    def __init__(self, collectives: Collectives):
         self._collectives = collectives
-        self._group_number = group_number
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -104,11 +110,7 @@ class _ReduceScatter(_Comm):
         if self._collectives.next_is_left_out():
             output_tensor.zero_()
             return None
-        if self._group_number in self._collectives.already_reduced:
-            input_tensor.zero_()
-        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self._collectives.reduced.add(self._group_number)
-        return work
+        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class Sharding:
@@ -163,9 +165,9 @@ class Sharding:
             # an expert that no token of this rank has chosen still has its place in what is reduced
             model.set_reduce_scatter_unused_params(True)
         self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        for number, module in enumerate(self._modules):
-            module.set_custom_all_gather(_AllGather(collectives, number))
-            module.set_custom_reduce_scatter(_ReduceScatter(collectives, number))
+        for module in self._modules:
+            module.set_custom_all_gather(_AllGather(collectives))
+            module.set_custom_reduce_scatter(_ReduceScatter(collectives))
         collectives.models.append(self)
 
     def add_forward(self, name: str, compute: Callable[..., Any]) -> None:
@@ -198,7 +200,7 @@ class Sharding:
             OutOfStepError: this torch cannot put its state right again.
         """
         if not hasattr(self.model, "reset_iter_state"):
-            raise OutOfStepError("out of memory; several processes survive that with torch 2.13 or newer only")
+            raise OutOfStepError("out of memory; sharded models survive that with torch 2.13 or newer only")
         self.model.reset_iter_state()
         for group in self._groups():
             for parameter in group.fsdp_params:

@@ -1,0 +1,49 @@
+"""Pack a step that ranks have already, under another budget."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from cohort.batch import TrainBatch
+from cohort.distributed import Ranks
+from cohort.packing import pack
+from cohort.policy import Policy
+
+Known = dict[int, Tensor]  # sequence index -> [C]
+
+
+def packed_again(
+    batch: TrainBatch, known: Sequence[Mapping[int, Tensor]], *, policy: Policy, ranks: Ranks, micro_batch_tokens: int
+) -> tuple[TrainBatch, tuple[Known, ...]]:
+    """Pack as if the step had been packed under this budget to begin with. Every rank calls this.
+
+    A sequence may come to another rank, as ranks are balanced under each budget. What is known of it goes with it.
+
+    Args:
+        batch: this rank's.
+        known: of its sequences.
+        policy: that computes them.
+        ranks: all of them.
+        micro_batch_tokens: the budget.
+
+    Returns:
+        this rank's batch, and what is known of its sequences, on the policy's device.
+    """
+    own = [{n: values.to("cpu", copy=True) for n, values in some.items()} for some in known]
+    shares = None
+    if (gathered := ranks.gather((batch.sequences, own))) is not None:
+        sequences = sorted((s for some, _ in gathered for s in some), key=lambda s: s.index)
+        batches = pack(
+            sequences,
+            micro_batch_tokens=micro_batch_tokens,
+            world_size=ranks.world_size,
+            share_prompts=policy.shares_prompts,
+            padded=policy.layout == "padded",
+        )
+        everything = [{n: x for _, of in gathered for n, x in of[i].items()} for i in range(len(known))]
+        shares = [
+            (packed, [{s.index: of[s.index] for s in packed.sequences if s.index in of} for of in everything])
+            for packed in batches
+        ]
+    mine, own = ranks.scatter(shares)
+    return mine, tuple({n: values.to(policy.device) for n, values in some.items()} for some in own)
