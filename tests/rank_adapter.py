@@ -19,7 +19,7 @@ from cohort.policy import Collectives, LoadRequest, arrival, load_policy, load_t
 from cohort.policy.skeleton import saved_tensors
 from cohort.records import Prompt
 from cohort.rollout import Sampler, SampleRequest, SamplingParams, StreamKey
-from rank_engine import CPU, STEPS, batches_of, nothing, out_of_memory_over, step_sequences
+from rank_engine import CPU, STEPS, batches_of, begun_again, nothing, out_of_memory_over, step_sequences
 from rank_loading import bytes_read
 from test_laws import old_logprobs_of
 
@@ -113,10 +113,10 @@ def run_adapter_out_of_memory(ranks: Ranks, model: str, current: str) -> dict[st
     results: dict[str, Any] = {"expected": gradient(engine, algorithm, sequences, ranks, 10_000)[1]}
     unlucky = ranks.world_size - 1
     for place in PLACES:
-        engine.micro_batch_tokens = 10_000
-        with out_of_memory_over(30, place, engine) if ranks.rank == unlucky else nothing():
-            result, gradients = gradient(engine, algorithm, sequences, ranks, 10_000)
-        results[place] = (result.num_out_of_memory, gradients)
+        memory = out_of_memory_over(30, place, engine) if ranks.rank == unlucky else nothing()
+        results[place] = begun_again(
+            engine, lambda budget: gradient(engine, algorithm, sequences, ranks, budget), 10_000, memory
+        )
     return results
 
 

@@ -18,7 +18,7 @@ from cohort.records import Estimates, TrainSequence
 from cohort.rollout import Sampler
 from cohort.trainer.crew import Crew
 from rank_crew import commanded
-from rank_engine import CPU, LONG, SHORT, nothing, out_of_memory_over, whole_gradients, whole_weights
+from rank_engine import CPU, LONG, SHORT, begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
 from test_laws import random_groups
 
 STEPS = {"uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT), "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG)}
@@ -99,8 +99,7 @@ def critic_gradient(crew: Crew, sequences: list[TrainSequence], budget: int) -> 
     critic = crew.critic
     assert critic is not None and ALGORITHM.critic is not None
     critic.micro_batch_tokens = budget
-    shuffled = [sequences[n] for n in np.random.default_rng(1).permutation(len(sequences))]
-    batch = crew.pack_for_critic(shuffled)[crew.ranks.rank]
+    batch = crew.pack_for_critic(sequences)[crew.ranks.rank]
     old = {s.index: torch.from_numpy(values_of(s.num_completion_tokens, s.index)) for s in sequences}
     result = critic.forward_backward(batch, ALGORITHM.critic.loss, old_logprobs=old)
     return result, whole_gradients(critic)
@@ -119,9 +118,10 @@ def run_critic_gradients(ranks: Ranks, model: str) -> dict[str, Any]:
     sequences = critic_sequences(*STEPS["uneven"], seed=3)
     for place in PLACES:
         unlucky = ranks.rank == ranks.world_size - 1
-        with out_of_memory_over(14, place, crew.critic) if unlucky else nothing():
-            result, gradient = critic_gradient(crew, sequences, 10_000)
-        results[f"memory/{place}"] = (result.num_out_of_memory, gradient)
+        memory = out_of_memory_over(14, place, crew.critic) if unlucky else nothing()
+        results[f"memory/{place}"] = begun_again(
+            crew.critic, lambda budget: critic_gradient(crew, sequences, budget), 10_000, memory
+        )
     return results
 
 

@@ -1,7 +1,9 @@
 """What ranks do together in the tests of the engine, each job in all of them; and the steps that they do it with."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ from cohort.config import (
     SgdConfig,
     TrainConfig,
 )
-from cohort.distributed import Ranks
-from cohort.engine import TrainEngine, find_budget
+from cohort.distributed import ALONE, Ranks
+from cohort.engine import TrainEngine, TrainResult, find_budget
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, activations, linear_logprobs, load_policy, load_tokenizer
 from cohort.policy.activations import enable_offload
@@ -133,17 +135,16 @@ def run_gradients(ranks: Ranks, model: str, reference: str, name: str) -> dict[s
     return results
 
 
-def run_accumulation(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """Gradients of two rollouts added up, clipped and applied, twice; and an update of which nothing has a gradient."""
+def run_updates(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Gradients clipped and applied, twice; and an update of which nothing has a gradient."""
     engine = make_engine(
         model, ranks, reference=reference, learning_rate=0.01, max_grad_norm=0.05, optim=AdamwConfig(weight_decay=0.1)
     )
     norms = []
     for update in range(2):
-        for rollout in range(2):
-            algorithm, sequences = step_sequences("dapo_kl_masked", *STEPS["uneven"], seed=2 * update + rollout)
-            batch = batches_of(engine, with_gradient(sequences, algorithm), ranks, 20)[ranks.rank]
-            engine.forward_backward(batch, algorithm.policy_loss)
+        algorithm, sequences = step_sequences("dapo_kl_masked", *STEPS["uneven"], seed=update)
+        batch = batches_of(engine, with_gradient(sequences, algorithm), ranks, 20)[ranks.rank]
+        engine.forward_backward(batch, algorithm.policy_loss)
         norms.append(engine.optim_step().grad_norm)
     engine.forward_backward(batches_of(engine, [], ranks, 20)[ranks.rank], algorithm.policy_loss)
     assert engine.optim_step().grad_norm == 0
@@ -154,33 +155,133 @@ def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def run_out_of_memory(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """Memory runs out on one rank, at every place of forward and backward: the gradient is that of enough memory."""
-    engine = make_engine(model, ranks, reference=reference)
+def run_out_of_memory(ranks: Ranks, model: str, reference: str, *keys: str) -> dict[str, Any]:
+    """Memory runs out on one rank, at every place of forward and backward; `keys`: of the `model` section, set true.
+
+    On rows of more than 30 tokens, whenever they come; and on the second row that comes, when the first has left its
+    gradient.
+    """
+    precision = {"dtype": "float64", **dict.fromkeys(keys, True)}
+    engine = make_engine(model, ranks, reference=reference, precision=precision)
     algorithm, sequences = step_sequences("grpo_kl", MANY)
-    results: dict[str, Any] = {"expected": gradient(engine, algorithm, sequences, ranks, 10_000)[1]}
+
+    def compute(budget: int) -> Computed:
+        return gradient(engine, algorithm, sequences, ranks, budget)
+
+    results: dict[str, Any] = {"expected": compute(10_000)[1]}
     unlucky = ranks.world_size - 1
     for place in places(engine):
-        engine.micro_batch_tokens = 10_000
-        with out_of_memory_over(30, place, engine) if ranks.rank == unlucky else nothing():
-            result, gradients = gradient(engine, algorithm, sequences, ranks, 10_000)
-        results[place] = (result.num_out_of_memory, engine.micro_batch_tokens, gradients)
+        limits = [(10_000, 30, None), (32, 0, 2)]
+        for budget, tokens, only in limits[
+            : 1 if place == "forward reference" else 2
+        ]:  # the whole step is one row there
+            memory = out_of_memory_over(tokens, place, engine, only=only) if ranks.rank == unlucky else nothing()
+            results[f"{place}/{budget}"] = begun_again(engine, compute, budget, memory)
     return results
 
 
-def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """The same in a part of a stream, on one rank, while the others have streams of their own."""
-    engine = make_engine(model, ranks, reference=reference)
+def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str, *keys: str) -> dict[str, Any]:
+    """The same in a part of a stream, on one rank, while the others have streams of their own; no old logprobs."""
+    precision = {"dtype": "float64", **dict.fromkeys(keys, True)}
+    engine = make_engine(model, ranks, reference=reference, precision=precision)
     algorithm, sequences = step_sequences("grpo_kl", [[30, 14, 25, 1, 31, 8, 12, 9, 2, 16, 19, 7]] * 3, LONG)
-    results: dict[str, Any] = {"expected": gradient(engine, algorithm, sequences, ranks, 100_000)[1]}
+
+    def compute(budget: int) -> Computed:
+        batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]
+        result = engine.forward_backward(batch, algorithm.policy_loss)
+        return result, whole_gradients(engine) | {f"old {n}": x for n, x in engine.old_outputs.items()}
+
+    results: dict[str, Any] = {"expected": compute(10_000)[1]}
     unlucky = ranks.world_size - 1
     for place in ("forward mlp 0", "forward self_attn 1", "backward self_attn 1", "backward mlp 0"):
-        engine.micro_batch_tokens = 400
         assert any(batch.streams for batch in batches_of(engine, sequences, ranks, 340))
-        with out_of_memory_over(30, place, engine, most=200) if ranks.rank == unlucky else nothing():
-            result, gradients = gradient(engine, algorithm, sequences, ranks, 340)
-        results[place] = (result.num_out_of_memory, engine.micro_batch_tokens, gradients)
+        for only in (None, 2):
+            limited = out_of_memory_over(30, place, engine, most=200, only=only)
+            memory = limited if ranks.rank == unlucky else nothing()
+            results[f"{place}/{only}"] = begun_again(engine, compute, 340, memory)
     return results
+
+
+def run_out_of_memory_on_nothing(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Memory runs out once on a rank that only keeps step, while the first has a stream of three parts.
+
+    Its rows of one token are: the prompt forward, three micro-batches, the prompt backward.
+    """
+    engine = make_engine(model, ranks, reference=reference)
+    algorithm, sequences = step_sequences("dapo", [[12, 8, 9]], (300, 301))
+    old = {s.index: old_logprobs_of(s) for s in sequences}
+
+    def compute(budget: int) -> Computed:
+        if budget == 310:
+            (batch,) = batches_of(engine, sequences if ranks.is_first else [], ALONE, budget)
+            assert len(batch.streams) == ranks.is_first and all(len(parts) == 3 for parts in batch.streams)
+        else:
+            batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]
+        result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
+        return result, whole_gradients(engine)
+
+    results: dict[str, Any] = {}
+    for way, number in (("forward", 1), ("forward", 3), ("backward", 2), ("backward", 4)):
+        limited = out_of_memory_over(0, f"{way} mlp 1", engine, most=1, only=number)
+        memory = limited if ranks.rank == ranks.world_size - 1 else nothing()
+        results[f"{way}/{number}"] = begun_again(engine, compute, 310, memory)
+    return results
+
+
+def run_out_of_memory_later(ranks: Ranks, model: str, reference: str, *keys: str) -> dict[str, Any]:
+    """In the second pass over a batch, whose old logprobs are the first's: they follow their sequences."""
+
+    def second(budget: int, memory: AbstractContextManager[None] | None = None) -> tuple[int, Any]:
+        engine = make_engine(model, ranks, reference=reference, learning_rate=0.01)
+        algorithm, sequences = step_sequences("grpo_kl", MANY)
+        engine.forward_backward(batches_of(engine, sequences, ranks, 10_000)[ranks.rank], algorithm.policy_loss)
+        engine.optim_step()
+        engine.micro_batch_tokens = budget
+        unlucky = memory is None and ranks.rank == ranks.world_size - 1
+        with out_of_memory_over(30, "backward mlp 0", engine) if unlucky else nothing():
+            result = engine.forward_backward(None, algorithm.policy_loss)
+        return engine.micro_batch_tokens, (result, whole_gradients(engine), engine.policy.layout)
+
+    budget, (result, actual, layout) = second(10_000)
+    _, (expected_result, expected, _) = second(budget, nothing())
+    return {
+        "layout": layout,
+        "out of memory": result.num_out_of_memory,
+        "different": differences((result, actual), (expected_result, expected)),
+    }
+
+
+Computed = tuple[TrainResult, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class BegunAgain:
+    """A pass whose memory ran out."""
+
+    num_out_of_memory: int
+    budget: int  # that it found
+    gradient: dict[str, torch.Tensor]
+    different: list[str]  # from a pass that had that budget from the start
+
+
+def begun_again(
+    engine: TrainEngine, compute: Callable[[int], Computed], budget: int, memory: AbstractContextManager[None]
+) -> BegunAgain:
+    """A pass from a budget on, with memory that runs out; and one with the budget that it found, and enough memory."""
+    engine.micro_batch_tokens = budget
+    with memory:
+        actual = compute(budget)
+    found = engine.micro_batch_tokens
+    different = differences(actual, compute(found))
+    return BegunAgain(actual[0].num_out_of_memory, found, actual[1], different)
+
+
+def differences(actual: Computed, expected: Computed) -> list[str]:
+    """What is not the same to the last bit: counts, metrics and tensors."""
+    counts = replace(actual[0], num_out_of_memory=0, metrics=expected[0].metrics) == expected[0]
+    metrics = actual[0].metrics == expected[0].metrics
+    tensors = [n for n in {**actual[1], **expected[1]} if not torch.equal(actual[1][n], expected[1][n])]
+    return [*(() if counts else ("counts",)), *(() if metrics else ("metrics",)), *tensors]
 
 
 def places(engine: TrainEngine) -> list[str]:
@@ -191,16 +292,23 @@ def places(engine: TrainEngine) -> list[str]:
 
 
 @contextmanager
-def out_of_memory_over(tokens: int, place: str, engine: TrainEngine, *, most: int = 10_000) -> Iterator[None]:
-    """An allocator that has no room for rows of more than `tokens` tokens, to `most`, at one place."""
+def out_of_memory_over(
+    tokens: int, place: str, engine: TrainEngine, *, most: int = 10_000, only: int | None = None
+) -> Iterator[None]:
+    """An allocator that has no room for rows of more than `tokens` tokens, to `most`, at one place.
+
+    With `only` it fails once: when such a row comes for that time.
+    """
     way, part, *number = place.split()
     body = engine.policy.model.model if part != "reference" else engine._reference_forward.policy.model.model
     module = {"embedding": lambda: body.embed_tokens, "reference": lambda: body, "head": lambda: body.norm}.get(
         part, lambda: getattr(body.layers[int(number[0])], part)
     )()
 
+    times = itertools.count(1)
+
     def check(length: int) -> None:
-        if tokens < length <= most:
+        if tokens < length <= most and (next(times) == only or only is None):
             raise torch.OutOfMemoryError(f"injected: {length} tokens")
 
     def forward(module: Any, inputs: Any, output: Any) -> None:
@@ -335,9 +443,11 @@ def head_inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 JOBS = {
     "gradients": run_gradients,
-    "accumulation": run_accumulation,
+    "updates": run_updates,
     "out_of_memory": run_out_of_memory,
     "out_of_memory_in_a_stream": run_out_of_memory_in_a_stream,
+    "out_of_memory_on_nothing": run_out_of_memory_on_nothing,
+    "out_of_memory_later": run_out_of_memory_later,
     "checkpoint": run_checkpoint,
     "budget": run_budget,
     "precision": run_precision,

@@ -12,7 +12,7 @@ from cohort.engine import TrainEngine, TrainResult
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, load_policy, load_tokenizer
 from cohort.records import TrainSequence
-from rank_engine import whole_gradients, whole_weights
+from rank_engine import begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
 from tiny import random_sequences
 
 CPU = torch.device("cpu")
@@ -107,6 +107,17 @@ def run_balance(ranks: Ranks, path: str) -> dict[str, Any]:
     return results
 
 
+def run_out_of_memory(ranks: Ranks, path: str) -> dict[str, Any]:
+    """Memory runs out on the last rank, in its first micro-batch and in its second."""
+    engine = make_engine(load(path, ranks), ranks)
+    results = {}
+    for place, number in (("backward mlp 1", 1), ("backward mlp 0", 2)):
+        unlucky = ranks.rank == ranks.world_size - 1
+        memory = out_of_memory_over(0, place, engine, only=number) if unlucky else nothing()
+        results[place] = begun_again(engine, lambda budget: (step(engine, budget), whole_gradients(engine)), 45, memory)
+    return results
+
+
 def run_frozen(ranks: Ranks, path: str) -> dict[str, Any]:
     """Three updates with frozen routers and a frozen embedding: weights before and after."""
     frozen = ("routers", "model.embed_tokens.*")
@@ -129,4 +140,4 @@ def check_frozen(results: dict[str, Any]) -> None:
     assert not frozen.intersection(results["state"]) and results["state"]
 
 
-JOBS = {"moe_balance": run_balance, "moe_frozen": run_frozen}
+JOBS = {"moe_balance": run_balance, "moe_out_of_memory": run_out_of_memory, "moe_frozen": run_frozen}

@@ -125,6 +125,7 @@ def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
             recovered = gradient(engine, algorithm, sequences, ranks, 10_000)
         with torch.no_grad(), engine.policy.whole():  # as the sampler does, in between
             pass
+        engine.micro_batch_tokens = 10_000
         again = gradient(engine, algorithm, sequences, ranks, 10_000)
         results[str(reshard)] = {
             "gradients": [whole[1], recovered[1], again[1], streamed[1]],

@@ -139,9 +139,12 @@ def test_memory_that_runs_out_changes_nothing():
 def test_ranks(world_size: int, tmp_path):
     folder = str(save_folder(FAMILIES["Qwen3-MoE"], tmp_path / "model"))
     aux, expected = naive(AutoModelForCausalLM.from_pretrained(folder))
-    (balance, frozen) = run_ranks(world_size, tmp_path, ("moe_balance", folder), ("moe_frozen", folder))
+    jobs = (("moe_balance", folder), ("moe_frozen", folder), ("moe_out_of_memory", folder))
+    balance, frozen, out_of_memory = run_ranks(world_size, tmp_path, *jobs)
     assert len(balance) == 2 * len(BUDGETS)
     for way, (metrics, grads) in balance.items():
         assert metrics[AUX] == pytest.approx(aux, rel=1e-5), way
         assert largest_error(grads, expected) < 2e-5, way
     rank_moe.check_frozen(frozen)
+    for place, again in out_of_memory.items():
+        assert again.num_out_of_memory >= 1 and not again.different, place

@@ -11,12 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from cohort.engine.out_of_memory import is_out_of_memory, must_fit
+from cohort.engine.out_of_memory import NOTHING, is_out_of_memory, must_fit
 from cohort.policy import Collectives
-
-WITHOUT_SEQUENCES = (
-    "even without any sequence: the model's largest layer does not fit beside its shards; use more processes"
-)
 
 
 class Accumulation(Protocol):
@@ -136,6 +132,6 @@ def attempt(accumulation: Accumulation, compute: Callable[[], object], compute_n
     else:
         return True
     # not in the except block: there the traceback holds what the failed pass has computed
-    with must_fit(WITHOUT_SEQUENCES):
+    with must_fit(str(NOTHING.whole)):
         accumulation.recover(compute_nothing)
     return False

@@ -20,7 +20,7 @@ from cohort.config import AdamwConfig, OptimConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine.accumulation import Accumulation, AloneAccumulation, ShardedAccumulation, no_gradient
 from cohort.engine.balance import Balance
-from cohort.engine.forward_only import ForwardOnly, halved
+from cohort.engine.forward_only import ForwardOnly
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
 from cohort.engine.offload import local
 from cohort.engine.optimizer import Optimizers
@@ -204,7 +204,6 @@ class TrainEngine:
         work = Work(self._batch)
         num_micro_batches = 0
         while (now := work.agree(self.ranks, may_stop=may_stop)) is not Turn.NOTHING:
-            piece = Piece()
             match now:
                 case Turn.STOP:
                     self._optimizer.zero_grad()
@@ -212,17 +211,16 @@ class TrainEngine:
                 case Turn.START_AGAIN:
                     return None, int(work.ran_out)
                 case Turn.OPEN:
-                    fits = passes.open(work.open())
+                    too_large = passes.open(work.open())
                 case Turn.COMPUTE:
                     num_micro_batches += 1
-                    piece = work.next()
-                    fits = passes.compute(piece)
+                    too_large = passes.compute(work.next())
                 case Turn.CLOSE:
                     work.close()
-                    fits = passes.close()
-            if not fits:
+                    too_large = passes.close()
+            if too_large is not None:
                 work.ran_out = True
-                self.micro_batch_tokens = halved(self.micro_batch_tokens, piece.sequences, self.policy)
+                self.micro_batch_tokens = too_large.half_of(self.micro_batch_tokens)
         return num_micro_batches, 0
 
     def _pack_again(self) -> None:
@@ -273,7 +271,7 @@ class TrainEngine:
             zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = dict(per_sequence(zeros, sequences))
         passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation, self._balance)
-        fits = passes.compute(Piece(sequences=sequences))
+        fits = passes.compute(Piece(sequences=sequences)) is None
         del room
         self._optimizer.zero_grad()
         self.old_outputs, self._reference_logprobs = {}, None

@@ -13,12 +13,12 @@ from torch import Tensor
 from cohort import stopping
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
-from cohort.engine.accumulation import WITHOUT_SEQUENCES, Accumulation, attempt
+from cohort.engine.accumulation import Accumulation, attempt
 from cohort.engine.loss import PerSequence, per_sequence
-from cohort.engine.out_of_memory import must_fit
-from cohort.engine.passes import on_device
+from cohort.engine.out_of_memory import must_fit, too_large
+from cohort.engine.passes import num_positions, on_device
 from cohort.engine.work import Sequences
-from cohort.errors import OutOfStepError, StopRequested
+from cohort.errors import StopRequested
 from cohort.packing import collate, pack
 from cohort.policy import Policy
 from cohort.records import TrainSequence
@@ -112,35 +112,11 @@ class ForwardOnly:
             now = todo.popleft() if todo else ()
             if not attempt(self._accumulation, partial(compute, now), partial(compute, ())):
                 num_out_of_memory += 1
-                budget = halved(int(self._factor * micro_batch_tokens), now, self.policy)
+                failed = too_large(num_positions(now, self.policy), len(now))
+                budget = failed.half_of(int(self._factor * micro_batch_tokens))
                 self._factor = budget / micro_batch_tokens
                 todo = packed([s for piece in (now, *todo) for s in piece])
         return num_out_of_memory
-
-
-def halved(budget: int, sequences: Sequences, policy: Policy) -> int:
-    """Half of a budget, or of the sequences that did not fit into memory if that is less.
-
-    Args:
-        budget: tokens.
-        sequences: that did not fit. None where not even an empty micro-batch did: the next time it may.
-        policy: that computes them.
-
-    Raises:
-        OutOfStepError: it was a single sequence, or the smallest budget.
-    """
-    if not sequences:
-        if budget == 1:
-            raise OutOfStepError(f"out of memory {WITHOUT_SEQUENCES} (docs/memory.md)")
-        return budget // 2
-    tokens = policy.num_positions(collate(sequences, share_prompts=policy.shares_prompts))
-    if len(sequences) == 1:
-        raise OutOfStepError(
-            f"out of memory on a single sequence of {tokens} tokens, which cannot be split. Set "
-            f"model.gradient_checkpointing: true where it is not, or lower rollout.max_completion_tokens, or use "
-            f"more processes (docs/memory.md)"
-        )
-    return max(1, min(budget, tokens) // 2)
 
 
 def pack_alone(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_tokens: int) -> TrainBatch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -15,6 +16,7 @@ _FAILED_ALLOCATIONS = (
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",  # the driver, where a kernel is loaded or launched
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(",  # no room for the handle
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
@@ -63,6 +65,56 @@ def is_out_of_memory(error: BaseException) -> bool:
             "used again, so this process ends. Lower train.micro_batch_tokens, or use more processes (docs/memory.md)"
         ) from error
     return meaning is Meaning.SMALLER_BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """What did not fit into memory."""
+
+    num_tokens: int  # 0 of an empty micro-batch
+    whole: str | None = None  # of what cannot be split: its name, and what would help
+
+    def half_of(self, budget: int) -> int:
+        """Half of a budget, or of what did not fit if that is less.
+
+        What cannot be split may fit the next time: beside smaller micro-batches memory is less in pieces. That is tried
+        until it is larger than the budget.
+
+        Raises:
+            OutOfStepError: nothing becomes smaller with the budget.
+        """
+        if self.whole is not None and budget < max(2, self.num_tokens):
+            raise OutOfStepError(f"out of memory {self.whole} (docs/memory.md)")
+        return max(1, min(budget, self.num_tokens or budget) // 2)
+
+
+NOTHING = TooLarge(
+    0, "even without any sequence: the model's largest layer does not fit beside its shards; use more processes"
+)
+
+
+def too_large(num_tokens: int, num_sequences: int) -> TooLarge:
+    """A micro-batch that did not fit."""
+    if num_sequences == 0:
+        return NOTHING
+    if num_sequences > 1:
+        return TooLarge(num_tokens)
+    return TooLarge(
+        num_tokens,
+        f"on a single sequence of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true "
+        f"where it is not, or lower rollout.max_completion_tokens, or use more processes",
+    )
+
+
+def too_large_prompt(num_tokens: int) -> TooLarge:
+    """The prompt of a stream that did not fit; of 0 tokens where this rank had none."""
+    if num_tokens == 0:
+        return NOTHING
+    return TooLarge(
+        num_tokens,
+        f"on a prompt of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true where it "
+        f"is not, or lower rollout.max_prompt_tokens",
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from cohort.batch import MicroBatch
 from cohort.engine.accumulation import Accumulation, attempt
 from cohort.engine.balance import Balance
 from cohort.engine.loss import AnyStepLoss, per_sequence
-from cohort.engine.out_of_memory import must_fit
+from cohort.engine.out_of_memory import TooLarge, too_large, too_large_prompt
 from cohort.engine.totals import Totals
 from cohort.engine.work import Piece, Sequences, Stream
 from cohort.packing import collate, collate_part, collate_prompt
@@ -39,37 +39,35 @@ class Passes:
         self._prompt_tokens = 0  # of the open prompt; 0 where that is nothing in particular
         self._prompt_loss: torch.Tensor | None = None  # of the routers, in the open prompt
 
-    def compute(self, piece: Piece) -> bool:
-        """Add a piece's gradient. Whether it fitted into memory; else this way through the step leads nowhere.
+    def compute(self, piece: Piece) -> TooLarge | None:
+        """Add a piece's gradient.
 
         Args:
             piece: to compute; an empty one keeps step with the other ranks.
+
+        Returns:
+            what did not fit into memory; then this way through the step leads nowhere.
         """
-        return self._attempt(
+        fits = self._attempt(
             lambda: self._micro_batch(piece.sequences, self._prompt if piece.in_stream else None),
             lambda nothing: nothing._micro_batch((), None),
         )
+        return None if fits else too_large(num_positions(piece.sequences, self._policy), len(piece.sequences))
 
-    def open(self, stream: Stream | None) -> bool:
-        """Forward of a stream's prompt; of nothing in particular where this rank has no stream.
+    def open(self, stream: Stream | None) -> TooLarge | None:
+        """Forward of a stream's prompt, see `compute`; of nothing in particular where this rank has no stream."""
+        fits = self._attempt(lambda: self._open(stream), lambda nothing: nothing._open(None))
+        return None if fits else too_large_prompt(self._prompt_tokens)
 
-        Returns:
-            whether it fitted into memory, as of `compute`.
-
-        Raises:
-            OutOfStepError: a prompt did not, which cannot be split.
-        """
-        return self._attempt(lambda: self._open(stream), lambda nothing: nothing._open(None))
-
-    def close(self) -> bool:
-        """Backward of the open prompt, see `open`."""
+    def close(self) -> TooLarge | None:
+        """Backward of the open prompt, see `compute`."""
 
         def open_and_close(nothing: Passes) -> None:
             with self._accumulation.behind():
                 nothing._open(None)
             nothing._close()
 
-        return self._attempt(self._close, open_and_close)
+        return None if self._attempt(self._close, open_and_close) else too_large_prompt(self._prompt_tokens)
 
     def _attempt(self, compute: Callable[[], None], compute_nothing: Callable[["Passes"], None]) -> bool:
         """A pass; where it fails, the same without sequences, of which nothing is kept."""
@@ -89,14 +87,13 @@ class Passes:
         )
         num_completions = sum(map(len, stream.parts)) if stream else 0
         micro_batch = on_device(collate_prompt(prompt, num_completions=num_completions), self._policy)
-        with _prompt_must_fit(num_tokens), self._routed(micro_batch) as losses:
+        with self._routed(micro_batch) as losses:
             self._prompt = self._policy.open_prompt(micro_batch)
         self._prompt_loss = losses[0] * self._accumulation.scale if losses else None
 
     def _close(self) -> None:
         assert self._prompt is not None, "ranks open and close together"
-        with _prompt_must_fit(self._prompt_tokens):
-            self._prompt.backward(self._prompt_loss)
+        self._prompt.backward(self._prompt_loss)
         self._prompt = self._prompt_loss = None
 
     def _micro_batch(self, sequences: Sequences, prompt: OpenPrompt | None) -> None:
@@ -122,14 +119,9 @@ class Passes:
         return nullcontext([]) if self._balance is None else self._balance.of(micro_batch)
 
 
-def _prompt_must_fit(num_tokens: int) -> AbstractContextManager[None]:
-    """Of a prompt; where there is none, running out of memory is as of an empty micro-batch."""
-    if num_tokens == 0:
-        return nullcontext()
-    return must_fit(
-        f"on a prompt of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true where it "
-        f"is not, or lower rollout.max_prompt_tokens"
-    )
+def num_positions(sequences: Sequences, policy: Policy) -> int:
+    """Of a micro-batch, as its budget counts them."""
+    return policy.num_positions(collate(sequences, share_prompts=policy.shares_prompts)) if sequences else 0
 
 
 def on_device(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
