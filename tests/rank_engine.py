@@ -155,13 +155,13 @@ def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def run_out_of_memory(ranks: Ranks, model: str, reference: str, *keys: str) -> dict[str, Any]:
-    """Memory runs out on one rank, at every place of forward and backward; `keys`: of the `model` section, set true.
+def run_out_of_memory(ranks: Ranks, model: str, reference: str, key: str) -> dict[str, Any]:
+    """Memory runs out on one rank, at every place of forward and backward; `key`: of the `model` section, set true.
 
     On rows of more than 30 tokens, whenever they come; and on the second row that comes, when the first has left its
     gradient.
     """
-    precision = {"dtype": "float64", **dict.fromkeys(keys, True)}
+    precision = {"dtype": "float64", **({key: True} if key else {})}
     engine = make_engine(model, ranks, reference=reference, precision=precision)
     algorithm, sequences = step_sequences("grpo_kl", MANY)
 
@@ -180,9 +180,9 @@ def run_out_of_memory(ranks: Ranks, model: str, reference: str, *keys: str) -> d
     return results
 
 
-def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str, *keys: str) -> dict[str, Any]:
+def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str, key: str) -> dict[str, Any]:
     """The same in a part of a stream, on one rank, while the others have streams of their own; no old logprobs."""
-    precision = {"dtype": "float64", **dict.fromkeys(keys, True)}
+    precision = {"dtype": "float64", **({key: True} if key else {})}
     engine = make_engine(model, ranks, reference=reference, precision=precision)
     algorithm, sequences = step_sequences("grpo_kl", [[30, 14, 25, 1, 31, 8, 12, 9, 2, 16, 19, 7]] * 3, LONG)
 
@@ -228,7 +228,7 @@ def run_out_of_memory_on_nothing(ranks: Ranks, model: str, reference: str) -> di
     return results
 
 
-def run_out_of_memory_later(ranks: Ranks, model: str, reference: str, *keys: str) -> dict[str, Any]:
+def run_out_of_memory_later(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """In the second pass over a batch, whose old logprobs are the first's: they follow their sequences."""
 
     def second(budget: int, memory: AbstractContextManager[None] | None = None) -> tuple[int, Any]:

@@ -33,7 +33,7 @@ class ForwardResult:
 
     logprobs: PerSequence
     entropies: PerSequence  # in nats; empty where they were not asked for
-    num_out_of_memory: int  # micro-batches that had to be computed again, in parts
+    num_out_of_memory: int  # micro-batches that did not fit, and were computed in parts
 
 
 class ForwardOnly:

@@ -44,10 +44,7 @@ class OpenPrompt:
         return Branch(self._hidden, self._states)
 
     def add(self, branch: Branch) -> None:
-        """Add the gradient of a micro-batch whose backward pass is through.
-
-        Not before: what a pass leaves that runs out of memory is not added, as all of it is computed again.
-        """
+        """Add the gradient of a micro-batch whose backward pass is through."""
         for i, gradient in enumerate(branch.gradients()):
             total = self._gradients[i]
             if total is not None and gradient is not None:
