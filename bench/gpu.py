@@ -1,311 +1,236 @@
-"""Correctness and throughput on one GPU, in less than ten minutes; no network, random weights.
+"""What Cohort does on one GPU, in one JSON file; no network, random weights.
 
-    bench/gpu.sh [--tiny] [--minutes 9.5]
+    bench/gpu.sh quick|full [--tiny] [--only TEXT ...] [--out FOLDER]
 
-First what is fast is compared with what is plain (`gpu_checks.py`). Then whole training steps: forward, backward,
-AdamW, each case in a process of its own, the better of two steps after one. `tokens/s` counts the tokens of all
-sequences, a prompt once for each of its completions; the share of the peak counts the operations that the step needs,
-without those of recomputed activations and logits and without those that shared prompts save. Beside the peak of the
-GPU's memory (`torch.cuda.max_memory_allocated`) stands what `cohort plan` says of the same step. `--tiny` tries every
-part on a CPU, where there is no peak to compare.
+`quick` is meant for less than four minutes: what is fast against what is plain, in values and gradients; a step whose
+loss must fall as it does in float64; a short run that learns; a vLLM server that is given weights, samples, sleeps and
+wakes; and a training step's memory beside the plan's. `full` is that and more training steps, whole demos, and the
+tables of docs/benchmarks.md that say something about a GPU. Every part runs on its own: one that fails, hangs or runs
+out of memory takes no other with it, and all failures are told at the end. What needs a package that is not installed
+is left out, and told too. `--tiny` tries all of it on a CPU.
 """
 
 import argparse
-import gc
 import json
-import math
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from baselines import trl_fused
-from cohort.plan.flops import peak_flops
-from cohort.policy import Policy
-from cohort.policy.activations import enable_gradient_checkpointing
-from cohort.records import TrainSequence
-from gpu_checks import run_checks
-from gpu_predicted import add_adapter, predicted_bytes
-from harness import (
-    FailedError,
-    ModelShape,
-    do_job,
-    forward_backward,
-    machine,
-    make_engine,
-    make_group,
-    markdown,
-    run_apart,
-    try_to,
-)
+import gpu_checks
+from gpu_rollouts import run_demo, servers, short_run
+from gpu_steps import CASES, PUBLISHED, QUICK_CASE, TINY_CASES, Case, run_case
+from gpu_tables import TABLES, Table, run_table
+from gpu_versions import device, versions
+from harness import FailedError, do_job, markdown, run_apart, try_to
 
-QWEN3_06B = ModelShape(hidden=1024, layers=28, intermediate=3072, vocab=151_936, heads=16, kv_heads=8, head_dim=128)
-QWEN3_4B = ModelShape(hidden=2560, layers=36, intermediate=9728, vocab=151_936, heads=32, kv_heads=8, head_dim=128)
-QWEN25_7B = ModelShape(
-    hidden=3584, layers=28, intermediate=18_944, vocab=152_064, heads=28, kv_heads=4, head_dim=128, tied=False,
-    is_qwen2=True,
-)  # fmt: skip
-TINY = ModelShape(hidden=32, layers=2, intermediate=64, vocab=512, heads=4, kv_heads=2, head_dim=16)
-PUBLISHED = [  # prime-rl, benchmarks/results/BENCHMARKS.md, February 2026: its trainer alone on one H100
-    ("prime-rl, Qwen3-0.6B, full, 16k (published, H100)", "11,900", "11.1%", "12.5"),
-    ("prime-rl, Qwen3-0.6B, full, 65k (published, H100)", "10,200", "26.8%", "19.6"),
-    ("prime-rl, Qwen3-4B, LoRA, 16k (published, H100)", "6,200", "21.7%", "23.3"),
-]
-LEAST_S = 20.0  # a case is not begun with less time left
-MOST_CHECKING_S = 200.0  # kernels are compiled meanwhile
+Form = Literal["quick", "full"]
+Result = dict[str, Any]
+FILE = "gpu.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A training step. Weights in `dtype`, products in bfloat16 on GPUs."""
+class Part:
+    """What is done by itself.
+
+    `work` returns `checks`, one `step`, numbers that were `measured`, a script's `output`, what was `left_out`: each
+    where there is any. It raises `SkippedError` where it needs what is not here.
+    """
 
     name: str
-    shape: ModelShape
-    prompt_tokens: int
-    completion_tokens: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    checkpointing: bool = True
-    trl: bool = False  # compare with TRL's loss path
-    rank: int = 0  # of LoRA on all linear layers; 0: every weight is trained
-    most_bytes: int | None = None  # of the GPU's memory that may be used
+    work: Callable[[torch.device], Result]
+    most_s: float = 120.0
+    is_script: bool = False  # a process of its own as it is
+    may_not_fit: bool = False  # nobody has said that it fits the GPU's memory
 
 
-CASES = (
-    Case(
-        name="Qwen3-0.6B, 16k, float32 weights", shape=QWEN3_06B, prompt_tokens=512, completion_tokens=(15_872,),
-        dtype=torch.float32, checkpointing=False, trl=True,
-    ),
-    Case(
-        name="Qwen3-0.6B, 65k, float32 weights", shape=QWEN3_06B, prompt_tokens=512, completion_tokens=(65_024,),
-        dtype=torch.float32,
-    ),
-    Case(
-        name="Qwen2.5-7B, 8 x 4k", shape=QWEN25_7B, prompt_tokens=1024, completion_tokens=(3072,) * 8, trl=True,
-    ),
-    Case(name="Qwen3-4B, 16k", shape=QWEN3_4B, prompt_tokens=512, completion_tokens=(15_872,)),
-    Case(
-        name="Qwen2.5-7B, LoRA, 4 x 1k, on 24 GB", shape=QWEN25_7B, prompt_tokens=512, completion_tokens=(1024,) * 4,
-        rank=16, most_bytes=24 * 10**9,
-    ),
-    Case(  # without the optimizer's state where 141 GB are not there
-        name="Qwen2.5-7B, float32 weights, 4k", shape=QWEN25_7B, prompt_tokens=512, completion_tokens=(3584,),
-        dtype=torch.float32,
-    ),
-)  # fmt: skip
-TINY_CASES = (
-    Case(name="tiny", shape=TINY, prompt_tokens=16, completion_tokens=(8, 6), dtype=torch.float32, trl=True),
-    Case(
-        name="tiny, LoRA", shape=TINY, prompt_tokens=16, completion_tokens=(8, 6), dtype=torch.float32, rank=2,
-        most_bytes=10**9,
-    ),
-)  # fmt: skip
+def parts_of(form: Form, *, tiny: bool, out: Path) -> list[Part]:
+    """What a form consists of.
+
+    Args:
+        form: quick or full.
+        tiny: with sizes for a CPU.
+        out: a folder for files.
+    """
+    checked = {
+        "kernels": gpu_checks.kernels,
+        "attention": gpu_checks.attention,
+        "token budgets": gpu_checks.budgets,
+        "offloaded optimizer": gpu_checks.offload,
+        "one step": gpu_checks.one_step,
+    }
+    quick = [Part(name=name, work=partial(_call, work, tiny), most_s=180.0) for name, work in checked.items()]
+    quick.append(_step(TINY_CASES[0] if tiny else QUICK_CASE))
+    quick.append(Part(name="local rollouts", work=partial(short_run, engine="local")))
+    quick.append(Part(name="vLLM server", work=partial(_call, servers, tiny), most_s=300.0))
+    if form == "quick":
+        return quick
+    cases = TINY_CASES[1:] if tiny else CASES
+    steps = [_step(case, trl=trl) for case in cases for trl in ((False, True) if case.trl else (False,))]
+    demos = [
+        Part(name=f"demo, {engine}", work=partial(_demo, engine=engine, steps=2 if tiny else 50), most_s=600.0)
+        for engine in ("local", "vllm")
+    ]
+    return [*quick, *steps, *demos, *(_table(table, tiny=tiny, out=out) for table in TABLES)]
 
 
-def main() -> None:
+def _call(work: Callable[[torch.device, bool], Result], tiny: bool, on: torch.device) -> Result:
+    return work(on, tiny)
+
+
+def _step(case: Case, *, trl: bool = False) -> Part:
+    name = f"step, {case.name}{', TRL' if trl else ''}"
+    return Part(name=name, work=lambda on: run_case(case, on, trl=trl), most_s=300.0, may_not_fit=trl)
+
+
+def _demo(on: torch.device, *, engine: str, steps: int) -> Result:
+    return {"measured": run_demo(on, engine, steps=steps)}
+
+
+def _table(table: Table, *, tiny: bool, out: Path) -> Part:
+    work = partial(run_table, table, tiny=tiny, out=out, timeout_s=900.0)
+    return Part(name=table.script, work=lambda on: work(), is_script=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts of a form; 1 where one has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--minutes", type=float, default=9.5, help="no process runs for longer than what is left")
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("form", choices=["quick", "full"])
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="parts whose names have one of these in them")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help=f"folder for {FILE}")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    parts = parts_of(args.form, tiny=args.tiny, out=args.out)
+    on = torch.device("cpu" if args.tiny else "cuda")
     if args.job:
-        do_job(work, args.job)
-        return
+        (part,) = (part for part in parts if part.name == json.loads(args.job)["part"])
+        do_job(lambda _: _with_threads(part, on), args.job)
+        return 0
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no CUDA device; --tiny tries all of it on a CPU")
-    deadline = time.monotonic() + 60 * args.minutes
-    args.out.mkdir(parents=True, exist_ok=True)
-
-    def do(job: dict[str, Any], *, most_s: float = math.inf) -> dict[str, Any]:
-        if args.tiny:  # here, where everything is loaded
-            return try_to(lambda: work(job))
-        left = deadline - time.monotonic()
-        if left < LEAST_S:
-            return {"skipped": "time is up"}
-        try:
-            return run_apart(__file__, job, timeout_s=min(left, most_s))
-        except FailedError as error:
-            return {"failed": str(error)}
-
-    report = Report(args.out)
-    report.add_checks(do({"checks": True, "tiny": args.tiny}, most_s=MOST_CHECKING_S))
-    for number, case in enumerate(TINY_CASES if args.tiny else CASES):
-        for method in ("ours", "trl") if case.trl else ("ours",):
-            job = {"case": number, "method": method, "tiny": args.tiny, "updates": True}
-            result = do(job)
-            if result.get("skipped", "").startswith("out of memory"):
-                result = do(job | {"updates": False})
-            report.add_case(case, method, result)
-    sys.exit(report.failed)
+    chosen = [part for part in parts if not args.only or any(text in part.name for text in args.only)]
+    if not chosen:
+        parser.error(f"--only: no part has such a name; there are {', '.join(part.name for part in parts)}")
+    return run_parts(chosen, args.form, on, out=args.out)
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """The checks, or one case by one method."""
-    device = torch.device("cpu" if job["tiny"] else "cuda")
-    on_gpu = device.type == "cuda"
-    if "checks" in job:
-        return run_checks(device, tiny=job["tiny"])
-    case = (TINY_CASES if job["tiny"] else CASES)[job["case"]]
-    if on_gpu and case.most_bytes is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, case.most_bytes / torch.cuda.mem_get_info()[1]))
-    with device:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(case.shape.config(), dtype=case.dtype)
-    if case.rank:
-        add_adapter(model, case.rank)
-    model.train()
-    if case.checkpointing:
-        enable_gradient_checkpointing(model)
-    compute = torch.float32 if device.type == "cpu" else torch.bfloat16
-    sequences = make_group(case.prompt_tokens, case.completion_tokens, case.shape.vocab)
-    build = _our_step if job["method"] == "ours" else _trl_step
-    step, layout = build(model, compute, sequences, updates=job["updates"])
-    step()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(2):
-        _wait(device)
-        start = time.perf_counter()
-        step()
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    predicted = predicted_bytes(
-        model.config, case.prompt_tokens, case.completion_tokens, dtype=case.dtype, compute=compute,
-        checkpointing=case.checkpointing, rank=case.rank, updates=job["updates"], on_gpu=on_gpu,
-    )  # fmt: skip
-    return {
-        "seconds": min(seconds),
-        "peak_bytes": peak,
-        "predicted_bytes": predicted if job["method"] == "ours" else None,
-        "updates": job["updates"],
-        "layout": layout,
-    }
+def _with_threads(part: Part, on: torch.device) -> Result:
+    torch.set_num_threads(min(8, os.cpu_count() or 1))  # for the comparisons in float64
+    return part.work(on)
 
 
-def _our_step(
-    model: Any, compute: torch.dtype, sequences: Sequence[TrainSequence], *, updates: bool
-) -> tuple[Callable[[], None], str]:
-    """Cohort's training step, the whole group in one micro-batch, and how it lays out rows."""
-    policy = Policy(model, device=model.device, compute_dtype=compute, pad_token_id=0)
-    engine = make_engine(policy, micro_batch_tokens=1 << 30)
+def run_parts(parts: Sequence[Part], form: Form, on: torch.device, *, out: Path) -> int:
+    """Run parts one after the other, and write what they have found after each.
 
-    def step() -> None:
-        forward_backward(engine, sequences)
-        if updates:
-            engine.optim_step()
-        else:
-            model.zero_grad(set_to_none=True)
+    Args:
+        parts: to run.
+        form: that they are of.
+        on: a GPU, or the CPU, where they run in this process.
+        out: folder for the file.
 
-    return step, policy.layout
-
-
-def _trl_step(
-    model: Any, compute: torch.dtype, sequences: Sequence[TrainSequence], *, updates: bool
-) -> tuple[Callable[[], None], str]:
-    """TRL's loss path and the same optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-
-    def step() -> None:
-        with torch.autocast(model.device.type, dtype=compute, enabled=compute != model.dtype):
-            trl_fused(model, sequences)
-        if updates:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
-
-    return step, "padded"
+    Returns:
+        1 where one has failed, else 0.
+    """
+    begun = time.monotonic()
+    found: dict[str, Any] = {"form": form, "tiny": on.type == "cpu", "versions": versions(), "device": device()}
+    found["parts"] = []
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"{found['device']['name']}: " + ", ".join(f"{k} {v or '-'}" for k, v in found["versions"].items()))
+    for part in parts:
+        result = run_part(part, form, on)
+        print(f"{result['status']:9}{result['seconds']:7.1f} s  {part.name}", flush=True)
+        found["parts"].append(result)
+        found["seconds"] = time.monotonic() - begun
+        found["failures"] = [line for result in found["parts"] for line in failures_of(result)]
+        found["left_out"] = [line for result in found["parts"] for line in left_out_of(result)]
+        (out / FILE).write_text(json.dumps(found, indent=1))
+    print("\n" + summary(found) + f"\n\n{found['seconds']:.0f} s; {out / FILE}")
+    return 1 if found["failures"] else 0
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def run_part(part: Part, form: Form, on: torch.device) -> Result:
+    """The outcome of a part, whatever becomes of it: passed, failed or left out."""
+    start = time.monotonic()
+    apart = on.type == "cuda" and not part.is_script
+    try:
+        result = (
+            run_apart(__file__, {"part": part.name}, arguments=[form], timeout_s=part.most_s)
+            if apart
+            else try_to(lambda: part.work(on))
+        )
+    except FailedError as error:
+        result = {"failed": str(error)}
+    except Exception:  # the other parts are run whatever it is
+        result = {"failed": traceback.format_exc(limit=-8)}
+    if result.pop("out_of_memory", False) and not part.may_not_fit:
+        result["failed"] = result.pop("skipped")
+    failed = "failed" in result or not all(check["passed"] for check in result.get("checks", ()))
+    status = "failed" if failed else "left out" if "skipped" in result else "passed"
+    return {"name": part.name, "status": status, "seconds": time.monotonic() - start, **result}
+
+
+def failures_of(result: Result) -> list[str]:
+    """What a part has failed at."""
+    lines = [f"{result['name']}: {result['failed'].strip()}"] if "failed" in result else []
+    for check in result.get("checks", ()):
+        if not check["passed"]:
+            error = check["note"] if check["error"] is None else f"{check['error']:.2g}, at most {check['limit']:.2g}"
+            lines.append(f"{result['name']}: {check['name']}: {error}")
+    return lines
+
+
+def left_out_of(result: Result) -> list[str]:
+    """What a part has left out, and why."""
+    skipped = [f"{result['name']}: {result['skipped']}"] if "skipped" in result else []
+    checks = [check for check in result.get("checks", ()) if check["left_out"]]
+    skipped += [f"{result['name']}: {check['name']}: {check['note']}" for check in checks]
+    return skipped + [f"{result['name']}: {line}" for line in result.get("left_out", ())]
+
+
+def summary(found: Result) -> str:
+    """For a person: errors, times and memory, what scripts have printed, what was left out, and what failed."""
+    checks = [check for result in found["parts"] for check in result.get("checks", ()) if check["error"] is not None]
+    rows = [
+        [check["name"], f"{check['error']:.1e}", f"{check['limit']:.1e}", "passed" if check["passed"] else "**FAILED**"]
+        for check in checks
+    ]
+    texts = [markdown(["check", "error", "limit", ""], rows)] if rows else []
+    steps = [result["step"] for result in found["parts"] if "step" in result]
+    texts += [steps_table(steps)] if steps else []
+    measured = {result["name"]: result["measured"] for result in found["parts"] if "measured" in result}
+    texts += [f"{name}\n" + "\n".join(f"  {k}: {v}" for k, v in values.items()) for name, values in measured.items()]
+    texts += [f"## {result['name']}\n\n{result['output']}" for result in found["parts"] if "output" in result]
+    texts += ["Left out:\n" + "\n".join(f"- {line}" for line in found["left_out"])] if found["left_out"] else []
+    failures = "\n".join(f"- {line}" for line in found["failures"])
+    return "\n\n".join([*texts, f"FAILED:\n{failures}" if failures else "Nothing failed."])
+
+
+def steps_table(steps: Sequence[Result]) -> str:
+    """Training steps, beside what others have published."""
+    rows = []
+    for step in steps:
+        name = f"{step['name']}: {step['method']}, {step['layout']}"
+        name += "" if step["updates"] else ", without the optimizer: its state does not fit"
+        mfu = "" if step["mfu"] is None else f"{step['mfu']:.1%}"
+        peak, planned = (_gibibytes(step[key]) for key in ("peak_bytes", "planned_bytes"))
+        if peak and planned:
+            planned += f" ({step['planned_bytes'] / step['peak_bytes']:.2f} x)"
+        rows.append([name, f"{step['tokens_per_s']:,.0f}", mfu, peak, planned, f"{step['seconds']:.2f}"])
+    rows += [[*row, "", ""] for row in PUBLISHED]
+    return markdown(["training step", "tokens/s", "MFU", "peak GiB", "planned GiB", "seconds"], rows)
 
 
 def _gibibytes(size: int | None) -> str:
     return "" if size is None else f"{size / 2**30:.1f}"
 
 
-class Report:
-    """What has been found so far: printed and written as it comes."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        self._peak = peak_flops(device, "bfloat16")
-        self._found: dict[str, Any] = {"machine": f"{device}; {machine('trl')}", "checks": {}, "cases": []}
-        self.failed = False
-        print(self._found["machine"], flush=True)
-
-    def add_checks(self, result: dict[str, Any]) -> None:
-        """The outcome of all checks."""
-        self._found["checks"] = result
-        self.failed |= "failed" in result or not all(check["passed"] for check in result.get("checks", []))
-        print("\n" + self._checks(), flush=True)
-        self._write()
-
-    def add_case(self, case: Case, method: str, result: dict[str, Any]) -> None:
-        """The outcome of one case."""
-        work = asdict(case) | {"dtype": str(case.dtype), "method": method}
-        self.failed |= "failed" in result
-        self._found["cases"].append(work | result | self._rates(case, method, result))
-        print("\n" + self._cases(), flush=True)
-        self._write()
-
-    def _rates(self, case: Case, method: str, result: dict[str, Any]) -> dict[str, Any]:
-        if "seconds" not in result:
-            return {}
-        tokens = sum(case.prompt_tokens + c for c in case.completion_tokens)
-        flops = case.shape.flops(case.prompt_tokens, case.completion_tokens, shared=method == "ours")
-        share = flops / result["seconds"] / self._peak if self._peak else None
-        return {"tokens_per_s": tokens / result["seconds"], "peak_share": share}
-
-    def _checks(self) -> str:
-        result = self._found["checks"]
-        if "checks" not in result:
-            return f"Checks: {result}"
-        rows = [
-            [
-                check["name"],
-                "" if check["error"] is None else f"{check['error']:.1e}",
-                f"{check['limit']:.1e}",
-                check["note"] or ("passed" if check["passed"] else "**FAILED**"),
-            ]
-            for check in result["checks"]
-        ]
-        return markdown(["check", "error", "limit", ""], rows)
-
-    def _cases(self) -> str:
-        rows = []
-        for case in self._found["cases"]:
-            name = f"{case['name']}: {case['method']}"
-            if "seconds" not in case:
-                rows.append([f"{name} ({case.get('skipped', 'failed')})", "", "", "", "", ""])
-                continue
-            name += f", {case['layout']}"
-            name += "" if case["updates"] else ", without the optimizer: its state does not fit"
-            share = "" if case["peak_share"] is None else f"{case['peak_share']:.1%}"
-            peak, predicted = (_gibibytes(case[key]) for key in ("peak_bytes", "predicted_bytes"))
-            if peak and predicted:
-                predicted += f" ({case['predicted_bytes'] / case['peak_bytes']:.2f} x)"
-            rows.append([name, f"{case['tokens_per_s']:,.0f}", share, peak, predicted, f"{case['seconds']:.2f}"])
-        rows += [[*row, "", ""] for row in PUBLISHED]
-        header = ["training step", "tokens/s", "share of bf16 peak", "peak GiB", "planned GiB", "seconds"]
-        return markdown(header, rows)
-
-    def _write(self) -> None:
-        (self._folder / "gpu.json").write_text(json.dumps(self._found, indent=1))
-        parts = [self._found["machine"], self._checks(), self._cases()]
-        failures = [result["failed"] for result in (self._found["checks"], *self._found["cases"]) if "failed" in result]
-        (self._folder / "gpu.md").write_text("\n\n".join([*parts, *failures]) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,17 +1,18 @@
-"""Whether what is fast on a GPU computes what is plain: attention, head, matrix products, streamed groups.
+"""Whether what is fast on a GPU computes what is plain: attention, head, matrix products, budgets, a whole step.
 
 Each check compares with a computation in float64 on the CPU: one unpadded forward pass per completion and its full
 logits. Where a product rounds to bfloat16, the plain way in bfloat16 is measured too, and is the limit.
 """
 
 import copy
+import importlib.util
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,36 +26,50 @@ from cohort.policy import Policy, linear_logprobs, linear_loss, logit_tiles
 from cohort.policy.attention import interface
 from cohort.policy.masters import Masters
 from cohort.records import TrainSequence
-from harness import ModelShape, forward_backward, make_engine, make_group
+from comparisons import Check, attempt
+from harness import ModelShape, forward_backward, grpo, make_engine, make_group
 
 EXACT = 1e-4  # relative error of float32, summed in another order
+PLAIN = 0.5  # relative error of a gradient that the plain way in bfloat16 may have at most
 ROUNDED = 1.5  # times the error of the plain way in bfloat16
 ROUNDED_ONCE = 2**-8  # relative error of a number that is rounded to bfloat16
+STEP_SIZE = 1e-5  # of AdamW in the one step that is compared
+LEAST_FALL = 1e-3  # of the loss in it
+# Of the loss before the step as a share of its fall, of the gradient's norm, of the loss after the step
+STEP_LIMITS = {torch.float32: (1e-3, 1e-4, 1e-2), torch.bfloat16: (0.1, 0.05, 0.2)}
 DEFAULT = "by default"  # the backend that the library chooses
+HEAD = ("logprobs", "gradient of hidden", "gradient of weight")
+STEP = ("loss before", "norm of the gradient", "loss after")
 Gradients = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One comparison."""
-
-    name: str
-    error: float | None  # None: it could not be made
-    limit: float
-    note: str = ""
-    may_be_missing: bool = False  # where this device or dtype is none that it is for
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error is within its limit."""
-        return self.may_be_missing if self.error is None else self.error <= self.limit
+def kernels(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Matrix products with a float32 result, and the head with every way through a tile of logits."""
+    return _rows(_products(device), _head(device, tiny))
 
 
-def run_checks(device: torch.device, *, tiny: bool) -> dict[str, Any]:
-    """Every check, as JSON. Those of bfloat16 and of kernels that only GPUs have are left out on a CPU."""
-    parts = (_products(device), _head(device, tiny), _attention(device, tiny), _stream(device, tiny))
-    checks = [check for part in (*parts, _offload(device, tiny)) for check in part]
-    return {"checks": [asdict(check) | {"passed": check.passed} for check in checks]}
+def attention(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Gradients of a model with every backend of attention."""
+    return _rows(_attention(device, tiny))
+
+
+def budgets(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """The gradient of two groups under several token budgets."""
+    return _rows(_budgets(device, tiny))
+
+
+def offload(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Updates on the host, by gradients of the device."""
+    return _rows(_offload(device, tiny))
+
+
+def one_step(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """A training step of a small model: the loss before and after it."""
+    return _rows(_one_step(device, tiny))
+
+
+def _rows(*checks: Iterator[Check]) -> dict[str, Any]:
+    return {"checks": [check.row() for check in itertools.chain(*checks)]}
 
 
 def _products(device: torch.device) -> Iterator[Check]:
@@ -63,12 +78,15 @@ def _products(device: torch.device) -> Iterator[Check]:
         return
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(512, 512, device=device, generator=generator).bfloat16() for _ in range(2))
-    product = torch.mm(a, b, out_dtype=torch.float32)
-    yield Check(name="torch.mm, out_dtype float32", error=_error(product, a.double() @ b.double()), limit=1e-5)
+    yield from attempt(
+        "torch.mm, out_dtype float32",
+        {"product": 1e-5},
+        lambda: {"product": _error(torch.mm(a, b, out_dtype=torch.float32), a.double() @ b.double())},
+    )
 
 
 def _offload(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Updates on the host, by gradients of the device: three, and the time of the last one."""
+    """Three updates, and the time of the last one."""
     width, layers = (64, 3) if tiny else (4096, 16)
     generator = torch.Generator().manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(width, width, bias=n % 2 == 0) for n in range(layers)))
@@ -97,7 +115,6 @@ def _offload(device: torch.device, tiny: bool) -> Iterator[Check]:
 def _head(device: torch.device, tiny: bool) -> Iterator[Check]:
     """Logprobs and gradients of the head in several tiles."""
     tokens, vocab, hidden = (60, 500, 32) if tiny else (1500, 20_000, 512)
-    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(n, hidden, generator=generator) * s for n, s in ((tokens, 1.0), (vocab, 0.2)))
     targets = torch.randint(0, vocab, (tokens,), generator=generator)
@@ -114,63 +131,105 @@ def _head(device: torch.device, tiny: bool) -> Iterator[Check]:
         loss.backward()
         return logprobs.detach(), x.grad, w.grad
 
-    for dtype in dtypes:
+    for dtype in _dtypes(device):
         x, w = states.to(dtype), weight.to(dtype)
         expected = outcome(x, w, torch.float64)
+        rounded = EXACT if dtype == torch.float32 else ROUNDED_ONCE
+        limits = dict(zip(HEAD, (EXACT, rounded, rounded), strict=True))
         for (kernel, choose), in_forward in itertools.product(_folds(device).items(), (False, True)):
-            with choose():
-                actual = outcome(x.to(device), w.to(device), dtype, in_forward=in_forward)
             name = f"head, {kernel}, {_name(dtype)}{', gradients in forward' if in_forward else ''}"
-            worst = (actual[0].cpu() - expected[0]).abs().max().item()
-            yield Check(name=f"{name}: logprobs", error=worst, limit=EXACT)
-            limit = EXACT if dtype == torch.float32 else ROUNDED_ONCE
-            for gradient, a, e in zip(("hidden", "weight"), actual[1:], expected[1:], strict=True):
-                yield Check(name=f"{name}: gradient of {gradient}", error=_error(a, e), limit=limit)
+            compute = partial(outcome, x.to(device), w.to(device), dtype, in_forward=in_forward)
+            yield from attempt(name, limits, partial(_head_errors, choose, compute, expected))
+
+
+def _head_errors(
+    choose: Callable[[], AbstractContextManager[None]],
+    compute: Callable[[], tuple[Tensor, Tensor, Tensor]],
+    expected: tuple[Tensor, Tensor, Tensor],
+) -> dict[str, float]:
+    """The largest of a logprob, and relative ones of gradients."""
+    with choose():
+        logprobs, *gradients = compute()
+    worst = (logprobs.cpu() - expected[0]).abs().max().item()
+    errors = [_error(a, e) for a, e in zip(gradients, expected[1:], strict=True)]
+    return dict(zip(HEAD, (worst, *errors), strict=True))
 
 
 def _folds(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """What goes through a tile of logits: kernels of Triton where there are any, PyTorch."""
+    """What goes through a tile of logits: kernels of Triton on GPUs, PyTorch."""
+
+    @contextmanager
+    def with_triton() -> Iterator[None]:
+        from cohort.policy import triton_tiles
+
+        with patch.object(triton_tiles, "fold", wraps=triton_tiles.fold) as fold:
+            yield
+        if not fold.called:
+            raise RuntimeError("PyTorch has taken the place of Triton's kernels")
 
     @contextmanager
     def without_triton() -> Iterator[None]:
-        logit_tiles.use_triton = False
-        try:
+        with patch.object(logit_tiles, "use_triton", False):
             yield
-        finally:
-            logit_tiles.use_triton = True
 
-    both: dict[str, Callable[[], AbstractContextManager[None]]] = {"Triton": nullcontext, "PyTorch": without_triton}
-    return both if device.type == "cuda" else {"PyTorch": without_triton}
+    plain: dict[str, Callable[[], AbstractContextManager[None]]] = {"PyTorch": without_triton}
+    return plain | ({"Triton": with_triton} if device.type == "cuda" else {})
 
 
 def _attention(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Gradients of all weights with each backend of attention, in float32 and in bfloat16."""
-    model, sequences = _model_and_sequences(tiny)
+    """In float32 and in bfloat16."""
+    model, sequences = model_and_sequences(tiny)
     truth = _plain_gradients(copy.deepcopy(model).double(), sequences)
     model.to(device)
-    for compute in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
+    for compute in _dtypes(device):
         limit = EXACT
         if compute == torch.bfloat16:
-            model.set_attn_implementation("sdpa")
-            with torch.autocast(device.type, dtype=compute):
-                plain = _distance(_plain_gradients(model, sequences), truth)
-            yield Check(name="full logits, bfloat16: gradient", error=plain, limit=math.inf, note="the plain way")
+            plain = _distance(_plain_gradients(model, sequences, "sdpa"), truth)
+            yield Check(name="full logits, bfloat16: gradient", error=plain, limit=PLAIN, note="the plain way")
             limit = ROUNDED * plain
         policy = Policy(model, device=device, compute_dtype=compute, pad_token_id=0)
         for name, choose in _backends().items():
-            title = f"{policy.layout}, attention {name}, {_name(compute)}: gradient"
-            try:
+            title = f"{policy.layout}, attention {name}, {_name(compute)}"
+            wrong_device = _is_for_others(name, compute, device)
+            if wrong_device:
+                yield Check(name=title, error=None, limit=limit, note=wrong_device, left_out=True)
+                continue
+
+            def compare(
+                policy: Policy = policy, choose: Callable[[], AbstractContextManager[None]] = choose
+            ) -> dict[str, float]:
+                policy.model.zero_grad(set_to_none=True)
                 with choose():
-                    error = _distance(_gradients(policy, sequences), truth)
-            except (ValueError, RuntimeError, NotImplementedError) as reason:
-                model.zero_grad(set_to_none=True)
-                note = f"cannot: {str(reason).splitlines()[0][:100]}"
-                # kernels of GPUs on a CPU, and the one for 16 bits in float32
-                for_others = device.type == "cpu" or (name == "varlen" and compute == torch.float32)
-                missing = for_others and name not in (DEFAULT, "cascade")
-                yield Check(name=title, error=None, limit=limit, note=note, may_be_missing=missing)
-            else:
-                yield Check(name=title, error=error, limit=limit)
+                    return {"gradient": _distance(_gradients(policy, sequences), truth)}
+
+            yield from attempt(title, {"gradient": limit}, compare)
+    yield from _flash_attention(model, sequences, truth, limit)
+
+
+def _is_for_others(backend: str, compute: torch.dtype, device: torch.device) -> str:
+    """Why a backend of attention does not run here; empty where it does."""
+    if device.type == "cpu" and backend in ("varlen", "flex"):
+        return "needs a GPU"
+    if backend == "varlen" and compute == torch.float32:
+        return "needs 16 bits"
+    if backend == "varlen" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0"
+    return ""
+
+
+def _flash_attention(model: Any, sequences: list[TrainSequence], truth: Gradients, limit: float) -> Iterator[Check]:
+    """The plain way with the package flash-attn, as other trainers run."""
+    title = "full logits, flash-attn, bfloat16"
+    is_missing = importlib.util.find_spec("flash_attn") is None
+    if is_missing or model.device.type == "cpu":
+        why = "flash-attn is not installed" if is_missing else "needs a GPU"
+        yield Check(name=title, error=None, limit=limit, note=why, left_out=True)
+        return
+    yield from attempt(
+        title,
+        {"gradient": limit},
+        lambda: {"gradient": _distance(_plain_gradients(model, sequences, "flash_attention_2"), truth)},
+    )
 
 
 def _backends() -> dict[str, Callable[[], AbstractContextManager[None]]]:
@@ -179,18 +238,62 @@ def _backends() -> dict[str, Callable[[], AbstractContextManager[None]]]:
     return chosen | {name: lambda name=name: interface.backend(name) for name in get_args(interface.Backend)}
 
 
-def _stream(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """A group in parts of one completion, and at once."""
-    model, sequences = _model_and_sequences(tiny)
+def _budgets(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """All tokens at once, about half of them, and one completion at a time, which splits groups."""
+    model, sequences = model_and_sequences(tiny)
     plain = _plain_gradients(copy.deepcopy(model).double(), sequences)
     truth = {name: -gradient for name, gradient in plain.items()}  # a loss falls where logprobs rise
     model.to(device)
-    for compute in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
+    half = sum(len(s.token_ids) for s in sequences) // 2
+    for compute in _dtypes(device):
         policy = Policy(model, device=device, compute_dtype=compute, pad_token_id=0)
-        at_once, in_parts = (_engine_gradients(policy, sequences, budget) for budget in (1 << 20, 1))
-        limit = EXACT if compute == torch.float32 else ROUNDED * _distance(at_once, truth)
-        error = _distance(in_parts, truth)
-        yield Check(name=f"a group in parts, {_name(compute)}: gradient", error=error, limit=limit)
+        at_once = _engine_gradients(policy, sequences, 1 << 20)
+        error = _distance(at_once, truth)
+        limit = EXACT if compute == torch.float32 else ROUNDED * error
+        dtype = _name(compute)
+        yield Check(name=f"everything in one micro-batch, {dtype}: gradient", error=error, limit=max(limit, EXACT))
+        for budget in (half, 1):
+            yield from attempt(
+                f"a budget of {budget} tokens, {dtype}",
+                {"gradient": limit},
+                lambda policy=policy, budget=budget: {
+                    "gradient": _distance(_engine_gradients(policy, sequences, budget), truth)
+                },
+            )
+
+
+def _one_step(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """Against the same step in float64 on the CPU: errors of losses are shares of the fall that it has there."""
+    model, sequences = model_and_sequences(tiny)
+    reference = copy.deepcopy(model).double()
+    expected = _losses(reference, torch.device("cpu"), None, sequences)
+    fall = expected[0] - expected[2]
+    yield Check(name="one step in float64: loss after it", error=expected[2], limit=expected[0] - LEAST_FALL)
+    for compute in _dtypes(device):
+
+        def compare(compute: torch.dtype = compute) -> dict[str, float]:
+            actual = _losses(copy.deepcopy(model).to(device), device, compute, sequences)
+            scales = (fall, expected[1], fall)
+            errors = [abs(a - e) / scale for a, e, scale in zip(actual, expected, scales, strict=True)]
+            return dict(zip(STEP, errors, strict=True))
+
+        yield from attempt(f"one step, {_name(compute)}", dict(zip(STEP, STEP_LIMITS[compute], strict=True)), compare)
+
+
+def _losses(
+    model: Any, device: torch.device, compute: torch.dtype | None, sequences: list[TrainSequence]
+) -> tuple[float, float, float]:
+    """The loss, the gradient's norm, and the loss of the same step's second pass, after an update."""
+    policy = Policy(model, device=device, compute_dtype=compute, pad_token_id=0)
+    engine = make_engine(policy, micro_batch_tokens=1 << 20, learning_rate=STEP_SIZE)
+    before = forward_backward(engine, sequences).metrics["loss"]
+    norm = engine.optim_step().grad_norm
+    return before, norm, engine.forward_backward(None, grpo()).metrics["loss"]
+
+
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Of the products."""
+    return (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
 
 
 def _engine_gradients(policy: Policy, sequences: list[TrainSequence], budget: int) -> Gradients:
@@ -198,7 +301,7 @@ def _engine_gradients(policy: Policy, sequences: list[TrainSequence], budget: in
     return _taken(policy.model)
 
 
-def _model_and_sequences(tiny: bool) -> tuple[Any, list[TrainSequence]]:
+def model_and_sequences(tiny: bool) -> tuple[Any, list[TrainSequence]]:
     """A small model, and two groups with completions down to one token."""
     shape = ModelShape(hidden=128, layers=2 if tiny else 4, intermediate=256, vocab=512 if tiny else 4096)
     torch.manual_seed(0)
@@ -216,15 +319,31 @@ def _model_and_sequences(tiny: bool) -> tuple[Any, list[TrainSequence]]:
     return model, sequences
 
 
-def _plain_gradients(model: Any, sequences: list[TrainSequence]) -> Gradients:
-    """One unpadded forward pass and one backward pass per completion."""
+def _plain_gradients(model: Any, sequences: list[TrainSequence], implementation: str | None = None) -> Gradients:
+    """One unpadded forward pass and one backward pass per completion.
+
+    Args:
+        model: whose weights.
+        sequences: of the gradient.
+        implementation: of attention in the library, under which products are in bfloat16; None: as the model is.
+    """
+    model.zero_grad(set_to_none=True)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    rounds = implementation is not None
     for s in sequences:
-        ids = torch.from_numpy(s.token_ids).unsqueeze(0).to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, s.num_prompt_tokens - 1 : -1]
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        weights = torch.from_numpy(s.loss_weights * s.advantages).to(log_p)
-        (log_p.gather(-1, ids[0, s.num_prompt_tokens :].unsqueeze(-1)).squeeze(-1) * weights).sum().backward()
+        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=rounds):
+            logprobs = _plain_logprobs(model, s)
+        (logprobs * torch.from_numpy(s.loss_weights * s.advantages).to(logprobs)).sum().backward()
     return _taken(model)
+
+
+def _plain_logprobs(model: Any, sequence: TrainSequence) -> Tensor:
+    """Of a completion's tokens, from full logits of one unpadded row."""
+    ids = torch.from_numpy(sequence.token_ids).unsqueeze(0).to(model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, sequence.num_prompt_tokens - 1 : -1]
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_p.gather(-1, ids[0, sequence.num_prompt_tokens :].unsqueeze(-1)).squeeze(-1)
 
 
 def _gradients(policy: Policy, sequences: list[TrainSequence]) -> Gradients:

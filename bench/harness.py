@@ -14,8 +14,10 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,10 +131,10 @@ def write_model(shape: ModelShape, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, **model: Any) -> Policy:
+def load(folder: Path, device: str = "cpu", **model: Any) -> Policy:
     """The policy of a folder, with keys of the `model` section."""
     config = ModelConfig(path=str(folder), **model)
-    return load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=SimpleNamespace(pad_token_id=0)))
+    return load_policy(LoadRequest(config, device=torch.device(device), tokenizer=SimpleNamespace(pad_token_id=0)))
 
 
 def spread(shortest: int, longest: int, count: int) -> list[int]:
@@ -164,13 +166,13 @@ def grpo() -> PolicyLoss:
     return build_algorithm(AlgorithmConfig(), max_completion_tokens=1).policy_loss
 
 
-def make_engine(policy: Policy, *, micro_batch_tokens: int, **train: Any) -> TrainEngine:
+def make_engine(policy: Policy, *, micro_batch_tokens: int, learning_rate: float = 1e-6, **train: Any) -> TrainEngine:
     """The engine with keys of the `train` section."""
     return TrainEngine(
         policy,
         TrainConfig(**train),
         micro_batch_tokens=micro_batch_tokens,
-        learning_rate=lambda _: 1e-6,
+        learning_rate=lambda _: learning_rate,
         temperature=1.0,
         reference=None,
     )
@@ -180,7 +182,7 @@ def forward_backward(engine: TrainEngine, sequences: Sequence[TrainSequence]) ->
     """Pack the sequences under the engine's budget and add their gradient, as a training step does.
 
     Raises:
-        SkippedError: the engine ran out of memory and went on with smaller micro-batches than were asked for.
+        OutOfStepError: the engine ran out of memory and went on with smaller micro-batches than were asked for.
     """
     (batch,) = pack(
         sequences,
@@ -190,7 +192,7 @@ def forward_backward(engine: TrainEngine, sequences: Sequence[TrainSequence]) ->
     )
     result = engine.forward_backward(batch, grpo())
     if result.num_out_of_memory:
-        raise SkippedError("out of memory at this budget")
+        raise OutOfStepError("out of memory at this budget")
     return result
 
 
@@ -201,7 +203,13 @@ def measure(step: Callable[[], Any], forget: Callable[[], None], warm_up: Callab
         step: what is measured.
         forget: clears the gradients.
         warm_up: a tiny step of the same kind, which loads code and touches the weights.
+
+    Returns:
+        `peak_bytes`, and the `seconds` of the processor and `wall_s`. On a GPU memory is what PyTorch's allocator has
+        given out, and both times are those of the step.
     """
+    if torch.cuda.is_available():
+        return _measure_on_gpu(step, forget, warm_up)
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(_MALLOC["mmap_threshold"], 1 << 20)  # what is freed is gone: the peak is what lives at one time
     warm_up()
@@ -221,7 +229,27 @@ def measure(step: Callable[[], Any], forget: Callable[[], None], warm_up: Callab
     del heap
     wall, cpu = time.perf_counter(), time.process_time()
     step()
-    return {"peak_bytes": peak, "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+    return {"peak_bytes": peak, "seconds": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+
+
+def _measure_on_gpu(
+    step: Callable[[], Any], forget: Callable[[], None], warm_up: Callable[[], Any]
+) -> dict[str, float]:
+    warm_up()
+    forget()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    forget()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return {"peak_bytes": peak, "seconds": seconds, "wall_s": seconds}
 
 
 def sketch(model: torch.nn.Module) -> dict[str, list[float]]:
@@ -252,26 +280,71 @@ def disagreement(a: Mapping[str, list[float]], b: Mapping[str, list[float]]) -> 
 
 
 def run_apart(
-    script: str, job: Mapping[str, Any], *, processes: int = 1, timeout_s: float | None = None
+    script: str,
+    job: Mapping[str, Any],
+    *,
+    arguments: Sequence[str] = (),
+    processes: int = 1,
+    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Do a job in a process of its own, or in several: what it returned, on rank 0, or `skipped` and why.
 
+    Args:
+        script: that calls `do_job` where it is given `--job`.
+        job: for it.
+        arguments: of the script besides.
+        processes: ranks that do it together.
+        timeout_s: the longest that it may take.
+
     Raises:
-        FailedError: it ended in another way.
+        FailedError: it ended in another way, or not in time.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [sys.executable, *ranks, script, "--job", json.dumps(job)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"skipped": "time is up"}
+    added = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    done = run_command(
+        [sys.executable, *ranks, script, *arguments, "--job", json.dumps(job)], added, timeout_s=timeout_s
+    )
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
             return dict(json.loads(line.removeprefix(RESULT)))
     if done.returncode == -signal.SIGKILL:
-        return {"skipped": "killed, likely for its memory"}
+        return {"skipped": "killed, likely for its memory", "out_of_memory": True}
     raise FailedError(f"{job} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+
+
+def run_command(
+    command: Sequence[str], added: Mapping[str, str] | None = None, *, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Whatever it has started ends with it.
+
+    Args:
+        command: with its arguments.
+        added: to the environment.
+        timeout_s: the longest that it may take.
+
+    Raises:
+        FailedError: it took longer.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, env={**os.environ, **(added or {})}, stdout=out, stderr=err, start_new_session=True
+        )
+        timed_out = False
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    if timed_out:
+        raise FailedError(f"{' '.join(command)} did not end within {timeout_s:.0f} s:\n{texts[1][-3000:]}")
+    return subprocess.CompletedProcess(list(command), code, *texts)
 
 
 def do_job(work: Callable[[dict[str, Any]], dict[str, Any]], job: str) -> None:
@@ -290,15 +363,17 @@ def limit_memory() -> None:
 
 
 def try_to(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the work returns, or `skipped` and why it could not be done."""
+    """What the work returns, or `skipped` and why it could not be done; `out_of_memory` where that is why."""
     try:
         return work()
-    except (SkippedError, OutOfStepError) as error:
+    except SkippedError as error:
         return {"skipped": str(error)}
+    except OutOfStepError as error:
+        return {"skipped": str(error), "out_of_memory": True}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return {"skipped": "out of memory"}
+        return {"skipped": "out of memory", "out_of_memory": True}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

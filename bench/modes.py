@@ -6,14 +6,13 @@ Each mode is a configuration that differs from the defaults in a few keys, built
 each process. A step of two micro-batches for each process: 16 completions of 64 tokens after two shared prompts of 256,
 hidden 512, 8 layers, a vocabulary of 8,192. With --json what is in the file is not measured again. Memory is
 what PyTorch has given out on rank 0 when loading, backward and the update are done, and the most in between
-(`allocations.py`); time is processor time of one more step, on a GPU (`bench/gpu.sh --modes`) all of it. A new way to
-save memory is one more line in `MODES`.
+(`allocations.py`); time is processor time of one more step, on a GPU all of it. A mode that fails is
+named at the end, and the others are measured. A new way to save memory is one more line in `MODES`.
 """
 
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from cohort.plan.shape import read_shape
 from cohort.records import TrainSequence
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.crew import Crew
+from comparisons import first_line
 from harness import ModelShape, do_job, machine, make_group, markdown, run_apart, write_model
 
 # Name -> keys that differ from the defaults. `completions` is of the budget: that many and their prompt at a time.
@@ -157,12 +157,16 @@ def main() -> None:
     if args.json and args.json.exists():
         results = {name: Measured(**found) for name, found in json.loads(args.json.read_text()).items()}
     missing = [name for name in args.modes if name not in results]
+    failed: dict[str, str] = {}
     for processes in sorted({processes_of(ALL[name]) for name in missing}):
-        results |= measure_apart([n for n in missing if processes_of(ALL[n]) == processes], args.size)
+        found, why = measure_apart([n for n in missing if processes_of(ALL[n]) == processes], args.size)
+        results, failed = results | found, failed | why
         if args.json:
             args.json.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     print(f"{machine('torchao')}; one thread for each process\n\n{SIZES[args.size]}\n")
     print(table({name: results[name] for name in args.modes if name in results}))
+    if failed:
+        raise SystemExit("\n".join(f"{name}: {why}" for name, why in failed.items()))
 
 
 def here() -> list[str]:
@@ -180,16 +184,16 @@ def processes_of(mode: Mapping[str, Any]) -> int:
     return int(mode.get("hardware.processes", 1))
 
 
-def measure_apart(names: Sequence[str], size: str) -> dict[str, Measured]:
-    """Modes of as many processes each, one after the other in such processes; none where they cannot be."""
+def measure_apart(names: Sequence[str], size: str) -> tuple[dict[str, Measured], dict[str, str]]:
+    """Modes of as many processes each, one after the other in such processes; of those that failed, why."""
     (processes,) = {processes_of(ALL[name]) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(SIZES[size].shape, Path(folder) / "model")
         found = run_apart(__file__, {"folder": str(model), "size": size, "modes": names}, processes=processes)
     if "skipped" in found:
-        print(f"{', '.join(names)}: {found['skipped']}", file=sys.stderr)
-        return {}
-    return {name: Measured(**result) for name, result in found.items()}
+        return {}, dict.fromkeys(names, found["skipped"])
+    failed = {name: result["failed"] for name, result in found.items() if "failed" in result}
+    return {name: Measured(**result) for name, result in found.items() if name not in failed}, failed
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
@@ -197,8 +201,14 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     several = "RANK" in os.environ
     ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else ALONE
     folder, size = Path(job["folder"]), SIZES[job["size"]]
-    configs = {name: configuration(ALL[name], size, folder) for name in job["modes"]}
-    found = {name: asdict(measure(config, size, ranks)) for name, config in configs.items()}
+    found = {}
+    for name in job["modes"]:
+        try:
+            found[name] = asdict(measure(configuration(ALL[name], size, folder), size, ranks))
+        except Exception as error:
+            if several:  # the others would wait for this one
+                raise
+            found[name] = {"failed": first_line(error)}
     if several:
         leave_ranks()
     return found
@@ -335,7 +345,9 @@ def _written(value: Any) -> str:
 
 def table(results: Mapping[str, Measured]) -> str:
     """Of each mode megabytes by part, and peak and time as shares of the first."""
-    first = next(iter(results.values()))
+    first = next(iter(results.values()), None)
+    if first is None:
+        return "nothing was measured"
 
     def rows() -> Iterable[list[str]]:
         for name, r in results.items():

@@ -1,10 +1,11 @@
 """The local rollout engine against transformers' `generate`, on the demo's base model and prompts.
 
-    python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5] [--quick]
+    python bench/sampler.py [--model FOLDER] [--threads 2] [--repeats 5] [--device cpu|cuda] [--quick]
     python bench/sampler.py --prompt-tokens 2048  # 4 random prompts x 8, random model of 8 layers
 
-Same prompts, generations, temperature and token limit; in turn, in one process. Tokens after a completion's end count
-for neither. Also prints the largest difference between the engine's logprobs and those of a plain forward pass.
+Same prompts, generations, temperature and token limit; in turn, in one process, in float32, on the GPU where there is
+one. Tokens after a completion's end count for neither. Also prints the largest difference between the engine's logprobs
+and those of a plain forward pass.
 """
 
 import argparse
@@ -35,17 +36,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(BASE_PATH))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, help="random prompts of so many tokens for a random model")
     parser.add_argument("--quick", action="store_true", help="seconds: to see that it runs")
     args = parser.parse_args()
     args.repeats = 1 if args.quick else args.repeats
     torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.prompt_tokens is None:
-        policy, prompts, generations = demo(args.model, tokenizer)
+        policy, prompts, generations = demo(args.model, tokenizer, device)
     else:
-        policy, prompts, generations = long_prompts(args.prompt_tokens, len(tokenizer))
+        policy, prompts, generations = long_prompts(args.prompt_tokens, len(tokenizer), device)
     ends = end_token_ids(policy, tokenizer)
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=len(prompts) * generations)
     engine = LocalEngine(sampler.sample, tokenizer)
@@ -64,7 +67,7 @@ def main() -> None:
             speeds["transformers"].append(hf_tokens / hf_seconds)
     print(
         f"{len(prompts)} prompts x {generations} generations, at most {MAX_TOKENS} tokens, {args.threads} threads, "
-        f"{platform.machine()}, torch {torch.__version__}, transformers {version('transformers')}"
+        f"{machine_name(device)}, torch {torch.__version__}, transformers {version('transformers')}"
     )
     for name, values in speeds.items():
         print(f"{name:14}{statistics.median(values):10,.0f} tokens/s (median of {args.repeats})")
@@ -72,20 +75,24 @@ def main() -> None:
     print(f"largest difference of a logprob from a plain forward pass: {worst:.1e}")
 
 
-def demo(model: str, tokenizer) -> tuple[Policy, tuple[Prompt, ...], int]:
-    config = ModelConfig(path=model)
-    policy = load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=tokenizer, trainable=False))
+def machine_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def demo(model: str, tokenizer, device: torch.device) -> tuple[Policy, tuple[Prompt, ...], int]:
+    config = ModelConfig(path=model, compute_dtype="float32")
+    policy = load_policy(LoadRequest(config, device=device, tokenizer=tokenizer, trainable=False))
     rows = [{"question": problem.question} for problem in task.generate(0, 16)]
     renderer = PromptRenderer(tokenizer, prompt_column="question")
     return policy, build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts, 16
 
 
-def long_prompts(num_tokens: int, vocab_size: int) -> tuple[Policy, tuple[Prompt, ...], int]:
+def long_prompts(num_tokens: int, vocab_size: int, device: torch.device) -> tuple[Policy, tuple[Prompt, ...], int]:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": vocab_size, **heads}
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, max_position_embeddings=2 * num_tokens))
-    policy = Policy(model, device=torch.device("cpu"), compute_dtype=None, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, max_position_embeddings=2 * num_tokens)).to(device)
+    policy = Policy(model, device=device, compute_dtype=None, pad_token_id=0)
     token_ids = np.random.default_rng(0).integers(5, vocab_size, (4, num_tokens))
     return policy, tuple(Prompt(id=i, epoch=0, content="", token_ids=x, columns={}) for i, x in enumerate(token_ids)), 8
 
@@ -112,8 +119,8 @@ def sample_with_transformers(
         ids[row, width - len(prompt.token_ids) :] = prompt.token_ids
         mask[row, width - len(prompt.token_ids) :] = 1
     output = policy.model.generate(
-        input_ids=torch.from_numpy(ids),
-        attention_mask=torch.from_numpy(mask),
+        input_ids=torch.from_numpy(ids).to(policy.device),
+        attention_mask=torch.from_numpy(mask).to(policy.device),
         do_sample=True,
         temperature=1.0,
         top_k=0,
@@ -133,9 +140,10 @@ def largest_difference(policy: Policy, group) -> float:
     worst = 0.0
     for completion in group.completions:
         ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).unsqueeze(0)
+        ids = ids.to(policy.device)
         with torch.no_grad():
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1))
+        expected = torch.log_softmax(logits.cpu(), -1).gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1))
         worst = max(worst, float(np.abs(completion.sampling_logprobs - expected.squeeze(-1).numpy()).max()))
     return worst
 

@@ -5,7 +5,8 @@
 Same base model, same prompts in the same order, same number of prompts, generations, steps, learning rate, schedule,
 clipping and optimizer. Each trainer runs in a process of its own, one after the other; all models are evaluated by the
 same code. TRL runs with its defaults elsewhere, and once more without gradient checkpointing, which this size does not
-need. Needs the extra `bench`.
+need. Products are in float32 on both sides. Where there is a GPU both use it, and memory is that of its allocator.
+Needs the extra `bench`.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def cohort_config(args: argparse.Namespace) -> dict[str, Any]:
 
     train, _ = make_data(args.folder, args.seed)
     return {
-        "model": {"path": str(BASE_PATH)},
+        "model": {"path": str(BASE_PATH), "compute_dtype": "float32"},
         "data": {"path": str(train), "prompt": "question", "shuffle": False},
         "rewards": [{"use": "exact", "args": {"pattern": ANSWER_PATTERN}}],
         "rollout": {"num_generations": GENERATIONS, "max_completion_tokens": MAX_COMPLETION_TOKENS},
@@ -139,6 +140,7 @@ def train_with_cohort(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -178,7 +180,7 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
         shuffle_dataset=False,
         gradient_checkpointing=args.only == "trl",  # its default is True
         bf16=False,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to=[],
         logging_steps=1,
@@ -190,7 +192,8 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
     trainer.train()
     final = args.folder / "trl-final"
     trainer.save_model(str(final))
-    return {"base": str(BASE_PATH), "final": str(final), "step_seconds": differences(times)}
+    result = {"base": str(BASE_PATH), "final": str(final), "step_seconds": differences(times)}
+    return result | ({"peak_mb": torch.cuda.max_memory_allocated() / 2**20} if torch.cuda.is_available() else {})
 
 
 def differences(times: list[float]) -> list[float]:

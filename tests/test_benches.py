@@ -93,7 +93,7 @@ def test_the_training_step_benchmark_finds_the_same_gradients():
 
 def test_another_gradient_is_refused(monkeypatch):
     sketches = iter([{"w": [1.0, 2.0]}, {"w": [1.0, 2.001]}])
-    monkeypatch.setattr(training_step, "run_apart", lambda *_: {"cpu_s": 1.0, "gradient": next(sketches)})
+    monkeypatch.setattr(training_step, "run_apart", lambda *_: {"seconds": 1.0, "gradient": next(sketches)})
     point = Point(model="tiny", prompt_tokens=4, completion_tokens=(2, 2))
     with pytest.raises(SystemExit, match=r"gradient of shared is not that of packed: w differs by 4\.5e-04"):
         run_point(point, ["packed", "shared"], 1, "folder")
@@ -144,12 +144,12 @@ def test_operations_of_a_group():
 
 def test_ratios_and_savings():
     measured = {
-        "packed": {"cpu_s": 3.0, "peak_bytes": 4},
-        "shared": {"cpu_s": 1.5, "peak_bytes": 1},
+        "packed": {"seconds": 3.0, "peak_bytes": 4},
+        "shared": {"seconds": 1.5, "peak_bytes": 1},
         "trl": {"skipped": "needs trl"},
     }
     assert ratio(measured, "packed", "shared", "peak_bytes") == 4
-    assert ratio(measured, "trl", "shared", "cpu_s") is None
+    assert ratio(measured, "trl", "shared", "seconds") is None
     point = Point(model="body-heavy", prompt_tokens=100, completion_tokens=(100,) * 4)
     row = sharing_table({point: measured}).splitlines()[-1].split(" | ")
     assert row[1:4] == ["796", "496", "1.60x"]  # G(1 + r)/(G + r) = 4 * 2 / 5
