@@ -1,6 +1,7 @@
 """What is compared on a GPU: an error, its limit, and comparisons that cannot be made."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,13 +32,17 @@ class Check:
 def attempt(name: str, limits: Mapping[str, float], compare: Callable[[], Mapping[str, float]]) -> Iterator[Check]:
     """One check for each error that a comparison returns, or one that failed where it raises.
 
+    It has failed too where it warns that something "cannot be used": what took its place is not what was to be compared.
+
     Args:
         name: of the comparison.
         limits: of the errors, by what they are errors of.
         compare: returns the errors, under the same names.
     """
     try:
-        errors = compare()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*cannot be used", category=RuntimeWarning)
+            errors = compare()
     except Exception as reason:  # whatever is wrong here, the other checks are made
         yield Check(name=name, error=None, limit=0.0, note=first_line(reason))
         return

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 import gpu_checks
+from cohort.errors import UserError
 from gpu_rollouts import run_demo, servers, short_run
 from gpu_steps import CASES, PUBLISHED, QUICK_CASE, TINY_CASES, Case, run_case
 from gpu_tables import TABLES, Table, run_table
@@ -67,12 +68,12 @@ def parts_of(form: Form, *, tiny: bool, out: Path) -> list[Part]:
         "one step": gpu_checks.one_step,
     }
     quick = [Part(name=name, work=partial(_call, work, tiny), most_s=180.0) for name, work in checked.items()]
-    quick.append(_step(TINY_CASES[0] if tiny else QUICK_CASE))
+    quick.append(_step(TINY_CASES[1] if tiny else QUICK_CASE))
     quick.append(Part(name="local rollouts", work=partial(short_run, engine="local")))
     quick.append(Part(name="vLLM server", work=partial(_call, servers, tiny), most_s=300.0))
     if form == "quick":
         return quick
-    cases = TINY_CASES[1:] if tiny else CASES
+    cases = TINY_CASES[:1] if tiny else CASES
     steps = [_step(case, trl=trl) for case in cases for trl in ((False, True) if case.trl else (False,))]
     demos = [
         Part(name=f"demo, {engine}", work=partial(_demo, engine=engine, steps=2 if tiny else 50), most_s=600.0)
@@ -119,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [part for part in parts if not args.only or any(text in part.name for text in args.only)]
     if not chosen:
         parser.error(f"--only: no part has such a name; there are {', '.join(part.name for part in parts)}")
-    return run_parts(chosen, args.form, on, out=args.out)
+    # a CPU has no errors that stay with a process, and little time
+    return run_parts(chosen, args.form, on, out=args.out, apart=not args.tiny)
 
 
 def _with_threads(part: Part, on: torch.device) -> Result:
@@ -127,14 +129,15 @@ def _with_threads(part: Part, on: torch.device) -> Result:
     return part.work(on)
 
 
-def run_parts(parts: Sequence[Part], form: Form, on: torch.device, *, out: Path) -> int:
+def run_parts(parts: Sequence[Part], form: Form, on: torch.device, *, out: Path, apart: bool) -> int:
     """Run parts one after the other, and write what they have found after each.
 
     Args:
         parts: to run.
         form: that they are of.
-        on: a GPU, or the CPU, where they run in this process.
+        on: a GPU, or the CPU.
         out: folder for the file.
+        apart: each in a process of its own.
 
     Returns:
         1 where one has failed, else 0.
@@ -145,7 +148,7 @@ def run_parts(parts: Sequence[Part], form: Form, on: torch.device, *, out: Path)
     out.mkdir(parents=True, exist_ok=True)
     print(f"{found['device']['name']}: " + ", ".join(f"{k} {v or '-'}" for k, v in found["versions"].items()))
     for part in parts:
-        result = run_part(part, form, on)
+        result = run_part(part, form, on, apart=apart)
         print(f"{result['status']:9}{result['seconds']:7.1f} s  {part.name}", flush=True)
         found["parts"].append(result)
         found["seconds"] = time.monotonic() - begun
@@ -156,17 +159,17 @@ def run_parts(parts: Sequence[Part], form: Form, on: torch.device, *, out: Path)
     return 1 if found["failures"] else 0
 
 
-def run_part(part: Part, form: Form, on: torch.device) -> Result:
+def run_part(part: Part, form: Form, on: torch.device, *, apart: bool) -> Result:
     """The outcome of a part, whatever becomes of it: passed, failed or left out."""
     start = time.monotonic()
-    apart = on.type == "cuda" and not part.is_script
+    arguments = [form, *(["--tiny"] if on.type == "cpu" else [])]
     try:
         result = (
-            run_apart(__file__, {"part": part.name}, arguments=[form], timeout_s=part.most_s)
-            if apart
+            run_apart(__file__, {"part": part.name}, arguments=arguments, timeout_s=part.most_s)
+            if apart and not part.is_script
             else try_to(lambda: part.work(on))
         )
-    except FailedError as error:
+    except (FailedError, UserError) as error:
         result = {"failed": str(error)}
     except Exception:  # the other parts are run whatever it is
         result = {"failed": traceback.format_exc(limit=-8)}
