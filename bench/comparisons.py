@@ -32,7 +32,7 @@ class Check:
 def attempt(name: str, limits: Mapping[str, float], compare: Callable[[], Mapping[str, float]]) -> Iterator[Check]:
     """One check for each error that a comparison returns, or one that failed where it raises.
 
-    It has failed too where it warns that something "cannot be used": what took its place is not what was to be compared.
+    A warning that something "cannot be used" is a failure: what took its place is not what was to be compared.
 
     Args:
         name: of the comparison.

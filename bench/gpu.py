@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on = torch.device("cpu" if args.tiny else "cuda")
     if args.job:
         (part,) = (part for part in parts if part.name == json.loads(args.job)["part"])
-        do_job(lambda _: _with_threads(part, on), args.job)
+        do_job(lambda _: _work_apart(part, on), args.job)
         return 0
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no CUDA device; --tiny tries all of it on a CPU")
@@ -124,9 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_parts(chosen, args.form, on, out=args.out, apart=not args.tiny)
 
 
-def _with_threads(part: Part, on: torch.device) -> Result:
+def _work_apart(part: Part, on: torch.device) -> Result:
     torch.set_num_threads(min(8, os.cpu_count() or 1))  # for the comparisons in float64
-    return part.work(on)
+    result = part.work(on)
+    return result | ({"peak_bytes": torch.cuda.max_memory_allocated()} if on.type == "cuda" else {})
 
 
 def run_parts(parts: Sequence[Part], form: Form, on: torch.device, *, out: Path, apart: bool) -> int:

@@ -42,6 +42,7 @@ from cohort.records import TrainSequence
 RESULT = "result: "  # before the JSON that a process prints for the one that started it
 _MALLOC = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}  # M_... of malloc.h
 _BUCKETS = 64
+_IN_GROUP = "COHORT_BENCH_GROUP"  # set in processes that end with the one that started the first of them
 
 
 class SkippedError(Exception):
@@ -325,10 +326,10 @@ def run_command(
     Raises:
         FailedError: it took longer.
     """
+    environment = {**os.environ, **(added or {}), _IN_GROUP: "1"}
+    leads = _IN_GROUP not in os.environ  # else the group is that of the command around this one, and ends with it
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command, env={**os.environ, **(added or {})}, stdout=out, stderr=err, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=leads)
         timed_out = False
         try:
             process.wait(timeout_s)
@@ -336,7 +337,10 @@ def run_command(
             timed_out = True
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                if leads:
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
             code = process.wait()
         texts = []
         for file in (out, err):

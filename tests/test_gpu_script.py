@@ -146,6 +146,15 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_a_command_inside_of_a_command_is_of_the_same_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    leads = "import os; print(os.getpgid(0) == os.getpid(), os.environ['COHORT_BENCH_GROUP'])"
+    assert run_command([sys.executable, "-c", leads]).stdout == "True 1\n"
+    monkeypatch.setenv("COHORT_BENCH_GROUP", "1")
+    assert run_command([sys.executable, "-c", leads]).stdout == "False 1\n"
+    with pytest.raises(FailedError, match="did not end within"):
+        run_command([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=1.0)
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
     status = Path(f"/proc/{pid}/stat")

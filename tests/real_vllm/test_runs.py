@@ -193,3 +193,12 @@ def test_the_benchmark_runs(vllm_python: str):
     environment = {**os.environ, "COHORT_VLLM_PYTHON": vllm_python}
     out = subprocess.run([sys.executable, str(script), "--quick"], env=environment, capture_output=True, text=True)
     assert out.returncode == 0 and "| 4M | 16 | " in out.stdout, out.stdout + out.stderr
+
+
+@slow("another server")
+def test_the_part_of_a_server_in_the_gpu_script(tmp_path: Path, vllm_python: str):
+    script = Path(__file__).parents[2] / "bench" / "gpu.sh"
+    environment = {**os.environ, "COHORT_VLLM_PYTHON": vllm_python, "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    command = ["bash", str(script), "quick", "--tiny", "--only", "vLLM"]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert out.returncode == 0 and "| vLLM, weights 2: server and trainer | " in out.stdout, out.stdout + out.stderr
