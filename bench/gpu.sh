@@ -10,4 +10,6 @@ export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 if [ -z "${PYTHON:-}" ]; then
   if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
+visible=${CUDA_VISIBLE_DEVICES-0}
+export CUDA_VISIBLE_DEVICES="${visible%%,*}"  # the first of several
 exec "$PYTHON" bench/gpu.py --out "${OUT:-gpu-results}" "$@"

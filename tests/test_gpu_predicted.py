@@ -5,6 +5,7 @@ import torch
 
 import gpu_steps
 from gpu_predicted import predicted_bytes
+from harness import SkippedError
 
 GIGABYTE = 10**9
 
@@ -53,3 +54,35 @@ def test_a_case_tells_what_was_predicted() -> None:
             updates=True,
             on_gpu=False,
         )
+
+
+@pytest.mark.parametrize(("share", "passed"), [(0.95, True), (1.05, True), (0.8, False), (1.2, False)])
+def test_a_peak_further_than_a_tenth_from_the_plan_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, share: float, passed: bool
+) -> None:
+    case = gpu_steps.TINY_CASES[0]
+    planned = gpu_steps.run_case(case, torch.device("cpu"))["step"]["planned_bytes"]
+    monkeypatch.setattr(gpu_steps, "_measure", lambda *_: (2.0, int(share * planned), (100, 10, 1000)))
+    found = gpu_steps.run_case(case, torch.device("cpu"))
+    (check,) = found["checks"]
+    assert check["passed"] is passed
+    assert check["error"] == pytest.approx(abs(share - 1), abs=1e-3)
+    assert found["step"]["tokens_per_s"] == (2 * 16 + 8 + 6) / 2.0
+
+
+@pytest.mark.parametrize(("free_gigabytes", "updates"), [(150, True), (84, False), (47, None)])
+def test_a_case_goes_without_the_optimizer_or_is_left_out_where_the_plan_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, free_gigabytes: int, updates: bool | None
+) -> None:
+    free = free_gigabytes * GIGABYTE
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    (full,) = [case for case in gpu_steps.CASES if "7B, float32" in case.name]
+    room = (full, torch.device("cuda"), torch.bfloat16)
+    if updates is None:
+        with pytest.raises(SkippedError, match=r"the plan says \d+\.\d GiB, and there are 43\.8"):
+            gpu_steps._fits_with_updates(*room)
+    else:
+        assert gpu_steps._fits_with_updates(*room) is updates
+    assert shares == [0.5]
