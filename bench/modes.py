@@ -258,7 +258,9 @@ def configuration(mode: Mapping[str, Any], size: Size, folder: Path) -> Config:
         "model": {"path": str(folder)},
         "data": {"path": "never-read.jsonl"},
         "rewards": [{"use": "math"}],
+        "hardware": {"processes": processes_of(mode)},
         "rollout": {
+            "engine": "local",
             "max_prompt_tokens": size.prompt_tokens,
             "max_completion_tokens": size.completion_tokens,
             "num_generations": size.num_completions,

@@ -102,7 +102,12 @@ def cohort_config(args: argparse.Namespace) -> dict[str, Any]:
         "model": {"path": str(BASE_PATH), "compute_dtype": "float32"},
         "data": {"path": str(train), "prompt": "question", "shuffle": False},
         "rewards": [{"use": "exact", "args": {"pattern": ANSWER_PATTERN}}],
-        "rollout": {"num_generations": GENERATIONS, "max_completion_tokens": MAX_COMPLETION_TOKENS},
+        "rollout": {
+            "engine": "local",
+            "num_generations": GENERATIONS,
+            "max_completion_tokens": MAX_COMPLETION_TOKENS,
+        },
+        "hardware": {"processes": 1},
         "algorithm": {"name": "grpo"},
         "train": {
             "steps": args.steps,
