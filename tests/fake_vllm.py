@@ -264,10 +264,10 @@ class ThreadServer:
         self.fakes: list[FakeVllm] = []  # one for each start
         self._server: _Server | None = None
 
-    def start(self) -> None:
+    def start(self, port: int = 0) -> None:
         faults = self.faults.pop(0) if self.faults else []
         self.fakes.append(self.make(faults, **self.options))
-        self._server = _Server(("127.0.0.1", 0), make_handler(self.fakes[-1]))
+        self._server = _Server(("127.0.0.1", port), make_handler(self.fakes[-1]))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         # a short poll: shutdown waits for it
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

@@ -1,7 +1,7 @@
 """What ranks do together in the tests of the crew: rank 0 commands, the others serve."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -68,16 +68,16 @@ def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
             came.append(name)
             yield name, tensor
 
-    def fail(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def fail(weights: Iterator[tuple[str, torch.Tensor]], handles: Mapping[str, Any]) -> None:
         next(weights), next(weights)
         raise TrainingError("the receiver has failed")
 
     def command() -> dict[str, Any]:
         received: dict[str, torch.Tensor] = {}
-        crew.send_weights(torch.float32, received.update)
+        crew.send_weights(torch.float32, lambda weights, _: received.update(weights))
         with pytest.raises(TrainingError, match="the receiver has failed"):
             crew.send_weights(torch.float32, fail)
-        crew.send_weights(torch.float32, lambda _: None)  # they are in step still, and the failed one is forgotten
+        crew.send_weights(torch.float32, lambda *_: None)  # they are in step still, and the failed one is forgotten
         return {"received": received}
 
     with pytest.MonkeyPatch.context() as patch:

@@ -263,11 +263,10 @@ def connect_to(**server: Any) -> FakeVllm:
     (fake,) = handle.fakes
     for name, value in server.items():
         setattr(fake, name, value)
-    crew = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cpu")))
     config = config_with("hardware.timeout_s=600", urls=[handle.url])
     try:
         with pytest.raises(ServerError, match="this one takes no weights"):
-            connect(config, crew, handle.url, sleeps=False)
+            connect(config, torch.device("cpu"), handle.url, sleeps=False, lenders=frozenset(), note=print)
     finally:
         handle.stop()
     return fake

@@ -1,5 +1,6 @@
 """A run of two processes whose server hangs while it is given weights. The server is made up, all the rest is real."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import cohort
+from cohort.rollout.vllm.worker.cohort_weight_group import WeightGroup, describe_device
 from fake_vllm import HANG_S, FakeVllm, ThreadServer
 from runs import changed, make_inputs, metric
 from selection import slow
+
+CPU = torch.device("cpu")
 
 
 class WeightTaker(FakeVllm):
@@ -39,17 +43,16 @@ class WeightTaker(FakeVllm):
             return {"success": True}, 200
         return super().do(path, body)
 
-    def join(self, *, host: str, port: int, world_size: int, timeout_s: float, way: str) -> None:
-        assert way == "gloo"
+    def join(self, *, host: str, port: int, world_size: int, **_: float) -> None:
         store = dist.TCPStore(host, port, world_size)
-        store.set("here/1", "")
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        self.group = dist.ProcessGroupGloo(store, 1, world_size, options)
+        store.set("here/1", json.dumps(describe_device(CPU)))
+        assert store.get("way") == b"gloo"
+        self.group = WeightGroup("gloo", store, rank=1, size=world_size, device=CPU, host=host, timeout_s=60)
+        self.group.connect().result()
 
     def receive(self, *, name: str, shape: list[int], dtype: str) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        self.group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+        self.group.broadcast(tensor).result()
         return tensor
 
 

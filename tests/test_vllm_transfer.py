@@ -1,179 +1,314 @@
-"""The transfer of weights to a server that shares a GPU, with stand-ins: `tests/real_vllm` has real servers."""
+"""The transfer of weights to servers on GPUs that train, with stand-ins: `tests/real_vllm` has real servers."""
 
-import importlib.util
 import inspect
-import sys
-from types import ModuleType, SimpleNamespace
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing import reductions
 
-from cohort.rollout.vllm import transfer
+from cohort.distributed import ALONE
+from cohort.policy import TensorSpec
+from cohort.rollout.vllm import lending, transfer
+from cohort.rollout.vllm.api import VllmApi
+from cohort.rollout.vllm.lending import Lender, allocate, handle_of, portions
 from cohort.rollout.vllm.publish import publish
-from cohort.rollout.vllm.server import WORKER_FOLDER
+from cohort.rollout.vllm.transfer import WeightChannel
+from fake_vllm import ThreadServer
+from waiting import PATIENCE_S
+from weight_servers import EngineServer, FakeNccl, load_worker
+
+SHAPES = {"a": (2,), "b": (3, 5), "c": (), "d": (300,), "e": (7, 2)}
+SPECS = [TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()]
+DEVICES = [torch.device("cpu", n) for n in range(2)]  # stand in for GPUs: they have an index
 
 
-def test_memory_is_shared_by_the_names_that_torch_gives_its_arguments(monkeypatch: pytest.MonkeyPatch):
-    """The way there and back of a tensor in GPU memory, with stand-ins for the GPU alone."""
-    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    size = torch.Size([2, 3])
-    memory = (0, b"\x01h", 512, 64, False, b"\x02c", 5, b"\x03e", True)
-    values = (torch.Tensor, size, (3, 1), 6, torch.UntypedStorage, torch.bfloat16, *memory)
-    sent = dict(zip(names, values, strict=True))
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, tuple(sent.values())))
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: dict(zip(names, arguments, strict=True)))
-    entry = transfer.share("w", torch.zeros(0))
-    assert entry["name"] == "w"
-    received = load_worker(monkeypatch).open_shared(entry, torch.device("cuda", 3))
-    assert received == sent | {"storage_device": 3}
+class Memory:
+    """What the processes of a machine share of their GPUs' memory, by handle."""
 
+    names = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
-class SleepyServer:
-    """Stands in for a server: writes down what it is asked, and tells its version, asleep or not."""
+    def __init__(self, patch: pytest.MonkeyPatch, worker: Any):
+        self.shared: dict[bytes, Tensor] = {}
+        self.opened: list[dict[str, Any]] = []
+        self.fails = False
+        patch.setattr(reductions, "reduce_tensor", self.reduce)
+        patch.setattr(reductions, "rebuild_cuda_tensor", self.rebuild)
+        patch.setattr(torch.UntypedStorage, "_release_ipc_counter", classmethod(self.release))
+        self.released: list[Any] = []
+        for module in (lending, worker):
+            patch.setattr(module, "gpu_uuid", lambda device: f"GPU-{device.index}")
+        for module in (transfer, worker):
+            patch.setattr(module, "describe_device", self.describe)
 
-    url = "http://server"
+    def describe(self, device: torch.device) -> dict[str, str | None]:
+        return {"gpu": None if device.index is None else f"GPU-{device.index}", "nccl": "2.27.5"}
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.version: int | None = None
+    def values(self, tensor: Tensor, handle: bytes) -> tuple[Any, ...]:
+        memory = (tensor.device.index, handle, tensor.nbytes, 64, False, b"\x02c", 5, b"\x03e", True)
+        return (Tensor, tensor.shape, tensor.stride(), 0, torch.UntypedStorage, tensor.dtype, *memory)
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append((name, *arguments))
+    def reduce(self, tensor: Tensor) -> Any:
+        handle = b"\x01" + len(self.shared).to_bytes(2, "big")
+        self.shared[handle] = tensor
+        return reductions.rebuild_cuda_tensor, self.values(tensor, handle)
 
-    def weight_version(self) -> int | None:
-        self.calls.append(("weight_version",))
-        return self.version
+    def rebuild(self, *arguments: Any) -> Tensor:
+        if self.fails:
+            raise RuntimeError("pidfd_getfd: Operation not permitted")
+        self.opened.append(dict(zip(self.names, arguments, strict=True)))
+        return self.shared[self.opened[-1]["storage_handle"]]
 
-    def finish_weight_update(self, version: int) -> None:
-        self.calls.append(("finish_weight_update", version))
-        self.version = version
-
-
-SPECS = [transfer.TensorSpec(name, (2,), torch.bfloat16) for name in "abc"]
-DECLARED = {"step": "declare", "specs": [{"name": name, "shape": [2], "dtype": "bfloat16"} for name in "abc"]}
+    def release(self, _: Any, *arguments: Any, device: Any) -> None:
+        self.released.append((*arguments, device))
 
 
 @pytest.fixture
-def sleepy(monkeypatch: pytest.MonkeyPatch) -> SleepyServer:
-    """The server's part, with stand-ins for the GPU's too."""
-    server = SleepyServer()
-    monkeypatch.setattr(transfer, "VllmApi", lambda *_, **__: server)
-    monkeypatch.setattr(transfer, "share", lambda name, tensor: {"name": name, "values": tensor.tolist()})
-    monkeypatch.setattr(transfer, "_SHARED_BYTES", 8)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    return server
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load_worker(monkeypatch)
 
 
-def channel_to(server: Any, device: str) -> transfer.WeightChannel:
-    channel = transfer.WeightChannel(server, device=torch.device(device), num_workers=1, timeout_s=5, sleeps=True)
-    channel._device = torch.device("cpu")  # there is no GPU to put tensors on
-    return channel
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, worker: Any) -> Memory:
+    return Memory(monkeypatch, worker)
 
 
-def send(channel: transfer.WeightChannel, version: int) -> None:
-    weights = [(spec.name, torch.full((2,), n, dtype=torch.float32)) for n, spec in enumerate(SPECS)]
-    assert publish([channel], weights, SPECS, version) == {}
-    assert channel.version == version
+def test_memory_is_shared_by_the_names_that_torch_gives_its_arguments(memory: Memory, worker: Any):
+    """The way there and back of a buffer in GPU memory, with stand-ins for the GPU alone."""
+    buffer = torch.arange(40, dtype=torch.uint8)
+    handle = handle_of(buffer) | {"probe": bytes(range(16)).hex()}
+    assert memory.released == [(b"\x02c", 5, None)]  # a reader that is killed leaves nothing behind
+    opened = worker.open_lent({"GPU-1": handle}, DEVICES[1])
+    assert opened is buffer
+    expected = dict(zip(memory.names, memory.values(buffer, b"\x01\0\0"), strict=True))
+    assert memory.opened == [expected | {"storage_device": 1}]
 
 
-UPDATE_OF_A_SHARED_GPU = [
-    ("weight_version",),
-    ("init_weight_transfer", {"way": "ipc", "timeout_s": 5}),
-    ("pause",),
-    ("wake_up", ["weights"]),
-    ("start_weight_update",),
-    ("update_weights", DECLARED),
-    (
-        "update_weights",
-        {"step": "load", "shared": [{"name": "a", "values": [0, 0]}, {"name": "b", "values": [1, 1]}]},
-    ),
-    ("update_weights", {"step": "load", "shared": [{"name": "c", "values": [2, 2]}]}),
-    ("finish_weight_update", 7),
-    ("wake_up", ["kv_cache"]),
-    ("reset_prefix_cache",),
-    ("resume",),
-]
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"probe": "00" * 16}, "is not the trainer's"), ({"gpu": "GPU-0"}, "no rank lends memory of this GPU")],
+)
+def test_memory_that_is_not_the_trainers_is_refused(memory: Memory, worker: Any, change: Any, said: str):
+    handle = handle_of(torch.arange(40, dtype=torch.uint8)) | {"probe": bytes(range(16)).hex()}
+    with pytest.raises(ValueError, match=said):
+        worker.open_lent({change.pop("gpu", "GPU-1"): handle | change}, DEVICES[1])
 
 
-def test_a_shared_gpu_is_woken_for_the_weights_first(sleepy: SleepyServer):
-    channel = channel_to(sleepy, "cuda")
-    channel.sleep()
-    send(channel, 7)
-    assert sleepy.calls == [("sleep", 2), *UPDATE_OF_A_SHARED_GPU]
+def test_what_is_lent_lies_outside_of_expandable_segments(monkeypatch: pytest.MonkeyPatch):
+    """The allocator's settings while it allocates, and after."""
+    settings = "expandable_segments:True,garbage_collection_threshold:0.8"
+    before, empty, seen = torch._C._accelerator_getAllocatorSettings(), torch.empty, []
+
+    def watched(*arguments: Any, **keywords: Any) -> Tensor:
+        seen.append(torch._C._accelerator_getAllocatorSettings())
+        return empty(*arguments, **keywords)
+
+    torch._C._accelerator_setAllocatorSettings(settings)
+    try:
+        monkeypatch.setattr(torch, "empty", watched)
+        assert allocate(10, torch.device("cpu")).shape == (10,)
+        assert seen == [f"{settings},expandable_segments:False"]
+        assert torch._C._accelerator_getAllocatorSettings() == settings
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
 
 
-def test_what_a_server_has_slept_off_is_sent_once_more(sleepy: SleepyServer):
-    """It dropped its weights, and still says that it has their version."""
-    channel = channel_to(sleepy, "cuda")
-    send(channel, 7)
-    sleepy.calls.clear()
-    send(channel, 7)
-    assert sleepy.calls == [("weight_version",)]  # awake, it has them
-    channel.sleep()
-    send(channel, 7)
-    assert sleepy.calls == [("weight_version",), ("sleep", 2), *UPDATE_OF_A_SHARED_GPU]
+def test_tensors_are_laid_out_in_portions_that_fit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lending, "PORTION_BYTES", 1024)
+    assert portions(SPECS) == [{"a": 256, "b": 512, "c": 768}, {"d": 256}, {"e": 256}]
+    assert portions([]) == []
 
 
-def test_weights_for_a_server_that_sleeps_come_through_a_group_where_the_device_is_a_cpu(
-    sleepy: SleepyServer, monkeypatch: pytest.MonkeyPatch
+class Together:
+    """The ranks of a run, as far as lending needs them, in threads."""
+
+    def __init__(self, count: int):
+        self.barrier = threading.Barrier(count)
+        self.given: dict[int, Any] = {}
+
+    def rank(self, number: int) -> Any:
+        outer = self
+
+        class Ranks:
+            def largest(self, value: float) -> float:
+                outer.barrier.wait(PATIENCE_S)
+                return value
+
+            def gather(self, value: Any) -> Any:
+                outer.given[number] = value
+                outer.barrier.wait(PATIENCE_S)
+                return [outer.given[n] for n in sorted(outer.given)] if number == 0 else None
+
+        return Ranks()
+
+
+def weights_of(rank: int, value: float) -> dict[str, Tensor]:
+    """They are the same on all ranks of a run; here they tell whose memory was read."""
+    return {s.name: torch.full(s.shape, value + rank + n, dtype=s.dtype) for n, s in enumerate(SPECS)}
+
+
+class Machine:
+    """Two ranks, each with a server on its GPU that sleeps while the policy trains."""
+
+    def __init__(self, worker: Any):
+        self.handles = [
+            ThreadServer(make=EngineServer, worker=worker, weights=weights_of(0, -9), device=device)
+            for device in DEVICES
+        ]
+        for handle in self.handles:
+            handle.start()
+        self.servers: list[Any] = [handle.fakes[0] for handle in self.handles]
+        self.channels = [
+            WeightChannel(
+                VllmApi(handle.url, timeout_s=PATIENCE_S),
+                device=DEVICES[0],
+                num_workers=1,
+                timeout_s=PATIENCE_S,
+                sleeps=True,
+                lenders={"GPU-0", "GPU-1"},
+            )
+            for handle in self.handles
+        ]
+        for channel in self.channels:
+            channel.open()
+
+    def publish(self, value: float, version: int) -> dict[WeightChannel, Exception]:
+        """Both ranks lend, and rank 0 publishes."""
+        together = Together(2)
+
+        def rank(number: int) -> Any:
+            weights = iter(weights_of(number, value).items())
+            lender = Lender(SPECS, together.rank(number), DEVICES[number])
+            if number == 0:
+                return publish(self.channels, lender.stage(weights), SPECS, version, lender.handles)
+            return sum(1 for _ in lender.stage(weights))
+
+        with ThreadPoolExecutor(2) as threads:
+            failed, count = threads.map(rank, range(2))
+        assert count == len(SPECS)
+        return failed
+
+    def assert_served(self, number: int, rank: int, value: float) -> None:
+        served = self.servers[number].model.weights
+        expected = weights_of(rank, value)
+        assert served.keys() == expected.keys()
+        assert all(torch.equal(served[name], expected[name]) for name in expected)
+
+    def close(self) -> None:
+        for channel, handle in zip(self.channels, self.handles, strict=True):
+            channel.close()
+            handle.stop()
+
+
+@pytest.fixture
+def machine(memory: Memory, worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setattr(lending, "PORTION_BYTES", 1024)
+    made = Machine(worker)
+    yield made
+    made.close()
+
+
+def test_each_server_reads_the_memory_of_the_rank_on_its_gpu(machine: Machine, memory: Memory):
+    assert [channel.way for channel in machine.channels] == ["ipc", "ipc"]
+    for version, value in ((1, 10.0), (2, 20.0)):
+        for channel in machine.channels:
+            channel.sleep()
+        assert machine.publish(value, version) == {}
+        for number in range(2):
+            machine.assert_served(number, rank=number, value=value)
+            assert machine.servers[number].version == str(version)
+            assert machine.servers[number].engine._lent is None  # and lets go of it
+            assert machine.servers[number].calls["/update_weights"] == version * (1 + 3)  # declared, and portions
+    assert len(memory.shared) == 4  # one handle for each rank and update
+    assert not any(channel.notes for channel in machine.channels)
+
+
+def test_weights_take_another_way_where_memory_cannot_be_opened(
+    machine: Machine, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ):
-    """Several ranks share GPUs with servers: the way is gloo, and the server is woken all the same."""
+    """From rank 0's GPU to another one by NCCL, which does not take two processes on one."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    memory.fails = True
+    for version in (1, 2):
+        assert machine.publish(10.0, version) == {}
+        for number in range(2):
+            machine.assert_served(number, rank=0, value=10.0)  # whose stream it is
+    assert [channel.way for channel in machine.channels] == ["gloo", "nccl"]
+    for channel in machine.channels:
+        note = channel.notes[0]
+        assert "pidfd_getfd: Operation not permitted" in note and channel.url in note
 
-    class Group:
-        def __init__(self) -> None:
-            self.came: list[list[int]] = []
 
-        def broadcast(self, tensor: torch.Tensor, rank: int) -> Any:
-            self.came.append(tensor.tolist())
-            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+def test_a_server_that_fails_to_read_costs_itself_alone(machine: Machine, worker: Any, monkeypatch: pytest.MonkeyPatch):
+    """It has part of the weights then, and no others: it ends."""
+    bad, ended = machine.servers[1], threading.Event()
+    load, count = bad.engine._load, iter(range(9))
 
-    group = Group()
-    monkeypatch.setattr(transfer.WeightChannel, "_meet", lambda _: group)
-    channel = channel_to(sleepy, "cpu")
-    channel.sleep()
-    send(channel, 7)
-    assert group.came == [[0, 0, 0, 0], [128, 63, 128, 63], [0, 64, 0, 64]]  # 0, 1 and 2 in bfloat16, as bytes
-    assert sleepy.calls == [
-        ("sleep", 2),
-        ("weight_version",),
-        ("pause",),
-        ("wake_up", ["weights"]),
-        ("start_weight_update",),
-        ("update_weights", DECLARED),
-        ("update_weights", {"step": "receive"}),
-        ("finish_weight_update", 7),
-        ("wake_up", ["kv_cache"]),
-        ("reset_prefix_cache",),
-        ("resume",),
+    def fail(info: Any) -> None:
+        if next(count) == 1:
+            raise RuntimeError("no")
+        load(info)
+
+    def die(why: str) -> None:
+        ended.set()
+        raise RuntimeError(why)
+
+    bad.engine._load = fail
+    monkeypatch.setattr(worker, "_die", die)
+    assert list(machine.publish(10.0, 1)) == [machine.channels[1]]
+    machine.assert_served(0, rank=0, value=10.0)
+    assert ended.is_set() and bad.version == "default" and bad.paused
+
+
+def test_a_lender_gives_every_tensor_out_as_it_came(memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lending, "PORTION_BYTES", 1024)
+    weights = weights_of(0, 3.0)
+    lender = Lender(SPECS, ALONE, DEVICES[0])
+    assert list(lender.handles) == ["GPU-0"]
+    for (name, tensor), spec in zip(lender.stage(iter(weights.items())), SPECS, strict=True):
+        assert name == spec.name and torch.equal(tensor, weights[name])
+
+
+def test_a_version_that_is_there_is_sent_again_after_sleep_alone(machine: Machine):
+    assert machine.publish(10.0, 7) == {}
+    asked = [server.calls["/update_weights"] for server in machine.servers]
+    assert machine.publish(20.0, 7) == {}
+    assert [server.calls["/update_weights"] for server in machine.servers] == asked  # awake, they have it
+    machine.channels[0].sleep()
+    assert machine.publish(20.0, 7) == {}
+    machine.assert_served(0, rank=0, value=20.0)  # it had dropped them, and still said that it has their version
+    machine.assert_served(1, rank=1, value=10.0)
+
+
+def test_an_update_of_a_sleeping_server_is_one_order_of_calls(machine: Machine):
+    server = machine.servers[0]
+    order: list[Any] = []
+    work = server.work
+
+    def watched(path: str, body: Any) -> Any:
+        order.append((path, body.get("update_info", {}).get("step")))
+        return work(path, body)
+
+    assert machine.publish(10.0, 1) == {}
+    server.work = watched
+    machine.channels[0].sleep()
+    assert machine.publish(20.0, 2) == {}
+    assert order == [
+        ("/sleep", None),
+        ("/init_weight_transfer_engine", None),  # what it has dropped makes it another server: they meet again
+        ("/init_weight_transfer_engine", None),  # what is lent is opened before it is disturbed
+        ("/pause", None),
+        ("/wake_up", None),
+        ("/start_weight_update", None),
+        ("/update_weights", "declare"),
+        *[("/update_weights", "load")] * 3,
+        ("/finish_weight_update", None),
+        ("/wake_up", None),
+        ("/reset_prefix_cache", None),
+        ("/resume", None),
     ]
-
-
-def load_worker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The worker's module, with nothing behind what it imports of vLLM."""
-
-    class Anything(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls), "register_engine": print})
-
-    for module in (
-        "distributed.weight_transfer",
-        "distributed.weight_transfer.base",
-        "model_executor.model_loader.reload",
-    ):
-        monkeypatch.setitem(sys.modules, f"vllm.{module}", Anything(module))
-    logger = Anything("logger")
-    logger.init_logger = lambda _: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.logger", logger)
-    for package in ("", ".distributed", ".model_executor", ".model_executor.model_loader"):
-        monkeypatch.setitem(sys.modules, f"vllm{package}", Anything(package))
-    spec = importlib.util.spec_from_file_location("worker", WORKER_FOLDER / "cohort_vllm_worker.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "worker", module)
-    spec.loader.exec_module(module)
-    return module

@@ -120,7 +120,7 @@ def test_a_trainer_that_falls_silent_is_given_up(untied: Server):
     untied.channel.begin(112, specs)
     stream = stream_weights(policy_of(new), FP32)
     untied.channel.send(*next(stream))
-    until(lambda: untied.channel._update.received.done())
+    until(lambda: untied.channel._transfer._received.done())
     with pytest.raises(ServerError, match="/update_weights: "):  # whichever deadline is first
         for name, tensor in stream:
             untied.channel.send(name, tensor)

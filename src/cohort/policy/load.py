@@ -58,19 +58,19 @@ class LoadRequest:
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` takes the first GPU where there is one.
+    """The device with its index: what names none takes the first GPU, and `auto` the CPU where there is no GPU.
 
     Raises:
         UserError: the device does not exist on this machine.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"hardware.device: {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
         )
-    return resolved
+    return torch.device("cuda", resolved.index or 0) if resolved.type == "cuda" else resolved
 
 
 def check_adapter(config: ModelConfig) -> AdapterSpec | None:

@@ -23,9 +23,10 @@ from cohort.engine import CriticEngine, OptimResult, TrainEngine, TrainResult, f
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
-from cohort.policy import Policy, Saving, stream_weights
+from cohort.policy import Policy, Saving, stream_weights, weight_specs
 from cohort.records import Estimate, Estimates, FloatArray, TrainSequence
 from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
+from cohort.rollout.vllm import Lender, describe_device
 
 # verb -> phase of a step
 _PHASES = {"sample": "rollout", "forward_backward": "train", "train_critic": "train", "optim_step": "optim"}
@@ -46,7 +47,7 @@ class Crew:
     memory: PeakMemory
     saving: Saving = field(default_factory=Saving)  # how weights are written
     moving: PhaseClock = field(default_factory=PhaseClock)  # time of handing data from rank to rank
-    _send: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None  # rank 0's, while weights are gathered
+    _send: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None] | None = None  # rank 0's, while it sends
     _told_at: float = field(default_factory=time.monotonic)  # when the others were last told something
 
     def sample(
@@ -95,18 +96,30 @@ class Crew:
         parts = self._all("estimate", shares, wanted=wanted)
         return Estimates(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
 
-    def send_weights(self, dtype: torch.dtype, send: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    def send_weights(
+        self,
+        dtype: torch.dtype,
+        send: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None],
+        *,
+        lend: bool = False,
+    ) -> None:
         """Gather the weights one by one, and hand them to rank 0's `send`.
 
         Args:
             dtype: to convert them to.
-            send: gets names, as in a saved model folder, and whole tensors.
+            send: gets names, as in a saved model folder, with whole tensors; and how to open what the ranks lend, by
+                GPU.
+            lend: every rank lends its own copy of the tensors to other processes on its GPU.
         """
         self._send = send
         try:
-            self._all("send_weights", dtype=dtype)
+            self._all("send_weights", dtype=dtype, lend=lend)
         finally:
             self._send = None
+
+    def gpus(self) -> list[str]:
+        """The GPU of every rank, by UUID; none on a CPU."""
+        return [gpu for gpu in self._all("gpu") if gpu is not None]
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, for whoever samples with it.
@@ -260,13 +273,20 @@ class Crew:
             estimates |= self.critic.estimate(sequences, {"values"})
         return {name: {i: x.double().cpu().numpy() for i, x in of.items()} for name, of in estimates.items()}
 
-    def _send_weights_on_rank(self, *, dtype: torch.dtype) -> None:
+    def _send_weights_on_rank(self, *, dtype: torch.dtype, lend: bool) -> None:
         weights = stream_weights(self.policy, dtype)
+        handles: Mapping[str, Any] = {}
+        if lend:
+            lender = Lender(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
+            weights, handles = lender.stage(weights), lender.handles
         try:
             if self._send is not None:
-                self._send(weights)
+                self._send(weights, handles)
         finally:  # the other ranks take part in all of it, whatever has become of the receivers
             deque(weights, maxlen=0)
+
+    def _gpu_on_rank(self) -> str | None:
+        return describe_device(self.policy.device)["gpu"]
 
     def _forward_backward_on_rank(self, batch: TrainBatch | None = None, *, coefficients: Coefficients) -> TrainResult:
         may_stop = batch is not None and self.critic is None  # which has been updated in this step already

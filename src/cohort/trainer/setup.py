@@ -122,7 +122,6 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
         device = torch.device("cuda", ranks.local_rank)
     if device.type == "cuda":
         use_expandable_segments()
-    if device.index is not None:
         torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
     return device
 

@@ -1,6 +1,6 @@
 """The `vllm` rollout engine of a run: its servers, how the weights reach them, and that they do."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from cohort.trainer.inputs import Inputs
 from cohort.trainer.parity import Probe, check_parity, make_probe
 
 Engine = VllmEngine[WeightChannel] | VllmEngine[AdapterChannel]
+_MEET_TIMEOUT_S = 60.0  # making and trying a way of weights takes seconds where it works
 _LARGEST_RANK = 512  # that vLLM has room for
 _NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM has no adapters there, but for a few models
 
@@ -162,8 +163,10 @@ def start_engine(
     }
     engine: Engine
     if crew.policy.adapter is None:
-        connect = partial(_connect, config, crew, sleeps=shared)
-        engine = VllmEngine(fleet, connect=connect, publish=partial(_publish, crew, servers.dtype), **common)
+        lenders = frozenset(crew.gpus()) if shared else frozenset()
+        connect = partial(_connect, config, crew.policy.device, sleeps=shared, lenders=lenders, note=note)
+        send = partial(_publish, crew, servers.dtype, note)
+        engine = VllmEngine(fleet, connect=connect, publish=send, **common)
     else:
         share = partial(_publish_adapter, crew, folder / ADAPTERS)
         engine = VllmEngine(fleet, connect=partial(_connect_adapter, config), publish=share, **common)
@@ -185,27 +188,34 @@ def _announcements(servers: Servers, logs: Path) -> Iterator[str]:
         yield f"sampling with the vLLM servers at {', '.join(servers.urls)}"
 
 
-def _connect(config: Config, crew: Crew, url: str, *, sleeps: bool) -> WeightChannel:
-    """The way of the weights to a server that is up.
+def _connect(
+    config: Config, device: torch.device, url: str, *, sleeps: bool, lenders: Set[str], note: Callable[[str], None]
+) -> WeightChannel:
+    """The way of the weights from rank 0's device to a server that is up, made and tried.
 
     Raises:
         UserError: it is of another version of vLLM than Cohort knows.
         ServerError: it does not answer, or its workers do not come.
     """
-    device = crew.policy.device
-    # NCCL does not take two processes on one GPU, and memory is shared inside of one GPU only
-    if sleeps and crew.ranks.world_size > 1:
-        device = torch.device("cpu")
     timeout_s = config.hardware.timeout_s / 8  # a server that hangs costs several; the other ranks wait meanwhile
     with closing(VllmApi(url, timeout_s=timeout_s)) as api:
         check_version(api.version(), f"rollout.urls: {url}")  # of the run's own servers it is known
         num_workers = api.world_size()
-        channel = WeightChannel(api, device=device, num_workers=num_workers, timeout_s=timeout_s, sleeps=sleeps)
+        channel = WeightChannel(
+            api,
+            device=device,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            meet_timeout_s=min(_MEET_TIMEOUT_S, timeout_s),
+            sleeps=sleeps,
+            lenders=lenders,
+        )
     try:
         channel.open()
     except BaseException:
         channel.close()
         raise
+    _tell([channel], note)
     return channel
 
 
@@ -238,17 +248,25 @@ def _publish_adapter(
 
 
 def _publish(
-    crew: Crew, dtype: torch.dtype, channels: Sequence[WeightChannel], version: int
+    crew: Crew, dtype: torch.dtype, note: Callable[[str], None], channels: Sequence[WeightChannel], version: int
 ) -> Mapping[WeightChannel, ServerError]:
     """Hand the weights as they are to servers. All ranks take part."""
     failed: dict[WeightChannel, ServerError] = {}
     specs = weight_specs(crew.policy, dtype)
 
-    def send(weights: Iterator[tuple[str, Tensor]]) -> None:
-        failed.update(publish(channels, weights, specs, version))
+    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
+        failed.update(publish(channels, weights, specs, version, handles))
 
-    crew.send_weights(dtype, send)
+    crew.send_weights(dtype, send, lend=any(channel.way == "ipc" for channel in channels))
+    _tell(channels, note)
     return failed
+
+
+def _tell(channels: Sequence[WeightChannel], note: Callable[[str], None]) -> None:
+    for channel in channels:
+        for text in channel.notes:
+            note(text)
+        channel.notes.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,13 @@ from cohort.rollout.vllm.api import ServerError, VllmApi
 from cohort.rollout.vllm.client import GenerateClient
 from cohort.rollout.vllm.engine import Channel, VllmEngine
 from cohort.rollout.vllm.fleet import Fleet
+from cohort.rollout.vllm.lending import Lender
 from cohort.rollout.vllm.options import server_options
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.server import POLICY_NAME, ServerOptions, ServerProcess, check_version, check_vllm
 from cohort.rollout.vllm.servers import FleetLimits, RemoteServer, ServerHandle
 from cohort.rollout.vllm.transfer import WeightChannel
+from cohort.rollout.vllm.worker.cohort_weight_group import describe_device
 
 __all__ = [
     "POLICY_NAME",
@@ -18,6 +20,7 @@ __all__ = [
     "Fleet",
     "FleetLimits",
     "GenerateClient",
+    "Lender",
     "RemoteServer",
     "ServerError",
     "ServerHandle",
@@ -28,6 +31,7 @@ __all__ = [
     "WeightChannel",
     "check_version",
     "check_vllm",
+    "describe_device",
     "publish",
     "publish_adapter",
     "server_options",

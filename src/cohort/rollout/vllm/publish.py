@@ -1,8 +1,9 @@
 """One stream of weights to several servers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,11 @@ _Do = Callable[[WeightChannel], None]
 
 
 def publish(
-    channels: Sequence[WeightChannel], weights: Iterable[tuple[str, Tensor]], specs: Sequence[TensorSpec], version: int
+    channels: Sequence[WeightChannel],
+    weights: Iterable[tuple[str, Tensor]],
+    specs: Sequence[TensorSpec],
+    version: int,
+    handles: Mapping[str, Any] | None = None,
 ) -> dict[WeightChannel, ServerError]:
     """Send one stream of weights to several servers at the same time.
 
@@ -25,12 +30,13 @@ def publish(
         weights: names and tensors as in `specs`, each tensor whole.
         specs: all that will come.
         version: of the weights.
+        handles: of what the ranks lend, by GPU; None where they lend nothing.
 
     Returns:
         What went wrong, by channel; those that are not there serve the weights now.
     """
     failed: dict[WeightChannel, ServerError] = {}
-    live = _at_once(channels, methodcaller("begin", version, specs), failed)
+    live = _at_once(channels, methodcaller("begin", version, specs, handles), failed)
     try:
         for name, tensor in weights:
             live = _in_turn(live, methodcaller("post", name, tensor), failed)

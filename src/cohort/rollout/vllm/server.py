@@ -24,10 +24,12 @@ _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's own default with chunks
 _MAX_LOG_BYTES = 4 << 20
 _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={VLLM_LINE}.*')"
-# of torchrun's ranks and of the environment that Cohort itself runs in: a server is neither
+# of torchrun's ranks, of the environment that Cohort itself runs in, and of how Cohort allocates: a server is neither,
+# and weights that sleep must not lie in expandable segments
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT"),
 }
 
 

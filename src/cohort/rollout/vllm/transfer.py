@@ -1,80 +1,92 @@
 """Handing the trainer's weights to vLLM servers: the trainer's end. The servers' is in `worker/`.
 
-A channel and its server's workers form a process group of their own, gloo on CPU and NCCL on GPUs, with the trainer as
-rank 0. An update is declared (names, shapes, dtypes), sent and committed; whatever goes wrong before the commit leaves
-the old weights serving, and the next update meets again in a new group. Where trainer and server share a GPU, the
-server reads the trainer's memory itself (CUDA IPC).
+A channel and its server's workers meet when the server is up, and agree on a way: a process group of their own, gloo
+through host memory or NCCL from GPU to GPU, or memory that the ranks on the server's GPUs lend it. The way is tried
+before it is used. An update is declared (names, shapes, dtypes), sent and committed; whatever goes wrong before the
+commit leaves the old weights serving, and the next update meets again.
 """
 
+import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cohort.policy.export import TensorSpec
+from cohort.policy import TensorSpec
 from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.vllm.ways import GroupTransfer, LentTransfer, Way, WeightTransfer, wait_for_both
+from cohort.rollout.vllm.worker.cohort_weight_group import WeightGroup, describe_device, in_thread, result_within
 
 _GIVE_UP_TIMEOUT_S = 10.0  # for each call that puts a server right again
-_REASON_TIMEOUT_S = 2.0
-_SHARED_BYTES = 256 << 20  # of tensors that are shared in one call
+_MEET_TIMEOUT_S = 60.0
 
 
 class WeightChannel:
     """The way of the weights to one server. One thread calls; every failure is a `ServerError` and ends the update."""
 
-    def __init__(self, api: VllmApi, *, device: torch.device, num_workers: int, timeout_s: float, sleeps: bool = False):
+    def __init__(
+        self,
+        api: VllmApi,
+        *,
+        device: torch.device,
+        num_workers: int,
+        timeout_s: float,
+        meet_timeout_s: float = _MEET_TIMEOUT_S,
+        sleeps: bool = False,
+        lenders: Collection[str] = (),
+    ):
         """Nothing is sent yet.
 
         Args:
             api: of the server.
-            device: of the tensors on their way: the CPU of a server without GPU, this process's GPU otherwise.
+            device: of this process: its GPU with the index, or the CPU.
             num_workers: of the server, which is its number of GPUs.
             timeout_s: longest wait for the server, in each call and for each tensor.
-            sleeps: the server sleeps while the policy trains, and wakes to take the weights. Where `device` is a GPU,
-                it is the server's only one too, and the server reads the weights where they are.
+            meet_timeout_s: longest wait until its workers have come, and until a way to them is made and tried.
+            sleeps: the server sleeps while the policy trains, and wakes to take the weights.
+            lenders: GPUs of the training ranks, by UUID. One of them that a sleeping server has too is lent to it.
         """
         self.url = api.url
         self.version: int | None = None  # the last that was committed here
+        self.notes: list[str] = []  # what a person should know of the way; whoever tells them empties it
         self._api = VllmApi(api.url, timeout_s=timeout_s)
-        # lasts as long as the stream does; a server that does not take the next tensor is seen by that
-        self._long_api = VllmApi(api.url, timeout_s=None)
         self._device = device
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        on_gpu: Literal["nccl", "ipc"] = "ipc" if sleeps else "nccl"
-        self._way: Literal["gloo", "nccl", "ipc"] = on_gpu if device.type == "cuda" else "gloo"
+        self._meet_timeout_s = meet_timeout_s
         self._sleeps = sleeps
-        self._is_open = False
-        self._group: Any = None
+        self._lenders = frozenset(lenders)
+        self._transfer: WeightTransfer | None = None
         self._update: _Update | None = None
 
+    @property
+    def way(self) -> Way | None:
+        """How the weights go; None before the meeting."""
+        return None if self._transfer is None else self._transfer.way
+
     def open(self) -> None:
-        """Meet the server's workers; `begin` does it where it was not done.
+        """Meet the server's workers, agree on a way and try it; `begin` does it where it was not done.
 
         Raises:
-            ServerError: they do not come.
+            ServerError: they do not come, or the way does not work.
         """
         self._leave()
         try:
-            self._group = None if self._way == "ipc" else self._meet()
-            if self._way == "ipc":
-                self._api.init_weight_transfer({"way": self._way, "timeout_s": self._timeout_s})
+            self._meet()
         except (RuntimeError, OSError) as error:
             self._leave()
             raise self._error(error, "meeting for weights") from error
-        self._is_open = True
 
-    def begin(self, version: int, specs: Sequence[TensorSpec]) -> None:
+    def begin(self, version: int, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
         """Begin an update. What the server samples is held where it is until `finish` or `abort`.
 
         A version that is not newer than the one that this channel committed last is not sent: all calls of this update
@@ -83,6 +95,7 @@ class WeightChannel:
         Args:
             version: of the weights; tokens that are sampled with them will say so.
             specs: what will be sent, in this order.
+            handles: of what the ranks lend, by GPU.
 
         Raises:
             ServerError: the server cannot take it; `abort` was done.
@@ -93,9 +106,10 @@ class WeightChannel:
             if self.version is not None and self.version == serves and version <= self.version:
                 self._update = _Update(version, iter(()), held=True)
                 return
-            if serves != self.version or not self._is_open:  # the server is another one than it was, or there is none
+            if serves != self.version or self._transfer is None:  # another server than it was, or none
                 self.version = None
                 self.open()
+            transfer = self._prepared(handles or {})
             self._update = _Update(version, iter(specs))
             self._api.pause()
             if self._sleeps:
@@ -106,8 +120,7 @@ class WeightChannel:
                 self._discard()
                 self._api.start_weight_update()
             self._api.update_weights({"step": "declare", "specs": [_wire(spec) for spec in specs]})
-            if self._way != "ipc":
-                self._update.received = _in_thread(self._long_api.update_weights, {"step": "receive"})
+            transfer.begin(specs)
 
     def send(self, name: str, tensor: Tensor) -> None:
         """The next tensor of those that were declared, from any device; it is cast to the declared dtype.
@@ -128,12 +141,8 @@ class WeightChannel:
             spec = next(update.specs, None)
             if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
                 raise ServerError(f"{self.url}: {name} {list(tensor.shape)} was to be sent, and declared was {spec}")
-            tensor = tensor.detach().to(device=self._device, dtype=spec.dtype).contiguous()
-            if self._way == "ipc":
-                update.shared.append((name, tensor))
-                return
-            update.work = self._group.broadcast(tensor.view(-1).view(torch.uint8), 0)
-            update.in_flight = tensor  # until it has arrived
+            assert self._transfer is not None
+            self._transfer.post(name, tensor.detach().to(spec.dtype))
 
     def settle(self) -> None:
         """Wait until what was posted has arrived.
@@ -143,11 +152,11 @@ class WeightChannel:
         """
         update = self._update
         assert update is not None, "no update is under way"
+        if update.held:
+            return
         with self._giving_up("sending weights"):
-            if sum(tensor.nbytes for _, tensor in update.shared) >= _SHARED_BYTES:
-                self._share(update)
-            if update.work is not None:
-                self._arrive(update)
+            assert self._transfer is not None
+            self._transfer.settle()
 
     def finish(self) -> None:
         """Have the server put the weights that were sent into its model, and go on sampling.
@@ -164,10 +173,8 @@ class WeightChannel:
             missing = next(update.specs, None)
             if missing is not None:
                 raise ServerError(f"{self.url}: {missing.name} was declared and not sent; nothing was changed")
-            if update.shared:
-                self._share(update)
-            if update.received is not None:
-                update.received.result(self._timeout_s)
+            assert self._transfer is not None
+            self._transfer.finish()
             self._api.finish_weight_update(update.version)
             if self._sleeps:
                 self._api.wake_up(["kv_cache"])
@@ -179,15 +186,17 @@ class WeightChannel:
     def abort(self) -> None:
         """Give the update up, and have the server go on with the weights that it has. Never fails.
 
-        Where the GPU is shared a server that has part of the weights ends, since it has no others.
+        One that sleeps between updates has none: it stays held until it is started again, and ends at once if it has
+        part of them.
         """
         update, self._update = self._update, None
         if update is None or update.held:
             return
         self._leave()  # a worker that waits for tensors sees that
         self._discard()
-        with suppress(ServerError), self._brief_api() as api:
-            api.resume()
+        if not self._sleeps:
+            with suppress(ServerError), self._brief_api() as api:
+                api.resume()
 
     def sleep(self) -> None:
         """Have a server that shares this GPU drop its weights and its cache until the next update.
@@ -203,67 +212,66 @@ class WeightChannel:
         self.abort()
         self._leave()
         self._api.close()
-        self._long_api.close()
 
-    def _meet(self) -> Any:
-        """The process group, once all workers have come to the store."""
-        host, timeout = _address_towards(self.url), timedelta(seconds=self._timeout_s)
-        size = 1 + self._num_workers
-        store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        info = {"way": self._way, "timeout_s": self._timeout_s, "host": host, "port": store.port, "world_size": size}
-        joined = _in_thread(self._api.init_weight_transfer, info)
-        self._poll(lambda: store.check([f"here/{rank}" for rank in range(1, size)]), joined)
-        options: Any
-        if self._way == "gloo":
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            group: Any = dist.ProcessGroupGloo(store, 0, size, options)
+    def _meet(self) -> None:
+        """Every worker tells of its GPU in a store here; then all of them are told the way."""
+        host, size = _address_towards(self.url), 1 + self._num_workers
+        store = dist.TCPStore(
+            host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
+        )
+        place = {"host": host, "port": store.port, "world_size": size}
+        deadlines = {"timeout_s": self._timeout_s, "meet_timeout_s": self._meet_timeout_s}
+        api = VllmApi(self.url, timeout_s=self._meet_timeout_s)
+        joined = in_thread(api.init_weight_transfer, {**place, **deadlines})
+        ranks = [f"here/{rank}" for rank in range(1, size)]
+        self._poll(lambda: store.check(ranks), joined)
+        way, note = choose_way(
+            describe_device(self._device),
+            [json.loads(store.get(rank)) for rank in ranks],
+            lenders=self._lenders if self._sleeps else frozenset(),
+        )
+        if note:
+            self.notes.append(f"{self.url}: {note}")
+        store.set("way", way)
+        if way == "ipc":
+            self._transfer = LentTransfer(self._api)
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            torch.cuda.set_device(self._device)
-            group = dist.ProcessGroupNCCL(store, 0, size, options)
-        joined.result(self._timeout_s)
-        return group
+            device = self._device if way == "nccl" else torch.device("cpu")
+            longest_s = max(self._timeout_s, self._meet_timeout_s)
+            group = WeightGroup(way, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
+            self._transfer = GroupTransfer(way, group, self._api, timeout_s=self._timeout_s)
+            wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
+        result_within(joined, self._meet_timeout_s, f"{self.url}: meeting for weights")
+
+    def _prepared(self, handles: Mapping[str, Any]) -> WeightTransfer:
+        """The way of this update: the one that was agreed on, or another where the GPU's memory cannot be shared."""
+        transfer = self._transfer
+        assert transfer is not None, "the channel is open"
+        try:
+            transfer.prepare(handles)
+        except ServerError as error:
+            self._lenders = frozenset()
+            self.notes.append(f"its GPU's memory cannot be shared, so the weights take another way: {error}")
+            self.open()
+            assert self._transfer is not None
+            return self._transfer
+        return transfer
 
     def _leave(self) -> None:
-        group, self._group, self._is_open = self._group, None, False
-        if group is not None and self._way == "nccl":
-            group.abort()
-
-    def _arrive(self, update: "_Update") -> None:
-        assert update.work is not None and update.received is not None
-        self._poll(update.work.is_completed, update.received)
-        try:
-            update.work.wait()
-        except RuntimeError:
-            with suppress(FutureTimeoutError):
-                update.received.result(_REASON_TIMEOUT_S)  # why the server has left, if it says so
-            raise
-        update.work = update.in_flight = None
-
-    def _share(self, update: "_Update") -> None:
-        """Let the server read what has been gathered. Never run on a GPU yet."""
-        torch.cuda.synchronize(self._device)
-        shared = [share(name, tensor) for name, tensor in update.shared]
-        self._api.update_weights({"step": "load", "shared": shared})
-        update.shared.clear()
-        torch.cuda.ipc_collect()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
 
     def _poll(self, done: Callable[[], bool], call: "Future[None]") -> None:
         """Until it is done, the server's call has failed, or time is up."""
-        deadline, pause_s = time.monotonic() + self._timeout_s, 5e-5
+        deadline, pause_s = time.monotonic() + self._meet_timeout_s, 1e-3
         while not done():
             if call.done():
                 call.result()
-                if not done():
-                    raise ServerError(f"{self.url}: the server ended its part too early")
-                return
+                raise ServerError(f"{self.url}: the server ended its part too early")
             if time.monotonic() > deadline:
-                raise ServerError(f"{self.url}: the server's workers did not answer within {self._timeout_s:g} s")
+                raise ServerError(f"{self.url}: the server's workers did not come within {self._meet_timeout_s:g} s")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1e-3)
 
     def _discard(self) -> None:
         """Have the server forget an update that came halfway, if there is one."""
@@ -309,59 +317,39 @@ class _Update:
         self.version = version
         self.specs = specs  # those that are still to be sent
         self.held = held  # the server has it already
-        self.received: Future[None] | None = None  # the server's call that receives
-        self.work: Any = None
-        self.in_flight: Tensor | None = None
-        self.shared: list[tuple[str, Tensor]] = []
 
 
-def share(name: str, tensor: Tensor) -> dict[str, Any]:
-    """How another process on this GPU opens the tensor, as JSON; the tensor has to be kept until it has.
+def choose_way(
+    trainer: Mapping[str, str | None], workers: Sequence[Mapping[str, str | None]], *, lenders: Collection[str]
+) -> tuple[Way, str]:
+    """The fastest way that works between these GPUs.
 
-    The order of `reduce_tensor`'s arguments is that of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
+    Args:
+        trainer: rank 0's GPU and version of NCCL, as `describe_device` gives them.
+        workers: those of the server's workers.
+        lenders: GPUs whose ranks can lend memory to this server.
+
+    Returns:
+        the way, and what a person should know of it; "" if nothing.
     """
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    _, arguments = reduce_tensor(tensor)
-    (_, shape, stride, offset, _, dtype, _, handle, storage_bytes, storage_offset, _, *counter_and_event) = arguments
-    counter, counter_offset, event, event_sync_required = counter_and_event
-    return {
-        "name": name,
-        "shape": list(shape),
-        "stride": list(stride),
-        "offset": offset,
-        "dtype": _dtype_name(dtype),
-        "handle": handle.hex(),
-        "storage_bytes": storage_bytes,
-        "storage_offset_bytes": storage_offset,
-        "ref_counter_handle": counter.hex(),
-        "ref_counter_offset": counter_offset,
-        "event_handle": event.hex(),
-        "event_sync_required": event_sync_required,
-    }
-
-
-def _in_thread(call: Callable[[dict[str, Any]], None], info: dict[str, Any]) -> "Future[None]":
-    """Do it besides, in a thread that the end of this process does not wait for: a server may never answer."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call(info)
-            future.set_result(None)
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return future
+    gpus = {worker["gpu"] for worker in workers}
+    if trainer["gpu"] is None or None in gpus:
+        return "gloo", ""
+    if gpus <= set(lenders):
+        return "ipc", ""
+    if trainer["gpu"] in gpus:
+        return "gloo", "NCCL does not take two processes on one GPU: weights go through host memory"
+    others = sorted({str(worker["nccl"]) for worker in workers} - {str(trainer["nccl"])})
+    if others:
+        return "gloo", (
+            f"NCCL is {trainer['nccl']} here and {', '.join(others)} there, and versions do not mix: weights go "
+            f"through host memory, which is slower; the same version of torch in both environments mends that"
+        )
+    return "nccl", ""
 
 
 def _wire(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "shape": list(spec.shape), "dtype": _dtype_name(spec.dtype)}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
 
 
 def _address_towards(url: str) -> str:

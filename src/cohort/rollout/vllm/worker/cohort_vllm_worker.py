@@ -1,9 +1,9 @@
 """Cohort's part inside a vLLM server: it takes a trainer's weights and puts them into the model.
 
 vLLM imports this by `--worker-extension-cls`, from a folder of its own, since Cohort itself is not installed there. It
-imports torch, safetensors and vLLM only. An update is staged: names, shapes and dtypes are compared first, the tensors
-received next, and the model is changed in the last call, which needs no trainer any more. So an update that fails
-before that leaves the weights that served.
+imports torch, safetensors, vLLM and the module beside it only. An update is staged: names, shapes and dtypes are
+compared first, the tensors received next, and the model is changed in the last call, which needs no trainer any more.
+So an update that fails before that leaves the weights that served.
 
 The last call either succeeds or ends the process: a model that is part old and part new must not sample.
 """
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from cohort_weight_group import WeightGroup, describe_device, gpu_uuid, result_within
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -39,13 +40,14 @@ SPARE_BYTES = 1 << 30  # of GPU memory, to be left free where tensors are staged
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How the weights come: "gloo" and "nccl" are process groups with the trainer as rank 0, "ipc" memory it shares."""
+    """Where to meet the trainer, or what its ranks lend after they have met."""
 
-    way: str
-    timeout_s: float
     host: str = ""  # of the trainer's store
     port: int = 0
     world_size: int = 1
+    timeout_s: float = 0.0  # longest wait for a tensor
+    meet_timeout_s: float = 0.0  # longest wait until a way is made and tried
+    lent: dict[str, Any] | None = None  # by GPU, how to open the memory of the rank on it
 
 
 @dataclass
@@ -54,7 +56,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     step: str  # declare, receive, load or discard
     specs: list[dict[str, Any]] = field(default_factory=list)  # declare: name, shape and dtype of every tensor
-    shared: list[dict[str, Any]] = field(default_factory=list)  # load: memory of the trainer's on this GPU
+    lent: list[tuple[str, int]] = field(default_factory=list)  # load: names, and where they begin in what is lent
 
 
 class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -66,41 +68,51 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._way = ""
-        self._timeout = timedelta()
-        self._group: Any = None
+        self._timeout_s = 0.0
+        self._group: WeightGroup | None = None
+        self._lent: Tensor | None = None  # bytes of the trainer's, on this GPU
         self._expected: dict[str, tuple[list[int], bool]] | None = None
-        self._num_loaded = 0  # tensors that are in the model already, of an update through shared memory
+        self._num_loaded = 0  # tensors that are in the model already, of an update through lent memory
         self._forget()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's group, in place of the one before."""
-        self.shutdown()
-        self._way = init_info.way
-        self._timeout = timedelta(seconds=init_info.timeout_s)
-        if init_info.way == "ipc":
-            return
+        """Meet the trainer and agree on a way, in place of the one before; or open what it lends."""
+        if init_info.lent is None:
+            self.shutdown()
+            self._meet(init_info)
+        else:
+            self._lent = None
+            self._lent = open_lent(init_info.lent, self.device)
+
+    def _meet(self, info: InitInfo) -> None:
+        self._timeout_s = info.timeout_s
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = dist.TCPStore(init_info.host, init_info.port, init_info.world_size, timeout=self._timeout)
-        store.set(f"here/{rank}", "")  # the trainer waits for this before it waits in the group
-        options: Any
-        if init_info.way == "gloo":
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(init_info))]
-            self._group = dist.ProcessGroupGloo(store, rank, init_info.world_size, options)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            torch.cuda.set_device(self.device)
-            self._group = dist.ProcessGroupNCCL(store, rank, init_info.world_size, options)
+        store = dist.TCPStore(info.host, info.port, info.world_size, timeout=timedelta(seconds=info.meet_timeout_s))
+        store.set(f"here/{rank}", json.dumps(describe_device(self.device)))
+        way = store.get("way").decode()  # the trainer has heard all workers
+        if way == "ipc":
+            return
+        self._group = WeightGroup(
+            way,
+            store,
+            rank=rank,
+            size=info.world_size,
+            device=torch.device("cpu") if way == "gloo" else self.device,
+            host=_own_address(info),
+            timeout_s=max(info.timeout_s, info.meet_timeout_s),
+        )
+        try:
+            result_within(self._group.connect(), info.meet_timeout_s, f"making a {way} group with the trainer")
+        except BaseException:
+            self.shutdown()
+            raise
 
     def shutdown(self) -> None:
         """Leave the group: a trainer that waits in it sees that at once."""
         group, self._group = self._group, None
         self._forget()
-        if group is not None and self._way == "nccl":
+        if group is not None:
             group.abort()
 
     def start_weight_update(self) -> None:
@@ -112,6 +124,8 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._num_loaded and self._num_loaded == len(self._specs or ()):
+            self._lent = None  # its owner may need the memory now
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """One step. After an error nothing of the update is kept."""
@@ -145,7 +159,7 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _forget(self) -> None:
         if self._num_loaded:
-            _die("an update of weights in shared memory was given up halfway")
+            _die("an update of weights in lent memory was given up halfway")
         self._specs: list[dict[str, Any]] | None = None
         self._staged: deque[tuple[str, Tensor]] = deque()
         self._discarded = False
@@ -163,18 +177,17 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         keep = self._keeper(sum(num_bytes(spec) for spec in self._specs))
         for spec in self._specs:
             dtype = getattr(torch, spec["dtype"])
-            tensor = torch.empty(spec["shape"], dtype=dtype, device=self.device)
-            # as bytes: not every group knows every dtype
-            self._group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(self._timeout)
+            tensor = torch.empty(spec["shape"], dtype=dtype, device=self._group.device)
+            result_within(self._group.broadcast(tensor), self._timeout_s, f"receiving {spec['name']}")
             self._staged.append((spec["name"], keep(tensor)))
 
     def _keeper(self, total_bytes: int) -> Callable[[Tensor], Tensor]:
-        """Where tensors wait for the commit: as they are, or in host memory where the GPU has no room for all."""
+        """Where tensors wait for the commit: on the model's device, or in host memory where its GPU has no room."""
         if self.device.type == "cpu":
             return lambda tensor: tensor
         free, _ = torch.cuda.mem_get_info(self.device)
         if free >= total_bytes + SPARE_BYTES:
-            return lambda tensor: tensor
+            return lambda tensor: tensor.to(self.device)
         logger.info("staging %.1f GB of weights in host memory", total_bytes / 1e9)
         return lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
@@ -184,23 +197,23 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             yield name, tensor.to(self.device, non_blocking=True)
 
     def _load(self, info: UpdateInfo) -> None:
-        """Tensors in the trainer's memory on this GPU, straight into the model.
+        """Tensors in the memory that is lent, straight into the model.
 
         It was asleep, so there are no old weights to keep. Never run on a GPU yet.
         """
         specs = {spec["name"]: spec for spec in self._specs or ()}
-        tensors = [(entry["name"], open_shared(entry, self.device)) for entry in info.shared]
-        for name, tensor in tensors:
-            if name not in specs or list(tensor.shape) != list(specs[name]["shape"]):
-                raise ValueError(f"{name} of shape {list(tensor.shape)} is not as it was declared")
+        if self._lent is None or any(name not in specs for name, _ in info.lent):
+            raise ValueError("nothing is lent, or tensors come that were not declared")
+        tensors = [(name, lent_tensor(self._lent, specs[name], offset)) for name, offset in info.lent]
         with _no_way_back():
             if not self._num_loaded:
                 initialize_layerwise_reload(self.model)
-            # a layer that is not whole keeps what came of it; the trainer's memory is free when this call ends
+            # a layer that is not whole keeps what came of it; the trainer's memory changes when this call ends
             self.model.load_weights((name, tensor.clone()) for name, tensor in tensors)
             self._num_loaded += len(tensors)
 
     def _discard(self, info: UpdateInfo) -> None:
+        self._lent = None
         self._forget()
         self._discarded = True
 
@@ -278,18 +291,26 @@ def repack_tied_head(model: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def open_shared(entry: dict[str, Any], device: torch.device) -> Tensor:
-    """A tensor in another process's GPU memory, from what `transfer.share` says of it."""
+def open_lent(lent: dict[str, Any], device: torch.device) -> Tensor:
+    """Open the memory of the training rank on this GPU, from what `lending.handle_of` says of it: bytes, [N].
+
+    Raises:
+        ValueError: no rank on this GPU lends any, or what is there is not what it has written.
+        RuntimeError: the GPU's driver or the container does not allow it.
+    """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+    entry = lent.get(gpu_uuid(device))
+    if entry is None:
+        raise ValueError("no rank lends memory of this GPU")
     handle, counter, event = (bytes.fromhex(entry[key]) for key in ("handle", "ref_counter_handle", "event_handle"))
-    return rebuild_cuda_tensor(
+    opened = rebuild_cuda_tensor(
         Tensor,
-        torch.Size(entry["shape"]),
-        tuple(entry["stride"]),
-        entry["offset"],
+        torch.Size([entry["storage_bytes"]]),
+        (1,),
+        0,
         torch.UntypedStorage,
-        getattr(torch, entry["dtype"]),
+        torch.uint8,
         device.index,
         handle,
         entry["storage_bytes"],
@@ -300,6 +321,15 @@ def open_shared(entry: dict[str, Any], device: torch.device) -> Tensor:
         event,
         entry["event_sync_required"],
     )
+    probe = bytes.fromhex(entry["probe"])
+    if bytes(opened[: len(probe)].tolist()) != probe:
+        raise ValueError("the memory that was opened is not the trainer's")
+    return opened
+
+
+def lent_tensor(lent: Tensor, spec: dict[str, Any], offset: int) -> Tensor:
+    """A tensor where it lies in the memory that is lent."""
+    return lent[offset : offset + num_bytes(spec)].view(getattr(torch, spec["dtype"])).view(spec["shape"])
 
 
 def _own_address(info: InitInfo) -> str:
