@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,11 +235,11 @@ def test_a_group_of_gpus_needs_to_know_which():
         )
 
 
-@slow("a server of its own process for each call; the same calls fail and hang in one process above")
+@slow("a process for each server; the same calls fail and hang in one process above")
 @pytest.mark.parametrize(("call", "nth"), [*CALLS, ("finish", 1)])
-def test_a_server_that_dies_costs_itself_alone(place: Place, call: Any, nth: int):
-    good = place.server(CPU)
-    with process_server(Fault(call, 1, "dies", nth)) as url, fault_in_nccl(Fault()):
+def test_a_server_that_dies_costs_itself_alone(place: Place, tmp_path: Path, call: Any, nth: int):
+    good, fault = place.server(CPU), Fault(call, 1, "dies", nth)
+    with process_server(fault, tmp_path / "out") as url, fault_in_nccl(Fault()):
         to_bad, to_good = place.channel(url), place.channel(place.servers[0].url)
         assert list(publish([to_bad, to_good], weights_of(10).items(), SPECS, 1)) == [to_bad]
     assert same(good.model.weights, weights_of(10)) and good.version == "1"

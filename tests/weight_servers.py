@@ -2,12 +2,12 @@
 
 import importlib
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from cohort.rollout.vllm.server import WORKER_FOLDER
 from fake_vllm import FakeVllm, ThreadServer
-from waiting import PATIENCE_S, free_port
+from forked import fork
+from waiting import PATIENCE_S, free_port, num_lines, until
 
 Weights = dict[str, Tensor]
 GROUP_MODULE = "cohort_weight_group"
@@ -46,7 +47,9 @@ class Engine:
 def load_worker(patch: pytest.MonkeyPatch) -> Any:
     """The module that a server loads, from its folder, with nothing behind what it imports of vLLM."""
     named = {
-        "distributed.weight_transfer": {"WeightTransferEngineFactory": SimpleNamespace(register_engine=print)},
+        "distributed.weight_transfer": {
+            "WeightTransferEngineFactory": SimpleNamespace(register_engine=lambda *_: None)
+        },
         "distributed.weight_transfer.base": {
             "WeightTransferEngine": Engine,
             "WeightTransferInitInfo": object,
@@ -213,36 +216,31 @@ def fault_in_nccl(fault: Fault) -> Iterator[None]:
 
 
 @contextmanager
-def process_server(fault: Fault) -> Iterator[str]:
-    """The address of a server that is a process of its own, and dies of the fault."""
+def process_server(fault: Fault, out: Path) -> Iterator[str]:
+    """The address of a server that is a process of its own, and dies of the fault; it prints into `out`."""
     port = free_port()
-    command = [sys.executable, __file__, str(port), fault.call, str(fault.nth)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "up\n"
-            yield f"http://127.0.0.1:{port}"
-            process.wait(PATIENCE_S)  # of its fault, and of nothing else
-            assert process.returncode == DIED
-        finally:
-            process.kill()
+    process = fork(serve, port, fault, out=out)
+    try:
+        until(lambda: num_lines(out) == 1)
+        yield f"http://127.0.0.1:{port}"
+        process.join(PATIENCE_S)
+        assert process.exitcode == DIED  # of its fault, and of nothing else
+    finally:
+        process.kill()
 
 
-def main(port: int, call: str, nth: int) -> None:
+def serve(port: int, fault: Fault) -> None:
     """Serve until the fault comes."""
     patch = pytest.MonkeyPatch()
     worker = load_worker(patch)
     patch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     patch.setattr(worker, "describe_device", lambda device: {"gpu": "GPU of the server", "nccl": "2.27.5"})
-    FakeNccl.fault = Fault(call, 1, "dies", nth)  # type: ignore[arg-type]
+    FakeNccl.fault = fault
     weights = {name: torch.zeros(2, 3) for name in "abc"}
     server = ThreadServer(make=EngineServer, worker=worker, weights=weights, device=torch.device("cpu", 0))
     server.start(port)
     (fake,) = server.fakes
-    if call == "finish":
+    if fault.call == "finish":
         fake.engine.finish_weight_update = lambda: os._exit(DIED)  # type: ignore[attr-defined]
     print("up", flush=True)
     threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
