@@ -59,7 +59,7 @@ def run_logprobs(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
 
 
 def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
-    """Weights for a receiver that takes all, and for one that fails at the second: what came by on each rank."""
+    """Weights for a receiver that takes all, for one that fails at the second, and lent: what came by on each rank."""
     crew = crew_of(make_engine(model, ranks, reference=reference), ranks)
     came: list[str] = []
 
@@ -78,10 +78,21 @@ def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
         with pytest.raises(TrainingError, match="the receiver has failed"):
             crew.send_weights(torch.float32, fail)
         crew.send_weights(torch.float32, lambda *_: None)  # they are in step still, and the failed one is forgotten
-        return {"received": received}
+        lent: dict[str, torch.Tensor] = {}
+        handles: dict[str, Any] = {}
+
+        def borrow(weights: Iterator[tuple[str, torch.Tensor]], of_gpus: Mapping[str, Any]) -> None:
+            handles.update(of_gpus)
+            lent.update((name, tensor.clone()) for name, tensor in weights)  # the memory is used again
+
+        crew.send_weights(torch.float32, borrow, lend=True)
+        return {"received": received, "lent": lent, "handles": sorted(handles)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.trainer.crew.stream_weights", counted)
+        patch.setattr("cohort.rollout.vllm.lending.gpu_uuid", lambda _: f"GPU-{ranks.rank}")
+        patch.setattr("cohort.rollout.vllm.lending.handle_of", lambda _: {})
+        patch.setattr("cohort.rollout.vllm.lending.PORTION_BYTES", 4096)
         done = commanded(crew, command)
     return {**done, "came": ranks.gather(came)}
 

@@ -68,12 +68,18 @@ def test_logprobs_over_three_ranks_are_those_of_one(three: dict[str, dict[str, A
 
 
 def test_a_receiver_that_fails_gets_no_rank_out_of_step(three: dict[str, dict[str, Any]], model: str):
-    """All ranks see all weights, three times: a rank that stopped early would leave the others in a collective."""
+    """All ranks see all weights, four times: a rank that stopped early would leave the others in a collective."""
     saved = load_file(Path(model) / "model.safetensors")
     received = three["send_weights"]["received"]
     assert received.keys() == saved.keys() and all(torch.equal(received[name], saved[name]) for name in saved)
-    assert [len(came) for came in three["send_weights"]["came"]] == [3 * len(saved)] * 3
+    assert [len(came) for came in three["send_weights"]["came"]] == [4 * len(saved)] * 3
     assert all(came == three["send_weights"]["came"][0] for came in three["send_weights"]["came"])
+
+
+def test_every_rank_lends_its_own_memory(three: dict[str, dict[str, Any]], model: str):
+    done, saved = three["send_weights"], load_file(Path(model) / "model.safetensors")
+    assert done["handles"] == ["GPU-0", "GPU-1", "GPU-2"]
+    assert done["lent"].keys() == saved.keys() and all(torch.equal(done["lent"][name], saved[name]) for name in saved)
 
 
 def test_the_others_wait_for_as_long_as_rank_0_says_so(three: dict[str, dict[str, Any]]):

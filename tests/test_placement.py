@@ -10,7 +10,7 @@ import torch
 from cohort import placement
 from cohort.choice import with_chosen_engine
 from cohort.config import Config, config_from_dict, to_yaml
-from cohort.distributed import ALONE
+from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.launch import local, start
 from cohort.outcome import OUTCOME_FILE, Outcome
@@ -89,6 +89,23 @@ def test_a_gpu_that_does_not_exist(gpus):
     gpus(2)
     with pytest.raises(UserError, match=r"hardware.device: 'cuda:2': this machine has 2 CUDA devices"):
         split_machine(config_with("hardware.device=cuda:2"))
+
+
+SECOND = Ranks(rank=2, world_size=3, local_rank=1)  # of its machine
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "expected"),
+    [("auto", ALONE, 0), ("cuda", ALONE, 0), ("cuda:1", ALONE, 1), ("auto", SECOND, 1)],
+)
+def test_every_ranks_gpu_has_an_index(gpus, monkeypatch: pytest.MonkeyPatch, device: str, ranks: Ranks, expected: int):
+    """Threads and other libraries would take the first one where none is named, or refuse."""
+    gpus(2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    found = rank_device(config_with(f"hardware.device={device}", engine="local"), ranks)
+    assert found == torch.device("cuda", expected) and current == [found]
 
 
 # What the processes of `cohort train` see
