@@ -110,7 +110,7 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the group: a trainer that waits in it sees that at once."""
-        group, self._group = self._group, None
+        group, self._group, self._lent = self._group, None, None
         self._forget()
         if group is not None:
             group.abort()
