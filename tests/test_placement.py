@@ -104,6 +104,7 @@ def test_every_ranks_gpu_has_an_index(gpus, monkeypatch: pytest.MonkeyPatch, dev
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", print)
     found = rank_device(config_with(f"hardware.device={device}", engine="local"), ranks)
     assert found == torch.device("cuda", expected) and current == [found]
 
@@ -342,6 +343,7 @@ def test_segments_grow_in_training_processes_unless_the_environment_decides(gpus
         monkeypatch.setenv(said, "max_split_size_mb:512")
     settings: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch.cuda, "set_device", print)
     gpus(1)
     assert rank_device(config_with("hardware.device=cuda", folder=str(tmp_path)), ALONE).type == "cuda"
     assert settings == ([] if said else ["expandable_segments:True"])
