@@ -268,6 +268,8 @@ class WeightChannel:
         while not done():
             if call.done():
                 call.result()
+                if done():  # it came between the two questions
+                    return
                 raise ServerError(f"{self.url}: the server ended its part too early")
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.url}: the server's workers did not come within {self._meet_timeout_s:g} s")
