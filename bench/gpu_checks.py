@@ -26,6 +26,7 @@ from cohort.policy import Policy, linear_logprobs, linear_loss, logit_tiles
 from cohort.policy.attention import interface
 from cohort.policy.masters import Masters
 from cohort.records import TrainSequence
+from cohort.staging import to_device
 from comparisons import Check, attempt
 from harness import ModelShape, forward_backward, grpo, make_engine, make_group
 
@@ -348,7 +349,7 @@ def _plain_logprobs(model: Any, sequence: TrainSequence) -> Tensor:
 
 def _gradients(policy: Policy, sequences: list[TrainSequence]) -> Gradients:
     """The same from `Policy.logprobs`, all in one micro-batch."""
-    micro_batch = collate(sequences, share_prompts=policy.shares_prompts).to(policy.device, torch.float32)
+    micro_batch = to_device(collate(sequences, share_prompts=policy.shares_prompts), policy.device, torch.float32)
     logprobs, _ = policy.logprobs(micro_batch, temperature=1.0)
     (logprobs * micro_batch.loss_weights * micro_batch.advantages).sum().backward()
     return _taken(policy.model)

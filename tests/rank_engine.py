@@ -28,7 +28,7 @@ from cohort.config import (
     TrainConfig,
 )
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import TrainEngine, TrainResult, find_budget
+from cohort.engine import LargestShare, TrainEngine, TrainResult, find_budget
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, activations, linear_logprobs, load_policy, load_tokenizer
 from cohort.policy.activations import enable_offload
@@ -375,6 +375,9 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
     return {"weights": whole_weights(engine)}
 
 
+SHARE = LargestShare(prompt_tokens=10, completion_tokens=31, num_generations=4, num_sequences=100)
+
+
 def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """`auto` with an allocator that has no room for more than 300 tokens at a time, on one rank."""
     engine = make_engine(model, ranks, reference=reference)
@@ -382,8 +385,8 @@ def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     before = {name: weight.clone() for name, weight in whole_weights(engine).items()}
     unlucky = ranks.world_size - 1
     with out_of_memory_over(300, "backward mlp 1", engine) if ranks.rank == unlucky else nothing():
-        limited = find_budget(engine, algorithm.policy_loss, longest_sequence_tokens=40, most_tokens=2000)
-    unlimited = find_budget(engine, algorithm.policy_loss, longest_sequence_tokens=40, most_tokens=2000)
+        limited = find_budget(engine, algorithm.policy_loss, share=SHARE, most_tokens=2000)
+    unlimited = find_budget(engine, algorithm.policy_loss, share=SHARE, most_tokens=2000)
     after = whole_weights(engine)
     return {
         "limited": limited,

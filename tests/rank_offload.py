@@ -12,8 +12,10 @@ from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import TrainEngine
+from cohort.engine.offload import local
 from cohort.policy import Collectives, LoadRequest, load_policy, load_tokenizer, sharding
 from cohort.policy.export import stream_weights
+from cohort.policy.pinning import PinnedMemory
 from rank_engine import CPU, MANY, STEPS, batches_of, gradient, nothing, out_of_memory_over, step_sequences
 
 BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
@@ -137,6 +139,29 @@ def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
     return results
 
 
+def run_place(ranks: Ranks, model: str) -> dict[str, Any]:
+    """Whether sharded weights on the host, padded ones too, stay in the memory that was taken for them."""
+    taken: list[torch.Tensor] = []
+
+    def take(num_bytes: int, device: torch.device) -> PinnedMemory:
+        memory = PinnedMemory(num_bytes, device)
+        taken.append(memory._bytes)
+        return memory
+
+    with patch.object(sharding, "PinnedMemory", take):
+        engine = make_engine(model, ranks, "parameters")
+    update(engine, ranks, 0)
+    assert engine.policy.sharding is not None
+    parameters = [p for group in engine.policy.sharding._groups() for p in group.fsdp_params]
+    storages = {p._sharded_param_data.untyped_storage().data_ptr() for p in parameters}
+    storages |= {local(p).untyped_storage().data_ptr() for p in engine.policy.model.parameters() if local(p).numel()}
+    padded = sum(p._sharded_param_data.numel() > p.sharded_param._local_tensor.numel() for p in parameters)
+    return {
+        "stay": ranks.smallest(storages == {taken[0].untyped_storage().data_ptr()}) == 1,
+        "padded": ranks.largest(padded),
+    }
+
+
 def counted(call: Any, sizes: list[int]) -> Any:
     """The same call, whose output's size is noted."""
 
@@ -177,4 +202,5 @@ JOBS = {
     "saved": eager(run_saved),
     "resumed": eager(run_resumed),
     "resharding": run_resharding,
+    "place": run_place,
 }

@@ -16,6 +16,7 @@ from cohort.errors import UserError
 from cohort.packing import collate
 from cohort.policy import Policy, check_offload
 from cohort.policy.activations import Offload, enable_gradient_checkpointing, enable_offload, prepare_activations
+from cohort.staging import to_device
 from test_flops import make_moe
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
 
@@ -25,7 +26,7 @@ LAYERS, HIDDEN, BYTES = 2, 64, 4
 
 def make_row(policy: Policy) -> MicroBatch:
     sequences = random_sequences([(30, [20, 31]), (7, [4, 12])])
-    return collate(sequences, share_prompts=True).to(policy.device, policy.dtype)
+    return to_device(collate(sequences, share_prompts=True), policy.device, policy.dtype)
 
 
 def make_trained(checkpointing: bool | str = False, *, kind: str = "qwen3", **overrides: Any) -> Policy:

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.policy import OpenPrompt, Policy
-from cohort.policy.activations import enable_gradient_checkpointing
+from cohort.policy.activations import _selective_contexts, enable_gradient_checkpointing
 from cohort.policy.attention import KeyValues, cascade, flex, interface, varlen
 from cohort.policy.forward import forward
 from cohort.segments import PREFIX, ROOT, Segments, lay_out
@@ -95,7 +97,23 @@ def worst_error(backend: Any, segments: Segments, *, value_dim: int = 8, dtype: 
     return max(d.abs().max().item() for d in differences)
 
 
-def sequences_kernel(
+def sequences(
+    query: Tensor, key: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *, causal: bool, scale: float
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """For each sequence of the fused kernel its queries, its keys and its scores, [query heads, queries, keys]."""
+    group = query.shape[1] // key.shape[1]
+    for n, x in enumerate((query, key)):
+        assert ends[n].dtype == torch.int32 and len(x) == ends[n][-1] and longest[n] == ends[n].diff().max()
+    for n in range(len(ends[0]) - 1):
+        queries, keys = (slice(int(e[n]), int(e[n + 1])) for e in ends)
+        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys].repeat_interleave(group, dim=1)) * scale
+        if causal:
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool)
+            scores = scores.masked_fill(~mask.tril(scores.shape[2] - scores.shape[1]), -math.inf)
+        yield queries, keys, scores
+
+
+def flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -103,33 +121,61 @@ def sequences_kernel(
     key_ends: Tensor,
     max_queries: int,
     max_keys: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
     *,
     scale: float,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What the fused kernel documents: sequence by sequence, causal windows end at the last key."""
-    assert query_ends.dtype == key_ends.dtype == torch.int32 and window_size == (-1, 0) and enable_gqa
-    assert max_queries == query_ends.diff().max() and max_keys == key_ends.diff().max()
-    group = query.shape[1] // key.shape[1]
-    outs = []
-    for n in range(len(query_ends) - 1):
-        q, k, v = query[query_ends[n] : query_ends[n + 1]], key[key_ends[n] : key_ends[n + 1]], value
-        v = value[key_ends[n] : key_ends[n + 1]]
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * scale
-        probs = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
-        outs.append(torch.einsum("hqk,khd->qhd", probs, v.repeat_interleave(group, dim=1)))
-    assert len(query) == query_ends[-1] and len(key) == key_ends[-1]
-    return torch.cat(outs)
+    num_splits: int = 1,
+) -> tuple[Tensor, ...]:
+    """What the fused kernel puts out, sequence by sequence: outputs [T, heads, dim], log-sum-exps [heads, T]."""
+    assert (dropout, debug, num_splits) == (0, False, 1)
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+    ends, longest, group = (query_ends, key_ends), (max_queries, max_keys), query.shape[1] // key.shape[1]
+    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale):
+        v = value[keys].repeat_interleave(group, dim=1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+        lse[:, queries] = scores.logsumexp(dim=-1)
+    return out, lse, torch.empty(0), torch.empty(0), torch.empty(0)
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward: probabilities by the log-sum-exps, and the sum over all keys by the outputs, that are given."""
+    assert lse.shape == (query.shape[1], len(query)) and lse.is_contiguous() and dropout == 0
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    ends, longest, group = (query_ends, key_ends), (max_queries, max_keys), query.shape[1] // key.shape[1]
+    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale):
+        k, v = (x[keys].repeat_interleave(group, dim=1) for x in (key, value))
+        probs = torch.exp(scores - lse[:, queries, None])
+        delta = (grad[queries] * out[queries]).sum(dim=-1).T.unsqueeze(-1)
+        grad_scores = probs * (torch.einsum("qhd,khd->hqk", grad[queries], v) - delta) * scale
+        grads[0][queries] = torch.einsum("hqk,khd->qhd", grad_scores, k)
+        grads[1][keys] = torch.einsum("hqk,qhd->khd", grad_scores, query[queries]).unflatten(1, (-1, group)).sum(dim=2)
+        grads[2][keys] = torch.einsum("hqk,qhd->khd", probs, grad[queries]).unflatten(1, (-1, group)).sum(dim=2)
+    return grads
 
 
 @pytest.fixture
-def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(varlen.kernels, "varlen_attn", sequences_kernel)
-    varlen._options.cache_clear()
-    yield
-    varlen._options.cache_clear()
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_flash", flash)
+    monkeypatch.setattr(varlen, "_flash_backward", flash_backward)
 
 
 @examples(30)
@@ -164,7 +210,19 @@ def test_16_bits_are_rounded_once():
 @pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4])])
 def test_varlen_is_dense_attention(varlen_kernel: None, prefix):
     assert worst_error(varlen.varlen, segments_of(UNEVEN, prefix)) < 1e-12
+    assert worst_error(varlen.varlen, segments_of([(9, [7, 2])], prefix)) < 1e-12  # slices of the row
     assert worst_error(varlen.varlen, segments_of([(5, []), (70, [])], prefix)) < 1e-12  # sequences without branches
+
+
+def test_the_fused_kernel_takes_what_it_is_called_with():
+    """Its schemas, and its meta kernels, in this version of PyTorch: names, number and shapes."""
+    segments = segments_of(UNEVEN, (9, [70, 1, 4]))
+    x = {name: t.detach().bfloat16() for name, t in make_inputs(segments).items()}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(t).requires_grad_() for name, t in x.items()}
+        out = run(varlen.varlen, fake, segments, 0.3)
+        grads = torch.autograd.grad(out, list(fake.values()), torch.empty_like(out))
+    assert [g.shape for g in grads] == [t.shape for t in x.values()]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -200,7 +258,8 @@ def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int,
     assert torch.equal(mine.mask_mod(0, 0, query, key), mask)
 
 
-def test_what_is_kept_for_backward():
+@pytest.mark.parametrize("backend", [cascade.cascade, varlen.varlen])
+def test_what_is_kept_for_backward(varlen_kernel: None, backend):
     """Queries, keys, values, outputs and log-sum-exps: nothing per branch, whatever their number."""
     segments = segments_of([(200, [20] * 10), (70, [90, 30])], (50, [8, 9]))
     x = make_inputs(segments)
@@ -212,7 +271,7 @@ def test_what_is_kept_for_backward():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = run(cascade.cascade, x, segments, 0.3)
+        out = run(backend, x, segments, 0.3)
     lse_bytes = segments.num_tokens * 6 * 8
     assert sum(kept.values()) == sum(t.nbytes for t in x.values()) + out.nbytes + lse_bytes
 
@@ -247,10 +306,43 @@ def test_the_same_every_time():
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
 
 
+@pytest.mark.parametrize("name", ["cascade", "varlen"])
+def test_what_selective_checkpointing_keeps_is_not_written_to(
+    varlen_kernel: None, monkeypatch: pytest.MonkeyPatch, name: interface.Backend
+):
+    """Segments of one length are one block without padding, of which outputs could be merged in place."""
+    with torch.library._scoped_library("test_attention", "FRAGMENT") as kernels:
+        schema = "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, int m, int n, bool c) -> (Tensor, Tensor)"
+        kernels.define(f"attention{schema}")
+        kernels.impl(
+            "attention",
+            lambda q, k, v, a, b, m, n, c: flash(q, k, v, a, b, m, n, 0.0, c, False, scale=0.3)[:2],
+            "CompositeExplicitAutograd",
+        )
+        check_selective_checkpointing(monkeypatch, {"cascade": cascade.cascade, "varlen": varlen.varlen}[name])
+
+
+def check_selective_checkpointing(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    def operation(q, k, v, a, b, m, n, dropout, c, debug, **options):
+        return torch.ops.test_attention.attention(q, k, v, a, b, m, n, c)
+
+    monkeypatch.setattr(varlen, "_flash", operation)
+    segments = segments_of([(6, [6, 6])])
+    x = make_inputs(segments)
+    expected = torch.autograd.grad(run(backend, x, segments, 0.3).square().sum(), list(x.values())[:3])
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return backend(*tensors, segments, prefix=None, scale=0.3).square().sum()
+
+    used = list(x.values())[:3]
+    loss = checkpoint(layer, *used, use_reentrant=False, context_fn=_selective_contexts)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, used), expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("_without_padding", lambda stretches, grad: stretches.take(grad)),
+        ("_without_padding", lambda stretches, grad: grad),
         ("_padding", lambda stretches: None),
         ("_merge", lambda where, out, lse, more_out, more_lse: None),
     ],
@@ -264,11 +356,25 @@ def test_what_goes_wrong_in_the_cascade_is_seen(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_broken_plan_of_varlen_is_seen(varlen_kernel: None):
-    """Negative control: each branch after the wrong root."""
+    """Negative control: branches that see the wrong root."""
     segments = segments_of([(5, [3, 1]), (5, [2])])
     assert worst_error(varlen.varlen, segments) < 1e-12
-    segments.paths.keys[segments.paths.keys == 0] = 4
+    (block,) = segments.runs.shared
+    block.roots.positions[:] = block.roots.positions.roll(5)
     assert worst_error(varlen.varlen, segments) > 1e-3
+
+
+def test_a_backward_that_knows_one_part_only_is_seen(varlen_kernel: None, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: each part's own outputs and log-sum-exps in backward, as autograd through the kernel has."""
+    backward = varlen._flash_backward
+
+    def of_one_part(grad, query, key, value, out, lse, *args, **kwargs):
+        own, lse, *_ = flash(query, key, value, *args[:4], 0.0, args[5], False, scale=kwargs["scale"])
+        return backward(grad, query, key, value, own, lse, *args, **kwargs)
+
+    monkeypatch.setattr(varlen, "_flash_backward", of_one_part)
+    assert worst_error(varlen.varlen, segments_of([(5, []), (70, [])])) < 1e-12
+    assert worst_error(varlen.varlen, segments_of([(5, [3, 1])])) > 1e-3
 
 
 class Layer(torch.nn.Module):

@@ -25,7 +25,7 @@ from cohort.policy.layout import Layout
 from cohort.records import Estimates
 from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import critic_sequences, make_crew
-from rank_engine import out_of_memory_over
+from rank_engine import SHARE, out_of_memory_over
 from runs import changed, make_inputs
 from selection import examples
 from test_flops import make_moe
@@ -277,13 +277,13 @@ def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, m
 
         monkeypatch.setattr(engine, "fits", told.__get__(engine))
     with out_of_memory_over(200, "backward mlp 1", crew.critic):
-        found = crew.find_budget(40, 2000)
+        found = crew.find_budget(SHARE, 2000)
     assert 0.9 * 200 / 1.1 <= found <= 200
     assert crew.engine.micro_batch_tokens == crew.critic.micro_batch_tokens == found
     rooms = {("Policy", crew.critic.num_state_bytes), ("Critic", crew.engine.num_state_bytes)}
     assert rooms <= set(asked) <= rooms | {("Policy", 0), ("Critic", 0)}  # 0 where what is kept is measured
     assert all(p.grad is None for e in (crew.engine, crew.critic) for p in e.policy.model.parameters())
-    assert find_budget(crew.critic, crew.algorithm.critic.loss, longest_sequence_tokens=40, most_tokens=2000) == 2000
+    assert find_budget(crew.critic, crew.algorithm.critic.loss, share=SHARE, most_tokens=2000) == 2000
 
 
 def test_a_critic_learns_what_its_returns_are():

@@ -177,7 +177,7 @@ def test_attention_that_cannot_be_compiled_is_replaced(works: bool, monkeypatch:
     monkeypatch.setattr(
         interface, "numbers", lambda *shape, device, dtype: trial.numbers(*shape, device="cpu", dtype=dtype)
     )
-    monkeypatch.setattr(interface.Segments, "to", lambda segments, _: segments)
+    monkeypatch.setattr(interface, "to_device", lambda segments, _: segments)
     interface._flex_works.cache_clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -84,6 +84,12 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, saved, mode: s
     assert furthest(resumed["weights"], expected) < bound
 
 
+def test_uneven_shards_stay_where_they_are_pinned(folder: Path, on: RanksOnDemand):
+    """FSDP2 pads them, and would take memory of its own for that."""
+    place = on(3, "place", str(folder / "model"))
+    assert place["stay"] and place["padded"] > 0
+
+
 def check_resharding(results: Results, processes: int) -> None:
     """Gradients are the same to the last bit, and the number of gathers is what was asked for.
 

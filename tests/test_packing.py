@@ -29,10 +29,10 @@ def test_whole_sequences_by_hand():
     assert row.advantages.tolist() == [*first.advantages, *second.advantages]
     assert row.sampling_logprobs.tolist() == [*first.sampling_logprobs, *second.sampling_logprobs]
     assert row.loss_weights.tolist() == [*first.loss_weights, *second.loss_weights]
-    (own,) = row.segments.own
+    (own,) = row.segments.blocks.own
     assert own.positions.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
     assert own.padding.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
-    assert row.segments.shared == ()
+    assert row.segments.blocks.shared == ()
 
 
 def test_shared_prompts_by_hand():
@@ -45,7 +45,7 @@ def test_shared_prompts_by_hand():
     assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 3, 0, 1, 2]
     # the prompt's last position predicts the first token of each of its completions
     assert row.source.tolist() == [0, 3, 4, 5, 8, 9, 3, 6, 3]
-    (own,), (block,) = row.segments.own, row.segments.shared
+    (own,), (block,) = row.segments.blocks.own, row.segments.blocks.shared
     assert own.positions.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5], [6, 6, 6], [7, 8, 9]]
     assert (block.branches.starts, block.branches.lengths) == ((4,), (3,))
     assert (block.roots.starts, block.roots.lengths) == ((1,), (3,))
@@ -111,15 +111,15 @@ def visible(segments: Segments) -> list[list[int]]:
     """For each token of a row the positions that it attends to, as attention reads the segments. Prefix: -P .. -1."""
     row = torch.arange(segments.num_tokens)
     sees: list[list[int]] = [[] for _ in row]
-    for own in segments.own:
+    for own in segments.blocks.own:
         for b, tokens in enumerate(without_padding(own, row)):
             assert tokens == list(range(own.starts[b], own.starts[b] + own.lengths[b]))
             for i, token in enumerate(tokens):
                 assert not sees[token]  # each token is taken once
                 sees[token] = tokens[: i + 1]
-    for block in segments.shared:
+    for block in segments.blocks.shared:
         prefix = [list(range(-segments.prefix_tokens, 0))]
-        roots = prefix if block.roots is None else without_padding(block.roots, row)
+        roots = prefix if block.of_prefix else without_padding(block.roots, row)
         for branches, root in zip(without_padding(block.branches, row), roots, strict=True):
             for token in branches:
                 sees[token] = root + sees[token]
@@ -147,7 +147,7 @@ def test_a_token_sees_its_root_and_what_is_before_it_in_its_segment(tree):
             lengths, roots = [*lengths, length], [*roots, root]
     segments = lay_out(lengths, roots)
     assert visible(segments) == expected
-    assert all(len(own.starts) == 1 or max(own.lengths) <= 64 for own in segments.own)  # padding is bounded
+    assert all(len(own.starts) == 1 or max(own.lengths) <= 64 for own in segments.blocks.own)  # padding is bounded
 
 
 def test_shared_prompts_are_computed_once_where_they_fit():

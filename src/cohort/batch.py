@@ -4,10 +4,8 @@ S input tokens of a micro-batch, T scored (completion) tokens, n completions of 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from cohort.records import TrainSequence
@@ -32,17 +30,8 @@ class MicroBatch:
     sampling_logprobs: Tensor  # [T]
     advantages: Tensor  # [T]
     loss_weights: Tensor  # [T] fixed over the whole step
+    returns: Tensor  # [T], for a critic; [0] of sequences that have none
     sequence_ids: Tensor  # [T] int64, 0 .. n - 1: which of the micro-batch's completions the token belongs to
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "MicroBatch":
-        """The same micro-batch on `device`, its real numbers in `dtype`."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
-
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors: dict[str, Any] = {name: moved(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **tensors, segments=self.segments.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ attention is given keys and values. Nothing else of a model looks at other token
 S tokens of a row, B stretches taken out of it together, L tokens of the longest of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -62,14 +63,14 @@ class Stretches:
         if len(self.starts) == 1:
             self.take(row).copy_(values)
         else:
-            row.index_copy_(0, self._places, self._kept(values))
+            row.index_copy_(0, self._places, self.kept(values))
 
     def add(self, row: Tensor, values: Tensor) -> None:
         """Add values [B, L, ...] at their places in a row [S, ...]; those of padding are dropped."""
         if len(self.starts) == 1:
             self.take(row).add_(values)
         else:
-            row.index_add_(0, self._places, self._kept(values))  # every place comes once: no order of additions
+            row.index_add_(0, self._places, self.kept(values))  # every place comes once: no order of additions
 
     @cached_property
     def padding(self) -> Tensor | None:
@@ -82,61 +83,106 @@ class Stretches:
     @cached_property
     def _places(self) -> Tensor:
         """Where the tokens without padding are in the row."""
-        return self._kept(self.positions)
+        return self.kept(self.positions)
 
-    def _kept(self, values: Tensor) -> Tensor:
-        """Values [B, L, ...] without those of padding."""
+    def kept(self, values: Tensor) -> Tensor:
+        """Values [B, L, ...] one after the other, [tokens, ...], without those of padding."""
         flat = values.flatten(0, 1)
         return flat.index_select(0, self.real) if len(self.real) else flat
 
-    def to(self, device: torch.device) -> "Stretches":
-        """The same on `device`."""
-        return Stretches(
-            starts=self.starts,
-            lengths=self.lengths,
-            positions=self.positions.to(device, non_blocking=True),
-            real=self.real.to(device, non_blocking=True),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Stretches of a row one after the other, without padding, for kernels of sequences of unequal length.
+
+    Stretches that follow each other in the row are a slice of it. Others are gathered.
+    """
+
+    start: int  # of the slice
+    num_tokens: int
+    positions: Tensor  # [num_tokens] int64 in the row; empty for a slice
+    ends: Tensor  # [B + 1] int32: 0, and where each stretch ends among the tokens taken
+    longest: int
+
+    @staticmethod
+    def of(starts: Sequence[int], lengths: Sequence[int]) -> "Runs":
+        """The stretches of `lengths` tokens that begin at `starts`."""
+        start, length = np.asarray(starts), np.asarray(lengths)
+        ends = np.cumsum(length)
+        before = ends - length
+        is_slice = bool((start - before == start[0]).all())
+        positions = np.zeros(0, np.int64) if is_slice else np.arange(ends[-1]) + np.repeat(start - before, length)
+        return Runs(
+            start=int(start[0]),
+            num_tokens=int(ends[-1]),
+            positions=torch.from_numpy(positions),
+            ends=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+            longest=int(length.max()),
         )
 
+    def take(self, row: Tensor) -> Tensor:
+        """Tokens of a row [S, ...] as [num_tokens, ...]."""
+        if len(self.positions):
+            return row.index_select(0, self.positions)
+        return row.narrow(0, self.start, self.num_tokens)
+
+    def put(self, row: Tensor, values: Tensor) -> None:
+        """Write values [num_tokens, ...] to their places in a row [S, ...]."""
+        if len(self.positions):
+            row.index_copy_(0, self.positions, values)
+        else:
+            self.take(row).copy_(values)
+
+    def add(self, row: Tensor, values: Tensor) -> None:
+        """Add values [num_tokens, ...] at their places in a row [S, ...]."""
+        if len(self.positions):
+            row.index_add_(0, self.positions, values)  # every place comes once: no order of additions
+        else:
+            self.take(row).add_(values)
+
+    def kept(self, values: Tensor) -> Tensor:
+        """Values [num_tokens, ...] one after the other, which they are."""
+        return values
+
+
+Places = TypeVar("Places", Stretches, Runs)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootBlock:
-    """Roots of similar size, and the branches of each as one stretch that sees all of the root."""
+class RootBlock(Generic[Places]):
+    """Roots, and the branches of each as one stretch that sees all of the root."""
 
-    branches: Stretches
-    roots: Stretches | None  # as many; None: the prefix
-
-    def to(self, device: torch.device) -> "RootBlock":
-        """The same on `device`."""
-        roots = None if self.roots is None else self.roots.to(device)
-        return RootBlock(branches=self.branches.to(device), roots=roots)
+    branches: Places
+    roots: Places  # as many
+    of_prefix: bool  # the root is the prefix, and `roots` are its tokens; else they are in the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
-    """Every segment with its root in front of it: what its last token sees. K keys over all segments."""
+class Parts(Generic[Places]):
+    """The two parts of attention over segments.
 
-    keys: Tensor | None  # [K] int64, positions in prefix and row together; None: those of the row as it is
-    query_ends: Tensor  # [segments + 1] int32: 0, and where each segment's queries end
-    key_ends: Tensor  # [segments + 1] int32: 0, and where each segment's keys end
-    max_queries: int
-    max_keys: int
+    Every token is in one stretch of `own`, whose tokens see those up to themselves. Tokens of branches also see their
+    root by `shared`, and each is in one block of it at most.
+    """
+
+    own: tuple[Places, ...]
+    shared: tuple[RootBlock[Places], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segments:
-    """The segments of a row, and the two parts of attention over them.
-
-    Every token is in one stretch of `own`, whose tokens see those up to themselves. Tokens of branches also see their
-    root by `shared`.
-    """
+    """The segments of a row, and attention over them: in blocks, and for kernels of sequences of unequal length."""
 
     lengths: tuple[int, ...]  # of each segment
     roots: tuple[int, ...]  # for each segment the number of the one that it goes on from, or ROOT, or PREFIX
     prefix_tokens: int
-    own: tuple[Stretches, ...]
-    shared: tuple[RootBlock, ...]
-    device: torch.device
+    blocks: Parts[Stretches]  # of segments of similar size
+    runs: Parts[Runs]  # all segments together, all roots of the row together, the prefix
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.runs.own[0].ends.device
 
     @property
     def num_tokens(self) -> int:
@@ -153,42 +199,6 @@ class Segments:
     def longest_path(self) -> int:
         """Most tokens that one token sees."""
         return max(map(sum, zip(self.lengths, self.root_lengths, strict=True)))
-
-    @cached_property
-    def paths(self) -> Paths:
-        """Each segment after a copy of its root, for kernels of whole sequences. Made once, on use."""
-        lengths, root_lengths = np.asarray(self.lengths), np.asarray(self.root_lengths)
-        spans = lengths + root_lengths
-        keys = None
-        if root_lengths.any():
-            starts = self.prefix_tokens + np.cumsum(lengths) - lengths
-            roots = np.asarray(self.roots)
-            within = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans, spans)
-            of_root = np.repeat(np.where(roots >= 0, starts[roots], 0), spans)
-            of_own = np.repeat(starts - root_lengths, spans)
-            keys = within + np.where(within < np.repeat(root_lengths, spans), of_root, of_own)
-
-        def ends(x: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.concatenate([[0], x]).astype(np.int32)).to(self.device, non_blocking=True)
-
-        return Paths(
-            keys=None if keys is None else torch.from_numpy(keys).to(self.device, non_blocking=True),
-            query_ends=ends(np.cumsum(lengths)),
-            key_ends=ends(np.cumsum(spans)),
-            max_queries=max(self.lengths),
-            max_keys=self.longest_path,
-        )
-
-    def to(self, device: torch.device) -> "Segments":
-        """The same on `device`."""
-        return Segments(
-            lengths=self.lengths,
-            roots=self.roots,
-            prefix_tokens=self.prefix_tokens,
-            own=tuple(stretches.to(device) for stretches in self.own),
-            shared=tuple(block.to(device) for block in self.shared),
-            device=device,
-        )
 
 
 def lay_out(lengths: Sequence[int], roots: Sequence[int], *, prefix_tokens: int = 0) -> Segments:
@@ -211,29 +221,51 @@ def lay_out(lengths: Sequence[int], roots: Sequence[int], *, prefix_tokens: int 
         numbers = list(run)
         branches[root] = [starts[numbers[0]], sum(lengths[n] for n in numbers)]
     assert (PREFIX in branches) == (prefix_tokens > 0), "branches of the prefix and its length come together"
-    shared = []
-    if PREFIX in branches:
-        start, length = branches.pop(PREFIX)
-        shared.append(RootBlock(branches=Stretches.of([start], [length]), roots=None))
-    for block in _alike([(branches[root][1], lengths[root]) for root in branches]):
-        mine = [list(branches)[n] for n in block]
-        shared.append(
-            RootBlock(
-                branches=Stretches.of([branches[root][0] for root in mine], [branches[root][1] for root in mine]),
-                roots=Stretches.of([starts[root] for root in mine], [lengths[root] for root in mine]),
-            )
-        )
+    of_prefix = branches.pop(PREFIX, None)
+    spans = [(starts[root], lengths[root], *branches[root]) for root in branches]
     return Segments(
         lengths=tuple(lengths),
         roots=tuple(roots),
         prefix_tokens=prefix_tokens,
-        own=tuple(
-            Stretches.of([starts[n] for n in block], [lengths[n] for n in block])
-            for block in _alike([(length,) for length in lengths])
+        blocks=Parts(
+            own=tuple(
+                Stretches.of([starts[n] for n in block], [lengths[n] for n in block])
+                for block in _alike([(length,) for length in lengths])
+            ),
+            shared=_shared(
+                Stretches.of,
+                [[spans[n] for n in block] for block in _alike([(span[3], span[1]) for span in spans])],
+                of_prefix,
+                prefix_tokens,
+            ),
         ),
-        shared=tuple(shared),
-        device=torch.device("cpu"),
+        runs=Parts(
+            own=(Runs.of(starts, lengths),),
+            shared=_shared(Runs.of, [spans] if spans else [], of_prefix, prefix_tokens),
+        ),
     )
+
+
+_Span = tuple[int, int, int, int]  # start and length of a root, and of its branches together
+
+
+def _shared(
+    of: Callable[[Sequence[int], Sequence[int]], Places],
+    blocks: Sequence[Sequence[_Span]],
+    of_prefix: Sequence[int] | None,
+    prefix_tokens: int,
+) -> tuple[RootBlock[Places], ...]:
+    """Blocks of roots with their branches, and before them the branches of the prefix, by their start and length."""
+    shared = []
+    if of_prefix is not None:
+        start, length = of_prefix
+        shared.append(RootBlock(branches=of([start], [length]), roots=of([0], [prefix_tokens]), of_prefix=True))
+    for block in blocks:
+        root_starts, root_lengths, branch_starts, branch_lengths = zip(*block, strict=True)
+        shared.append(
+            RootBlock(branches=of(branch_starts, branch_lengths), roots=of(root_starts, root_lengths), of_prefix=False)
+        )
+    return tuple(shared)
 
 
 def _alike(sizes: Sequence[tuple[int, ...]]) -> list[list[int]]:

@@ -40,6 +40,7 @@ from cohort.policy.policy import ModelTraits
 from cohort.policy.sharding import Collectives, Sharding
 from cohort.policy.skeleton import empty_model
 from cohort.records import TrainSequence
+from cohort.staging import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def track_step(
             assert policy.sharding is not None
             policy.sharding.allocate()
             policy.sharding.ready()
-            return _track(policy, micro_batch.to(torch.device("cpu"), torch.float32))
+            return _track(policy, to_device(micro_batch, torch.device("cpu"), torch.float32))
 
 
 def _track(policy: Policy, micro_batch: MicroBatch) -> TrackedStep:

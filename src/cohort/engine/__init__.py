@@ -1,6 +1,6 @@
 """The training engine: gradients of a batch, one optimizer step. It is given the loss and knows no algorithm."""
 
-from cohort.engine.budget import find_budget
+from cohort.engine.budget import LargestShare, find_budget
 from cohort.engine.critic import CriticEngine
 from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
 from cohort.engine.optimizer import check_optimizer, check_weights
@@ -9,6 +9,7 @@ from cohort.engine.schedule import learning_rate_factor
 
 __all__ = [
     "CriticEngine",
+    "LargestShare",
     "OptimResult",
     "TrainEngine",
     "TrainResult",

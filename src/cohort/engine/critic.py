@@ -6,8 +6,6 @@ T scored tokens of a micro-batch, C of a completion.
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from cohort.batch import MicroBatch, ValueInputs
@@ -33,8 +31,7 @@ class ValueStepLoss:
         old = joined(self.old_values, sequences, micro_batch.loss_weights)
         if old is None:
             old = values.detach()
-        returns = torch.from_numpy(np.concatenate([np.zeros(0), *(s.returns for s in sequences)]))
-        out = self.value_loss(ValueInputs(values=values, old_values=old, returns=returns.to(values)))
+        out = self.value_loss(ValueInputs(values=values, old_values=old, returns=micro_batch.returns.to(values)))
         loss = (micro_batch.loss_weights * out.per_token_loss).sum()
         sums = {name: metric.sum() for name, metric in out.token_metrics.items()}
         return MicroBatchLoss(loss=loss, outputs=old, sums={"loss": loss.detach(), **sums}, largest={})

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cohort.policy.pinning import PinnedMemory
+
 Pair = tuple[nn.Parameter, nn.Parameter]  # a weight on the device, and its master
 _SLOTS = 2  # of each direction: one is filled while the other is used
 
@@ -97,7 +99,7 @@ class HostUpdates:
 
         def slots(weights: Iterable[Tensor]) -> list[Tensor]:
             size = max(local(weight).nbytes for weight in weights)
-            return [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(_SLOTS)]
+            return [PinnedMemory(size, device).take([size], torch.uint8) for _ in range(_SLOTS)]
 
         self._gradients, self._copies = slots(m for _, m in pairs), slots(p for p, _ in pairs)
 

@@ -16,6 +16,7 @@ from cohort.engine.work import Piece, Sequences, Stream
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.policy import OpenPrompt, Policy
 from cohort.records import TrainSequence
+from cohort.staging import to_device
 
 
 class Passes:
@@ -126,7 +127,7 @@ def num_positions(sequences: Sequences, policy: Policy) -> int:
 
 def on_device(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
     """A micro-batch where the policy computes, its real numbers in float32 or wider."""
-    return micro_batch.to(policy.device, torch.promote_types(policy.dtype, torch.float32))
+    return to_device(micro_batch, policy.device, torch.promote_types(policy.dtype, torch.float32))
 
 
 def _counts(micro_batch: MicroBatch, sequences: Sequence[TrainSequence], policy: Policy) -> dict[str, int]:

@@ -80,6 +80,7 @@ def _micro_batch(
         sampling_logprobs=_joined([s.sampling_logprobs for s in sequences], np.float64),
         advantages=_joined([s.advantages for s in sequences], np.float64),
         loss_weights=_joined([s.loss_weights for s in sequences], np.float64),
+        returns=_joined([s.returns for s in sequences], np.float64),
         sequence_ids=_joined([np.full(n, i) for i, n in enumerate(lengths)]),
     )
 

@@ -74,7 +74,9 @@ def attention_passing(work: Work) -> int:
     shape, a = work.shape, work.compute_bytes
     if work.on_gpu:  # kernels keep to the dtype and to the number of key heads; norms are float32
         width = shape.query_width + shape.key_width
-        return 2 * a * width + 4 * width * shape.has_query_norm
+        # of tokens after a shared prompt queries, outputs and both gradients once more, by their prompt
+        of_prompts = 4 * a * shape.query_width * work.shares_prompts
+        return 2 * a * width + of_prompts + 4 * width * shape.has_query_norm
     return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, and key heads as many as queries
 
 
@@ -83,8 +85,9 @@ def kept_bytes_per_token(work: Work) -> int:
     shape, a = work.shape, work.compute_bytes
     stream = (work.weight_bytes if work.autocasts else a) * shape.hidden
     if work.checkpointing == "selective":
-        # on CPUs attention to a shared prompt and to the tokens after it puts out float32 each
-        attended = (a if work.on_gpu or not work.shares_prompts else 8) * shape.query_width + 4 * shape.num_heads
+        # attention to a shared prompt and to the tokens after it puts out numbers each, on CPUs in float32
+        in_parts = 2 * a if work.on_gpu else 8
+        attended = (in_parts if work.shares_prompts else a) * shape.query_width + 4 * shape.num_heads
         early = work.adapter.early_features if work.adapter else 0  # products too
         return stream + attended + a * (shape.query_width + 2 * shape.key_width + shape.hidden + early)
     return stream if work.checkpointing else layer_bytes_per_token(work)

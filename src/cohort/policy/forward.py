@@ -54,7 +54,7 @@ def forward(
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
     """Whole sequences as rows. Padding is on the right and attention causal, so that no token ever sees it."""
-    assert not micro_batch.segments.shared, "padded rows cannot share prompts"
+    assert not micro_batch.segments.blocks.shared, "padded rows cannot share prompts"
     rows = _as_rows(micro_batch, micro_batch.input_ids)
     position_ids = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
     out = output(module(input_ids=rows, position_ids=position_ids, use_cache=False)).flatten(0, 1)

@@ -15,6 +15,7 @@ from cohort.batch import MicroBatch
 from cohort.policy import attention
 from cohort.policy.forward import forward
 from cohort.segments import ROOT, lay_out
+from cohort.staging import to_device
 
 # How a model computes a micro-batch: "shared" is one row in which completions may go on from one prompt, "packed" one
 # row of whole sequences, and "padded" whole sequences as rows of equal length.
@@ -189,12 +190,13 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
         input_ids=torch.tensor([token for s in segments for token in s], device=device) % vocabulary,
         position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
         input_counts=nothing,
-        segments=lay_out([len(s) for s in segments], roots).to(device),
+        segments=to_device(lay_out([len(s) for s in segments], roots), device),
         source=torch.tensor(source, device=device),
         targets=nothing,
         sampling_logprobs=nothing,
         advantages=nothing,
         loss_weights=nothing,
+        returns=nothing,
         sequence_ids=nothing,
     )
     weight = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), None)

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from cohort.policy.pinning import PinnedMemory, bytes_for
+
 
 class Parking:
-    """The place of a frozen model's weights in host memory, one tensor for each."""
+    """The place of a frozen model's weights in host memory, pinned."""
 
     def __init__(self, model: Any, device: torch.device):
         """Move them there.
@@ -19,9 +21,9 @@ class Parking:
         """
         self._device = device
         self._tensors = [*model.parameters(), *model.buffers()]  # tied ones once
+        memory = PinnedMemory(bytes_for(self._tensors), device)
         for tensor in self._tensors:
-            host = tensor.data.to("cpu")
-            tensor.data = host.pin_memory() if device.type == "cuda" else host
+            tensor.data = memory.take(tensor.shape, tensor.dtype).copy_(tensor.data)
 
     @contextmanager
     def visit(self) -> Iterator[None]:

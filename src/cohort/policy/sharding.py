@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
 from cohort.errors import OutOfStepError
+from cohort.policy.pinning import PinnedMemory, bytes_for
 from cohort.policy.skeleton import saved_tensors
 
 # renamed in torch 2.13, where the old names warn
@@ -149,7 +150,8 @@ class Sharding:
         self.collectives = collectives
         self.on_host = on_host
         self._device, self._home = device, torch.device("cpu") if on_host else device
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+        # `allocate` pins the shards: pinned by FSDP2, each would take the next power of two
+        offload = CPUOffloadPolicy(pin_memory=False) if on_host else OffloadPolicy()
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
         for module in layers:
             fully_shard(
@@ -212,8 +214,20 @@ class Sharding:
         """Give the shards their memory, in place of the meta device. The buffers keep their values."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.to_empty(device=self._home)
+        if self.on_host:
+            self._pin_shards()
         for name, buffer in self.model.named_buffers():
             buffer.data = buffers[name].to(self._device)  # they are computed with, wherever the shards are
+
+    def _pin_shards(self) -> None:
+        """Move the shards, which hold nothing yet, to pinned memory, padded as they are gathered."""
+        parameters = [parameter for group in self._groups() for parameter in group.fsdp_params]
+        memory = PinnedMemory(bytes_for([p._sharded_param_data for p in parameters]), self._device)
+        for p in parameters:
+            padded = memory.take(p.padded_sharded_param_size, p._sharded_param_data.dtype)
+            p._sharded_param_data = padded.view(-1)
+            own = p.sharded_param._local_tensor
+            p.sharded_param._local_tensor = padded[: own.shape[0] if own.numel() else 0]
 
     def own_rows(self) -> Iterator[tuple[str, Tensor, int]]:
         """What this rank has of each saved tensor: its name, rows to write into, and the number of their first row.

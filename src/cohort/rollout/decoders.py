@@ -16,6 +16,7 @@ from cohort.policy.attention.decoding import PromptBlock, Wave, similar_lengths
 from cohort.records import Prompt
 from cohort.rollout.kv_cache import make_cache
 from cohort.segments import ROOT, lay_out
+from cohort.staging import to_device
 
 _PREFILL_TOKENS = 8192  # prompts in one row, unless one is longer by itself; bounds what prefilling holds at a time
 
@@ -99,16 +100,15 @@ class SharedPromptDecoder:
 
     def _prefill_row(self, block: PromptBlock, first: int, prompts: Sequence[Prompt]) -> Tensor:
         """One row of prompts into their block: logits after each."""
-        device = self._policy.device
         lengths = [len(p.token_ids) for p in prompts]
         captured = KeyValues()
-        logits = self._policy.row_logits(
-            torch.from_numpy(np.concatenate([p.token_ids for p in prompts])).to(device),
-            torch.cat([torch.arange(n) for n in lengths]).to(device),
-            (torch.tensor(lengths).cumsum(0) - 1).to(device),
-            segments=lay_out(lengths, [ROOT] * len(prompts)).to(device),
-            captured=captured,
+        row = (
+            torch.from_numpy(np.concatenate([p.token_ids for p in prompts])),
+            torch.cat([torch.arange(n) for n in lengths]),
+            torch.tensor(lengths).cumsum(0) - 1,
         )
+        row, segments = to_device((row, lay_out(lengths, [ROOT] * len(prompts))), self._policy.device)
+        logits = self._policy.row_logits(*row, segments=segments, captured=captured)
         block.write(first, len(prompts), captured)
         return logits
 

@@ -19,7 +19,7 @@ from cohort.algorithms import Algorithm, Coefficients
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
 from cohort.distributed import Ranks
-from cohort.engine import CriticEngine, OptimResult, TrainEngine, TrainResult, find_budget, must_fit
+from cohort.engine import CriticEngine, LargestShare, OptimResult, TrainEngine, TrainResult, find_budget, must_fit
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.metrics import PeakMemory, PhaseClock, largest_peaks
 from cohort.packing import pack
@@ -180,14 +180,14 @@ class Crew:
         """Write the model and its tokenizer."""
         self._all("save_model", folder=folder)
 
-    def find_budget(self, longest_sequence_tokens: int, most_tokens: int) -> int:
+    def find_budget(self, share: LargestShare, most_tokens: int) -> int:
         """`train.micro_batch_tokens: auto`: the most that fits on every rank.
 
         Args:
-            longest_sequence_tokens: of the run; the trials are made of sequences of this length.
+            share: of every rank in a step; the trials are made of its groups.
             most_tokens: more than this there never is to compute at a time.
         """
-        return self._all("find_budget", longest_sequence_tokens=longest_sequence_tokens, most_tokens=most_tokens)[0]
+        return self._all("find_budget", share=share, most_tokens=most_tokens)[0]
 
     def seconds_moving(self) -> float:
         """Time that rank 0 has spent handing data to and from the others since the last call."""
@@ -356,22 +356,20 @@ class Crew:
             with disk_errors(folder):
                 self.policy.adapter.save(folder, weights)
 
-    def _find_budget_on_rank(self, *, longest_sequence_tokens: int, most_tokens: int) -> int:
+    def _find_budget_on_rank(self, *, share: LargestShare, most_tokens: int) -> int:
         """The critic and its optimizer are there while the policy is trained, and the other way round."""
-        longest, critic, functions = longest_sequence_tokens, self.critic, self.algorithm.critic
+        critic, functions = self.critic, self.algorithm.critic
         room = 0 if critic is None else critic.num_device_state_bytes
         found = find_budget(
             self.engine,
             self.algorithm.policy_loss,
-            longest_sequence_tokens=longest,
+            share=share,
             most_tokens=most_tokens,
             reserved_bytes=room,
         )
         if critic is not None and functions is not None:
             room = self.engine.num_device_state_bytes
-            found = find_budget(
-                critic, functions.loss, longest_sequence_tokens=longest, most_tokens=found, reserved_bytes=room
-            )
+            found = find_budget(critic, functions.loss, share=share, most_tokens=found, reserved_bytes=room)
         self._keep_one_budget()
         return found
 

@@ -1,5 +1,6 @@
 """What a run reads before any weights are loaded: data, tokenizer, rewards, and whether they fit together."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from cohort.algorithms import check_own_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
-from cohort.engine import check_weights
+from cohort.engine import LargestShare, check_weights
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.plan import RunPlan, plan_run
@@ -41,7 +42,16 @@ class Inputs:
     @property
     def longest_sequence_tokens(self) -> int:
         """Input tokens of the longest training prompt with the longest completion."""
-        return max(len(p.token_ids) for p in self.prompts.prompts) + self.plan.max_completion_tokens - 1
+        return self.largest_share(1).sequence_tokens
+
+    def largest_share(self, world_size: int) -> LargestShare:
+        """The most that one of so many ranks computes of a step."""
+        return LargestShare(
+            prompt_tokens=max(len(p.token_ids) for p in self.prompts.prompts),
+            completion_tokens=self.plan.max_completion_tokens,
+            num_generations=self.plan.num_generations,
+            num_sequences=math.ceil(self.plan.completions_per_step / world_size),
+        )
 
     @property
     def longest_path_tokens(self) -> int:

@@ -233,7 +233,8 @@ class Training:
         if wanted != "auto" or (state and knows_budget(state, wanted, self.parts.crew.ranks.world_size)):
             return
         most = self.parts.crew.engine.micro_batch_tokens
-        found = self.parts.crew.find_budget(self.parts.inputs.longest_sequence_tokens, most)
+        share = self.parts.inputs.largest_share(self.parts.crew.ranks.world_size)
+        found = self.parts.crew.find_budget(share, most)
         why = "a whole step's share of one process" if found == most else "the most that fits"
         self.display.note(f"train.micro_batch_tokens: auto: {found} tokens, {why}")
 

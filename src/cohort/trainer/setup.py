@@ -1,6 +1,5 @@
 """Setting up a run: what rank 0 alone has, and what is checked before anything is trained."""
 
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -159,7 +158,8 @@ def first_budget(config: Config, inputs: Inputs, state: TrainerState | None, wor
     if state is not None and knows_budget(state, wanted, world_size):
         return state.micro_batch_tokens
     if wanted == "auto":
-        return math.ceil(inputs.plan.completions_per_step / world_size) * inputs.longest_sequence_tokens
+        share = inputs.largest_share(world_size)
+        return share.num_sequences * share.sequence_tokens
     return wanted
 
 

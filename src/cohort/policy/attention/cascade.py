@@ -3,21 +3,50 @@
 The parts are merged by their log-sum-exps, and backward goes through each part with the merged output, as in ring
 attention (arXiv:2310.01889). So a root's keys and values are read where they are, however many branches it has, and
 nothing but queries, keys, values, outputs and log-sum-exps is kept for backward. Outputs and gradients of 16 bits are
-float32 until all parts are in, and rounded once.
+float32 until all parts are in, and rounded once, where the kernel gives them out so.
 
 S tokens of the row, P of the prefix, B stretches of L queries and K keys; heads and dim are those of one attention.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cohort.policy.attention.primitive import attend, attend_backward
-from cohort.segments import RootBlock, Segments, Stretches
+from cohort.segments import Parts, Places, RootBlock, Runs, Segments, Stretches
 
 KeyValue = tuple[Tensor, Tensor]
+Where = TypeVar("Where", Stretches, Runs, contravariant=True)
+
+
+class Kernel(Protocol, Generic[Where]):
+    """Attention of the queries at some places to the keys at others, as `take` gives them out."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, queries: Where, keys: Where, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs, and their log-sum-exps in float32 or wider."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        queries: Where,
+        keys: Where,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value, where `out` and `lse` are of all keys that the queries see."""
+        ...
 
 
 def cascade(
@@ -36,7 +65,21 @@ def cascade(
     Returns:
         [S, query heads, value dim]
     """
-    out: Tensor = _Cascade.apply(query, key, value, *(prefix or (None, None)), segments, scale)
+    return in_parts(query, key, value, segments.blocks, _Blocks(), prefix=prefix, scale=scale)
+
+
+def in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Parts[Places],
+    kernel: Kernel[Places],
+    *,
+    prefix: KeyValue | None,
+    scale: float,
+) -> Tensor:
+    """Attention of a row by a kernel that computes parts of it; else as `cascade`."""
+    out: Tensor = _Cascade.apply(query, key, value, *(prefix or (None, None)), parts, kernel, scale)
     return out
 
 
@@ -49,86 +92,141 @@ class _Cascade(torch.autograd.Function):
         value: Tensor,
         prefix_key: Tensor | None,
         prefix_value: Tensor | None,
-        segments: Segments,
+        parts: Parts[Any],
+        kernel: Kernel[Any],
         scale: float,
     ) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(*query.shape[:2], value.shape[-1], dtype=wide)
-        lse = query.new_empty(query.shape[:2], dtype=wide)
-        for own in segments.own:
-            block_out, block_lse = attend(*(own.take(x) for x in (query, key, value)), scale=scale, causal=True)
-            own.put(out, block_out)
-            own.put(lse, block_lse)
-        for block in segments.shared:
-            keys, values = _of_roots(block, key, prefix_key), _of_roots(block, value, prefix_value)
-            root_out, root_lse = attend(
-                block.branches.take(query), keys, values, scale=scale, hidden=_padding(block.roots)
+        def attend_to_own(own: Any) -> tuple[Tensor, ...]:
+            taken = (own.take(x) for x in (query, key, value))
+            return kernel.forward(*taken, queries=own, keys=own, causal=True, scale=scale)
+
+        # what a kernel has put out may be kept by selective checkpointing, and is not written to
+        out, lse = _joined(parts.own, attend_to_own, len(query), copy=bool(parts.shared))
+        for block in parts.shared:
+            root_out, root_lse = kernel.forward(
+                block.branches.take(query),
+                _of_roots(block, key, prefix_key),
+                _of_roots(block, value, prefix_value),
+                queries=block.branches,
+                keys=block.roots,
+                causal=False,
+                scale=scale,
             )
             _merge(block.branches, out, lse, root_out, root_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.parts, ctx.kernel, ctx.scale = parts, kernel, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
-        grad_query, grad_key, grad_value = (torch.empty_like(x, dtype=lse.dtype) for x in (query, key, value))
+        parts, kernel, scale = ctx.parts, ctx.kernel, ctx.scale
+
+        def backward_of_own(own: Any) -> tuple[Tensor, ...]:
+            taken = (own.take(x) for x in (grad_out, query, key, value, out, lse))
+            grads: tuple[Tensor, ...] = kernel.backward(*taken, queries=own, keys=own, causal=True, scale=scale)
+            return grads
+
+        grad_query, grad_key, grad_value = _joined(parts.own, backward_of_own, len(query))
         grad_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
-        for own in ctx.segments.own:
-            grads = attend_backward(
-                _without_padding(own, grad_out),
-                *(own.take(x) for x in (query, key, value, out, lse)),
-                scale=ctx.scale,
-                causal=True,
-            )
-            for row, grad in zip((grad_query, grad_key, grad_value), grads, strict=True):
-                own.put(row, grad)
-        for block in ctx.segments.shared:
-            grad_q, grad_k, grad_v = attend_backward(
-                _without_padding(block.branches, grad_out),
+        for block in parts.shared:
+            grad_q, grad_k, grad_v = kernel.backward(
+                block.branches.take(grad_out),
                 block.branches.take(query),
                 _of_roots(block, key, prefix_key),
                 _of_roots(block, value, prefix_value),
                 block.branches.take(out),
                 block.branches.take(lse),
-                scale=ctx.scale,
-                hidden=_padding(block.roots),
+                queries=block.branches,
+                keys=block.roots,
+                causal=False,
+                scale=scale,
             )
             block.branches.add(grad_query, grad_q)
-            if block.roots is None:
-                grad_prefix = (grad_k[0], grad_v[0])
+            if block.of_prefix:
+                grad_prefix = (block.roots.kept(grad_k), block.roots.kept(grad_v))
             else:
                 block.roots.add(grad_key, grad_k)
                 block.roots.add(grad_value, grad_v)
         every = (grad_query, grad_key, grad_value, *grad_prefix)
-        return *(None if grad is None else grad.to(query.dtype) for grad in every), None, None
+        return *(None if grad is None else grad.to(query.dtype) for grad in every), None, None, None
 
 
-def _merge(where: Stretches, out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+class _Blocks:
+    """Dense blocks of queries and keys [B, L, heads, dim], padded."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        queries: Stretches,
+        keys: Stretches,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        return attend(query, key, value, scale=scale, causal=causal, hidden=None if causal else _padding(keys))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        queries: Stretches,
+        keys: Stretches,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = None if causal else _padding(keys)
+        grad = _without_padding(queries, grad_out)
+        return attend_backward(grad, query, key, value, out, lse, scale=scale, causal=causal, hidden=hidden)
+
+
+def _joined(
+    own: Sequence[Places], compute: Callable[[Places], tuple[Tensor, ...]], num_tokens: int, *, copy: bool = False
+) -> list[Tensor]:
+    """What comes of all stretches of a row, each [S, ...]. One part alone has all of them in the row's order."""
+    rows: list[Tensor] = []
+    for places in own:
+        parts = compute(places)
+        if len(own) == 1 and not copy:
+            return [places.kept(x) for x in parts]
+        rows = rows or [x.new_empty(num_tokens, *places.kept(x).shape[1:]) for x in parts]
+        for row, x in zip(rows, parts, strict=True):
+            places.put(row, x)
+    return rows
+
+
+def _merge(where: Places, out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Attention to further keys joins what is in `out` [S, heads, dim] and `lse` [S, heads]."""
-    own_out, own_lse = where.take(out), where.take(lse)
+    own_lse = where.take(lse)
     weight = torch.sigmoid(more_lse - own_lse).unsqueeze(-1)
-    where.put(out, torch.lerp(own_out, more_out, weight))
+    merged = where.take(out) * (1 - weight)  # as wide as the weight, without copies as wide of both
+    where.put(out, merged.addcmul_(more_out, weight).to(out.dtype))
     where.put(lse, torch.logaddexp(own_lse, more_lse))
 
 
-def _of_roots(block: RootBlock, row: Tensor, prefix: Tensor | None) -> Tensor:
-    """Keys or values [B, K, heads, dim] of the roots of a block."""
-    if block.roots is not None:
+def _of_roots(block: RootBlock[Places], row: Tensor, prefix: Tensor | None) -> Tensor:
+    """Keys or values of the roots of a block."""
+    if not block.of_prefix:
         return block.roots.take(row)
     assert prefix is not None, "branches of the prefix need its keys and values"
-    return prefix.unsqueeze(0)
+    return block.roots.take(prefix)
 
 
-def _padding(stretches: Stretches | None) -> Tensor | None:
-    return None if stretches is None else stretches.padding
+def _padding(stretches: Stretches) -> Tensor | None:
+    return stretches.padding
 
 
 def _without_padding(stretches: Stretches, grad: Tensor) -> Tensor:
-    """Gradients [B, L, ...] of a row's tokens, 0 for padding: a padded query adds nothing to keys and values."""
-    taken = stretches.take(grad)
-    if stretches.padding is not None:
-        taken.masked_fill_(stretches.padding[..., None, None], 0)
-    return taken
+    """Gradients [B, L, ...], 0 for padding: a padded query adds nothing to keys and values."""
+    if stretches.padding is None:
+        return grad
+    return grad.masked_fill_(stretches.padding[..., None, None], 0)  # which `take` has made

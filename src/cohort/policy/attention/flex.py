@@ -112,13 +112,14 @@ def mask_tensors(segments: Segments) -> tuple[Tensor, ...]:
         of each query the first and the last key of its own segment that it sees, the first one of its root and where
         that ends, [S] int32 each; and the tensors of a `BlockMask`. A short row's padding is a segment by itself.
     """
-    missing = _FEWEST_TOKENS - segments.num_tokens
+    missing, device = _FEWEST_TOKENS - segments.num_tokens, segments.device
     if missing > 0:
         lengths, roots = (*segments.lengths, missing), (*segments.roots, ROOT)
-        segments = lay_out(lengths, roots, prefix_tokens=segments.prefix_tokens).to(segments.device)
+        segments = lay_out(lengths, roots, prefix_tokens=segments.prefix_tokens)
     some, full = _blocks(segments)
     listed = (*_listed(some & ~full), *_listed(full), *_listed((some & ~full).T), *_listed(full.T))
-    tensors = tuple(torch.from_numpy(x).to(segments.device) for x in _spans(segments) + listed)
+    # each by itself: as parts of one tensor they would begin elsewhere in every row, and be compiled for that
+    tensors = tuple(torch.from_numpy(x).to(device, non_blocking=True) for x in _spans(segments) + listed)
     for x in tensors:
         torch._dynamo.mark_dynamic(x, [n for n, size in enumerate(x.shape) if size > 1])
     return tensors

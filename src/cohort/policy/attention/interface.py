@@ -25,6 +25,7 @@ from cohort.policy.attention.flex import flex
 from cohort.policy.attention.varlen import varlen
 from cohort.policy.trial import numbers, works
 from cohort.segments import ROOT, Segments, lay_out
+from cohort.staging import to_device
 
 NAME = "cohort"
 Backend = Literal["cascade", "varlen", "flex"]
@@ -147,7 +148,7 @@ def _flex_works(
     device: torch.device, dtype: torch.dtype, query_heads: int, dim: int, key_heads: int, value_dim: int
 ) -> bool:
     """Whether attention of these heads can be compiled here, tried on a small row, forward and backward."""
-    segments = lay_out((3, 2, 4), (ROOT, 0, 0)).to(device)
+    segments = to_device(lay_out((3, 2, 4), (ROOT, 0, 0)), device)
     tokens = segments.num_tokens
 
     def compare() -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,68 +1,77 @@
 """Attention over segments by PyTorch's fused kernel for sequences of unequal length, on CUDA in 16 bits.
 
-The kernel wants every sequence's keys in one run, so that a root's are copied for each of its branches.
+Each segment to itself, and the branches of each root to the root, merged as in `cascade`: one call for either, and no
+root's keys are copied for its branches. The kernel rounds what it puts out to 16 bits, and so every part once.
 
-S tokens of the row, P of the prefix; heads and dim are those of one attention.
+T queries and K keys; heads and dim are those of one attention.
 """
 
-import inspect
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen as kernels
 
-from cohort.segments import Segments
+from cohort.policy.attention.cascade import KeyValue, in_parts
+from cohort.segments import Runs, Segments
+
+# What `torch.nn.attention.varlen` calls, whose own backward knows no log-sum-exps of other keys.
+_flash = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, prefix: tuple[Tensor, Tensor] | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, prefix: KeyValue | None, scale: float
 ) -> Tensor:
     """Attention of a row, [S, query heads, dim]. The arguments are those of `cascade`, with heads of one size."""
-    paths = segments.paths
-    if prefix is not None:
-        key, value = torch.cat([prefix[0], key]), torch.cat([prefix[1], value])
-    if paths.keys is not None:
-        key, value = (_Gather.apply(x, paths.keys) for x in (key, value))
-    out = kernels.varlen_attn(
-        query,
-        key,
-        value,
-        paths.query_ends,
-        paths.key_ends,
-        paths.max_queries,
-        paths.max_keys,
-        scale=scale,
-        **_options(),
-    )
-    assert isinstance(out, Tensor)  # log-sum-exps come only when asked for
-    return out
+    return in_parts(query, key, value, segments.runs, _Flash(), prefix=prefix, scale=scale)
 
 
-class _Gather(torch.autograd.Function):
-    """Tokens [S, ...] at positions; a token's gradients by all its copies are added up in float32 or wider."""
+class _Flash:
+    """The fused kernel on queries [T, query heads, dim] and keys [K, key heads, dim]."""
 
-    @staticmethod
-    def forward(ctx: Any, row: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(positions)
-        ctx.num_tokens = len(row)
-        return row.index_select(0, positions)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, queries: Runs, keys: Runs, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        lengths = (queries.ends, keys.ends, queries.longest, keys.longest)
+        out, lse, *_ = _flash(query, key, value, *lengths, 0.0, causal, False, scale=scale, **_options())
+        return out, lse.T
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (positions,) = ctx.saved_tensors
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros(ctx.num_tokens, *grad.shape[1:], dtype=dtype)
-        return total.index_add_(0, positions, grad.to(dtype)).to(grad.dtype), None
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        queries: Runs,
+        keys: Runs,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (queries.ends, keys.ends, queries.longest, keys.longest)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of its random numbers
+        grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse.T.contiguous(),
+            *lengths,
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout[:0],
+            scale=scale,
+        )
+        return grads
 
 
 @cache
 def _options() -> dict[str, Any]:
-    """What makes the kernel causal, of grouped heads and the same in every batch, as this version of PyTorch says it.
-
-    A causal window ends at a sequence's last key: its queries are the last of its tokens.
-    """
-    known = inspect.signature(kernels.varlen_attn).parameters
-    wanted = {"window_size": (-1, 0), "enable_gqa": True, "num_splits": 1}
-    return {name: x for name, x in wanted.items() if name in known}
+    """What makes the kernel the same in every batch, if this version of PyTorch can say it."""
+    known = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+    return {"num_splits": 1} if "num_splits" in known else {}

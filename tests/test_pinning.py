@@ -1,0 +1,135 @@
+"""Pinned host memory: as much as is asked for, until it is given back; and what is put there."""
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cohort.distributed import ALONE
+from cohort.engine.offload import HostUpdates, local
+from cohort.policy import pinning, sharding
+from cohort.policy.parking import Parking
+from cohort.policy.pinning import PinnedMemory, bytes_for
+from rank_offload import make_engine, update
+from tiny import save_model_folder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Cudart:
+    """CUDA's runtime, as far as it pins memory."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.pinned: dict[int, int] = {}  # address -> bytes
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if self.status == 0:
+            assert not any(a < address + num_bytes and address < a + n for a, n in self.pinned.items())
+            self.pinned[address] = num_bytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.pinned.values())
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(pinning, "_forget_error", lambda device: None)
+    return runtime
+
+
+def test_it_is_pinned_as_it_is_and_until_nobody_has_it(cudart: Cudart):
+    like = [torch.empty(3, 1000, dtype=torch.bfloat16), torch.empty(7, dtype=torch.float64), torch.empty(0, 5)]
+    memory = PinnedMemory(bytes_for(like), CUDA)
+    assert cudart.num_bytes == bytes_for(like) == 6016 + 64
+    tensors = [memory.take(x.shape, x.dtype) for x in like]
+    for x, y in zip(like, tensors, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype) and y.is_contiguous() and not y.any()
+    ((start, size),) = cudart.pinned.items()
+    assert all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= start + size for x in tensors[:2])
+    del memory, x, y
+    last = tensors[1][2:]
+    tensors.clear()
+    gc.collect()
+    assert cudart.pinned
+    del last
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_what_cannot_be_pinned_is_used_as_it_is(cudart: Cudart):
+    cudart.status = 2
+    with pytest.warns(UserWarning, match=r"0\.0 GB of host memory cannot be pinned .*error 2"):
+        memory = PinnedMemory(64, CUDA)
+    assert not cudart.pinned and memory.take([16], torch.float32).sum() == 0
+
+
+def test_nothing_is_pinned_for_a_cpu(cudart: Cudart):
+    assert PinnedMemory(64, CPU).take([64], torch.uint8).numel() == 64
+    assert not cudart.pinned
+
+
+def test_a_parked_model_takes_its_size(cudart: Cudart):
+    """Sizes just over a power of two, of which PyTorch's allocator would take twice as much."""
+    model = nn.ModuleDict({str(n): nn.Linear(65, 64) for n in range(5)})
+    model["tied"] = model["0"]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    own = sum(p.nbytes for p in model.parameters())
+    parking: Any = Parking(model, CUDA)
+    assert own <= cudart.num_bytes < 1.01 * own
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert model["tied"].weight is model["0"].weight
+    del parking, model
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_transfers_of_updates_take_their_size(cudart: Cudart):
+    """Two places in each direction, each of the largest weight."""
+
+    class OnGpu(nn.Parameter):
+        device = CUDA  # type: ignore[assignment]
+
+    weight, master = OnGpu(torch.zeros(33, 31)), nn.Parameter(torch.zeros(33, 31))
+    with warnings.catch_warnings(action="error"):
+        updates: Any = HostUpdates([(weight, master)], make_lane=lambda device: None)
+    assert list(cudart.pinned.values()) == 4 * [33 * 31 * 4]
+    del updates
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From where they are loaded to where they are updated: nothing moves them, nor pins them again."""
+    monkeypatch.setattr(sharding, "PinnedMemory", lambda num_bytes, device: PinnedMemory(num_bytes, CUDA))
+    engine = make_engine(str(save_model_folder(tmp_path / "model")), ALONE, "parameters")
+    weights = [local(p) for p in engine.policy.model.parameters()]
+    own = sum(x.nbytes for x in weights)
+    assert own <= cudart.num_bytes < 1.01 * own + 64 * len(weights)
+
+    def are_pinned() -> bool:
+        ((start, size),) = cudart.pinned.items()
+        now = [local(p) for p in engine.policy.model.parameters()]
+        groups = engine.policy.sharding._groups()
+        gathered = [p._sharded_param_data for group in groups for p in group.fsdp_params]
+        assert len(now) == len(gathered)
+        return all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= start + size for x in (*now, *gathered))
+
+    assert are_pinned()
+    before = [x.clone() for x in weights]
+    for number in range(2):
+        update(engine, ALONE, number)
+    assert are_pinned()
+    assert not any(torch.equal(x, local(p)) for x, p in zip(before, engine.policy.model.parameters(), strict=True))
