@@ -82,5 +82,9 @@ def _padded_positions(micro_batch: MicroBatch) -> Tensor:
 
 
 def padded_shape(micro_batch: MicroBatch) -> tuple[int, int]:
-    """Rows and positions of a micro-batch of whole sequences when padded, (B, L)."""
-    return int((micro_batch.position_ids == 0).sum()), int(micro_batch.position_ids.max()) + 1
+    """Rows and positions of a micro-batch of whole sequences when padded, (B, L).
+
+    The segments tell it on the host, so that nothing waits for the device.
+    """
+    lengths = micro_batch.segments.lengths
+    return len(lengths), max(lengths)

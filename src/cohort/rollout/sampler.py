@@ -132,7 +132,7 @@ class Sampler:
             tokens[row, t], logprobs[row, t] = chosen, tokens_logprobs.double()
             t = t + 1
             ends = running & (torch.isin(chosen, self._end_ids) | (t == limit))
-            lengths[row[ends]] = t[ends]
+            lengths[row] = torch.where(ends, t, lengths[row])  # of a mask the host would have to know the size
             running &= ~ends
             num_running, oldest = torch.stack([running.sum(), t.max()]).tolist()
             if num_running <= (1 - _DROP_WHEN_ENDED) * len(row) or oldest == limit:
