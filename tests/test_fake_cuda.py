@@ -208,7 +208,8 @@ def test_a_whole_run_on_the_first_gpu(tmp_path: Path):
     """Sampling, evaluation, training and saving, on `cuda` as a configuration says it: without a number."""
     config = changed(
         make_inputs(tmp_path, pad_token_id=None),
-        hardware={"device": "cuda"},
+        hardware={"device": "cuda", "processes": 1},
+        rollout={"engine": "local"},
         algorithm={"name": "grpo", "beta": 0.1},  # learns where all completions are equal
         train={"steps": 1},
         eval={"every": 1},
