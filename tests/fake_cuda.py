@@ -44,7 +44,10 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Something that goes from the host to the device, or comes from it."""
+    """Something that goes from the host to the device, or comes from it.
+
+    A copy that is asked for without waiting counts as such from memory that is not pinned too: the driver stages it.
+    """
 
     way: Literal["in", "out", "read"]  # a copy to the device, a copy from it, a number
     waits: bool  # the host, until the device is done with all that it was told before

@@ -37,6 +37,8 @@ DEVICE = torch.device("cuda", 1)  # what is made on another one, or on the host,
 PROBES_AGREE = {"policy/layout.py": 0.0}  # the differences that are read where layouts are tried out
 GROUPS = [(9, [5, 7, 1]), (70, [80, 3, 9]), (4, [6, 6])]  # short segments, and long ones that are computed alone
 SEQUENCES = [replace(s, returns=np.ones(s.num_completion_tokens)) for s in random_sequences(GROUPS)]
+SAMPLER = frozenset({"rollout/sampler.py"})
+KEY = StreamKey(purpose="eval", seed=0, step=0)
 MOST_COPIES = 26  # tensors of a micro-batch, and of the stretches and paths of its segments
 
 
@@ -218,10 +220,6 @@ def test_a_whole_run_on_the_first_gpu(tmp_path: Path):
         result = train(config)
     assert metric(result.run_dir, "grad_norm") == [1.0]
     assert cuda.launches["_fold_kernel"] and cuda.launches["_gradient_kernel"]
-
-
-SAMPLER = frozenset({"rollout/sampler.py"})
-KEY = StreamKey(purpose="eval", seed=0, step=0)
 
 
 def sampler_answers(num_tokens: int) -> Iterator[float]:
