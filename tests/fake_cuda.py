@@ -61,6 +61,7 @@ class FakeCuda:
 
     index: int  # of the current device
     crossings: list[Crossing] = field(default_factory=list)
+    registered: dict[int, int] = field(default_factory=dict)  # host memory that is pinned: address, bytes
     launches: Counter[str] = field(default_factory=Counter)  # of Triton's kernels, by name
 
     def waits(self) -> dict[str, int]:
@@ -203,7 +204,10 @@ class _Mode(TorchDispatchMode):
         return out
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        return any(tensor.untyped_storage()._cdata == storage._cdata for storage in self._pinned)
+        ranges = self._device.registered.items()
+        return any(tensor.untyped_storage()._cdata == storage._cdata for storage in self._pinned) or any(
+            start <= tensor.data_ptr() < start + size for start, size in ranges
+        )
 
     def _found(self, mask: Tensor) -> Tensor:
         """Numbers of the elements that are not 0. How many there are the host has to know."""
@@ -276,6 +280,10 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
             assert not isinstance(x, Tensor) or (x.is_cuda and x.device.index == device.index), (kernel, x.device)
         device.launches[kernel.fn.__name__] += 1
 
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        device.registered[address] = num_bytes
+        return 0
+
     properties = SimpleNamespace(
         name="fake", total_memory=80 << 30, major=capability[0], minor=capability[1], multi_processor_count=108
     )
@@ -294,6 +302,7 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
         "memory_allocated": lambda of=None: 1 << 30,
         "max_memory_allocated": lambda of=None: 1 << 30,
         "reset_peak_memory_stats": lambda of=None: None,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=device.registered.pop),
         "mem_get_info": lambda of=None: (80 << 30, 80 << 30),
         "Stream": Stream,
         "stream": lambda stream: nullcontext(),

@@ -18,14 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from cohort.algorithms.terms import Coefficients
-from cohort.batch import MicroBatch
 from cohort.config import config_from_dict
 from cohort.distributed import ALONE
-from cohort.engine import OptimResult, TrainResult
+from cohort.engine import LargestShare, OptimResult, TrainResult, passes
 from cohort.policy import stream_weights
 from cohort.policy.export import weight_specs
 from cohort.records import Prompt
 from cohort.rollout import SampleRequest, SamplingParams, StreamKey
+from cohort.staging import to_device
 from cohort.trainer.build import BuildOrder, build_crew
 from cohort.trainer.crew import Crew
 from fake_cuda import fake_cuda
@@ -34,12 +34,14 @@ from selection import mostly_slow
 from tiny import SIZES, VOCAB_SIZE, make_gemma2, make_model, make_tokenizer, random_sequences
 
 DEVICE = torch.device("cuda", 1)  # what is made on another one, or on the host, does not fit
-PROBES_AGREE = {"policy/layout.py": 0.0}  # the differences that are read where layouts are tried out
+# The differences that are read where layouts and kernels are tried out
+PROBES_AGREE = {"policy/layout.py": 0.0, "policy/trial.py": 0.0}
 GROUPS = [(9, [5, 7, 1]), (70, [80, 3, 9]), (4, [6, 6])]  # short segments, and long ones that are computed alone
 SEQUENCES = [replace(s, returns=np.ones(s.num_completion_tokens)) for s in random_sequences(GROUPS)]
 SAMPLER = frozenset({"rollout/sampler.py"})
 KEY = StreamKey(purpose="eval", seed=0, step=0)
-MOST_COPIES = 26  # tensors of a micro-batch, and of the stretches and paths of its segments
+MOST_COPIES = 3
+SHARE = LargestShare(prompt_tokens=60, completion_tokens=41, num_generations=3, num_sequences=9)
 
 
 def make_moe() -> PreTrainedModel:
@@ -72,7 +74,6 @@ VARIANTS = {
     "float32, flex": Variant(
         config={"model": {"compute_dtype": "float32"}},
         model=partial(without_padding, head_dim=16),
-        in_micro_batches={"policy/attention/flex.py": 6},  # its blocks and segments are copied at once
     ),
     "float32, cascade": Variant(config={"model": {"compute_dtype": "float32"}}),  # heads too small for flex
     "bfloat16, made in forward": Variant(
@@ -203,7 +204,7 @@ def test_weights_are_published_from_the_device_without_waiting(name: str, tmp_pa
 def test_the_budget_is_looked_for(tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
         crew = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
-        assert crew.find_budget(100, 800) >= 800  # nothing runs out of memory
+        assert crew.find_budget(SHARE, 800) >= 800  # nothing runs out of memory
 
 
 def test_a_whole_run_on_the_first_gpu(tmp_path: Path):
@@ -246,8 +247,7 @@ def test_the_sampler_waits_once_for_each_token(tmp_path: Path, folders):
 
 
 def test_a_tensor_that_is_left_on_the_host_is_found(tmp_path: Path, folders, monkeypatch):
-    move = MicroBatch.to
-    monkeypatch.setattr(MicroBatch, "to", lambda self, *to: replace(move(self, *to), targets=self.targets))
+    monkeypatch.setattr(passes, "to_device", lambda x, *to: replace(to_device(x, *to), targets=x.targets))
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
         crew = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
         with pytest.raises((RuntimeError, AssertionError), match="cpu"):
