@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from serving import Server, options_for, serving_folder, start
+from serving import Server, options_for, processes_of, serving_folder, start
 
-from cohort.rollout.vllm.server import ServerProcess, check_vllm
+from cohort.rollout.vllm.server import ServerProcess, check_vllm, server_command
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -50,7 +51,20 @@ def untied(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterat
 
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[Server]:
-    yield from serve(tmp_path_factory.mktemp("tied"), vllm_python, tie=True)
+    """With vLLM's own processes, as on GPUs; on CPUs Cohort turns them off."""
+
+    def as_on_gpus(*arguments: Any) -> tuple[list[str], dict[str, str]]:
+        command, environment = server_command(*arguments)
+        return command, environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cohort.rollout.vllm.server.server_command", as_on_gpus)
+        serving = serve(folder := tmp_path_factory.mktemp("tied"), vllm_python, tie=True)
+        server = next(serving)
+    settings = {p.environ().get("VLLM_ENABLE_V1_MULTIPROCESSING") for p in processes_of(folder / "server.log")}
+    assert settings - {None} == {"1"}  # processes that change their title lose what they tell
+    yield server
+    next(serving, None)  # its end
 
 
 @pytest.fixture(params=["untied", "tied"])
