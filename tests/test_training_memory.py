@@ -34,7 +34,7 @@ def test_out_of_memory_is_survived_shown_and_remembered(tmp_path: Path, monkeypa
     events, budgets = metric(result.run_dir, "out_of_memory"), metric(result.run_dir, "micro_batch_tokens")
     assert events[0] >= 1 and 25 < budgets[-1] <= 60
     assert notes.told[:-1] == [
-        f"out of memory in {number} micro-batches, so the step was computed again with smaller ones: the gradient is "
+        f"out of memory in {number} micro-batches: that pass was computed again with smaller ones; the gradient is "
         f"the same, and the budget is {budget} tokens from here on"
         for number, budget in zip(events, budgets, strict=True)
         if number

@@ -8,6 +8,8 @@ from cohort.config.section import Section
 
 # Of servers that a run starts itself. Next to `urls` they have no effect, and `cohort serve` takes them.
 KEYS_OF_OWN_SERVERS = ("servers", "vllm_python", "vllm_args", "tensor_parallel", "gpu_memory_utilization")
+# vLLM samples at this temperature where it is told a lower one, and does not say so.
+LOWEST_TEMPERATURE = 0.01
 # What Cohort itself says to a server, and where a user says it. Without it weights do not arrive, or requests do not.
 _NOT_VLLM_ARGS = {
     "model": "use model.path",

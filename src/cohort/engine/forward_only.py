@@ -88,7 +88,7 @@ class ForwardOnly:
                 entropies.update(per_sequence(entropy_T, some))
 
         def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
-            return deque(pack_alone(some, self.policy, int(self._factor * micro_batch_tokens)).pieces)
+            return deque(pack_alone(some, self.policy, self._budget(micro_batch_tokens)).pieces)
 
         with ExitStack() as visit:
             with must_fit("while the reference is copied to the GPU; use reference.device: auto with more processes"):
@@ -113,10 +113,13 @@ class ForwardOnly:
             if not attempt(self._accumulation, partial(compute, now), partial(compute, ())):
                 num_out_of_memory += 1
                 failed = too_large(num_positions(now, self.policy), len(now))
-                budget = failed.half_of(int(self._factor * micro_batch_tokens))
+                budget = failed.half_of(self._budget(micro_batch_tokens))
                 self._factor = budget / micro_batch_tokens
                 todo = packed([s for piece in (now, *todo) for s in piece])
         return num_out_of_memory
+
+    def _budget(self, micro_batch_tokens: int) -> int:
+        return max(1, round(self._factor * micro_batch_tokens))
 
 
 def pack_alone(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_tokens: int) -> TrainBatch:

@@ -27,7 +27,7 @@ def works(kernels: str, instead: str, compare: Callable[[], Iterable[tuple[Tenso
         for actual, expected in compare():
             error = ((actual - expected).abs().max() / expected.abs().max()).item()  # waits for the device
             if not error <= _TOLERANCE:  # so for NaN
-                raise ArithmeticError(f"numbers are off by {error:.1g} of the largest")
+                raise ArithmeticError(f"results differ by {error:.1g} of the largest value")
     except Exception as error:
         if "out of memory" in str(error):
             raise

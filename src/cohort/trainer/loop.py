@@ -255,8 +255,8 @@ class Training:
         if num_out_of_memory:
             budget = self.parts.crew.engine.micro_batch_tokens
             self.display.note(
-                f"out of memory in {num_out_of_memory} micro-batches, so the step was computed again with smaller "
-                f"ones: the gradient is the same, and the budget is {budget} tokens from here on"
+                f"out of memory in {num_out_of_memory} micro-batches: that pass was computed again with smaller ones; "
+                f"the gradient is the same, and the budget is {budget} tokens from here on"
             )
 
     def _warn_of_long_sequences(self, batch: TrainBatch) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from cohort import stopping
+from cohort.config.rollout import LOWEST_TEMPERATURE
 from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout.base import SamplingParams, StreamKey
@@ -17,8 +18,6 @@ from cohort.rollout.vllm.servers import RunningServer
 
 # How long to wait without looking whether the fleet's thread is still there.
 _TICK_S = 0.5
-# vLLM samples at this temperature where it is told a lower one, and does not say so.
-_LOWEST_TEMPERATURE = 0.01
 
 
 class Channel(Protocol):
@@ -149,10 +148,10 @@ class VllmEngine(Generic[C]):
     def _submit(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey, only: RunningServer | None = None
     ) -> list[Future[RolloutGroup]]:
-        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise UserError(
                 f"rollout.temperature: {sampling.temperature:g} is below what vLLM samples at; use "
-                f"{_LOWEST_TEMPERATURE:g} or more, or rollout.engine: local"
+                f"{LOWEST_TEMPERATURE:g} or more, or rollout.engine: local"
             )
         parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
         groups = []

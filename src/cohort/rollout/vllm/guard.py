@@ -50,4 +50,5 @@ def _leave(number: int, _: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, _leave)
     signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning is for the run, which saves and ends servers
     sys.exit(main(sys.argv[1:]))

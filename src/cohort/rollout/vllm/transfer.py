@@ -26,6 +26,7 @@ from cohort.rollout.vllm.api import ServerError, VllmApi
 from cohort.rollout.vllm.ways import GroupTransfer, LentTransfer, Way, WeightTransfer, wait_for_both
 from cohort.rollout.vllm.worker.cohort_weight_group import WeightGroup, describe_device, in_thread, result_within
 
+_WORKERS_PATIENCE = 8  # times the trainer's longest wait for a server
 _GIVE_UP_TIMEOUT_S = 10.0  # for each call that puts a server right again
 _MEET_TIMEOUT_S = 60.0
 
@@ -57,7 +58,8 @@ class WeightChannel:
         """
         self.url = api.url
         self.version: int | None = None  # the last that was committed here
-        self.notes: list[str] = []  # what a person should know of the way; whoever tells them empties it
+        self.notes: list[str] = []  # messages for the user about the way; cleared once they are shown
+        self._noted = ""  # the last of `choose_way`
         self._api = VllmApi(api.url, timeout_s=timeout_s)
         self._device = device
         self._num_workers = num_workers
@@ -220,9 +222,12 @@ class WeightChannel:
             host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
         )
         place = {"host": host, "port": store.port, "world_size": size}
-        deadlines = {"timeout_s": self._timeout_s, "meet_timeout_s": self._meet_timeout_s}
+        # while the trainer waits for another server that hangs, these wait for their next tensor
+        theirs = _WORKERS_PATIENCE * self._timeout_s
+        deadlines = {"timeout_s": theirs, "meet_timeout_s": self._meet_timeout_s}
         api = VllmApi(self.url, timeout_s=self._meet_timeout_s)
         joined = in_thread(api.init_weight_transfer, {**place, **deadlines})
+        joined.add_done_callback(lambda _: api.close())
         ranks = [f"here/{rank}" for rank in range(1, size)]
         self._poll(lambda: store.check(ranks), joined)
         way, note = choose_way(
@@ -230,14 +235,15 @@ class WeightChannel:
             [json.loads(store.get(rank)) for rank in ranks],
             lenders=self._lenders if self._sleeps else frozenset(),
         )
-        if note:
+        if note and note != self._noted:  # servers that sleep are met anew in every step
             self.notes.append(f"{self.url}: {note}")
+        self._noted = note
         store.set("way", way)
         if way == "ipc":
             self._transfer = LentTransfer(self._api)
         else:
             device = self._device if way == "nccl" else torch.device("cpu")
-            longest_s = max(self._timeout_s, self._meet_timeout_s)
+            longest_s = max(theirs, self._meet_timeout_s)
             group = WeightGroup(way, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
             self._transfer = GroupTransfer(way, group, self._api, timeout_s=self._timeout_s)
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
@@ -251,7 +257,7 @@ class WeightChannel:
             transfer.prepare(handles)
         except ServerError as error:
             self._lenders = frozenset()
-            self.notes.append(f"its GPU's memory cannot be shared, so the weights take another way: {error}")
+            self.notes.append(f"its GPU's memory cannot be shared, so weights are sent another way: {error}")
             self.open()
             assert self._transfer is not None
             return self._transfer
@@ -345,7 +351,7 @@ def choose_way(
     if others:
         return "gloo", (
             f"NCCL is {trainer['nccl']} here and {', '.join(others)} there, and versions do not mix: weights go "
-            f"through host memory, which is slower; the same version of torch in both environments mends that"
+            f"through host memory, which is slower; install the same torch in both environments to avoid this"
         )
     return "nccl", ""
 

@@ -78,7 +78,11 @@ class WeightGroup:
         group, self._group = self._group, None
         if group is not None and self._way == "nccl":  # a group of gloo ends with its last reference
             with suppress(Exception):
-                in_thread(group.abort).result(_ABORT_TIMEOUT_S)
+                in_thread(self._abort, group).result(_ABORT_TIMEOUT_S)
+
+    def _abort(self, group: Any) -> None:
+        with _on(self.device, None):
+            group.abort()
 
     def _connect(self) -> None:
         with _on(self.device, None):
