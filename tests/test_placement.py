@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cohort.errors import UserError
 from cohort.launch import local, start
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
-from cohort.plan.split import GpuSplit
+from cohort.plan.split import DoesNotFitError, GpuSplit
 from cohort.trainer.setup import rank_device
 from runs import changed, make_inputs
 
@@ -36,7 +37,7 @@ def gpus(monkeypatch):
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", PLACEMENT):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", PLACEMENT, "COHORT_VLLM_PYTHON"):
         monkeypatch.delenv(name, raising=False)
     return make
 
@@ -252,6 +253,13 @@ def test_looking_at_the_gpu_fails_softly():
 # The engine that is chosen
 
 
+def raise_(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
 def chosen(config: Config) -> tuple[str, list[str]]:
     notes: list[str] = []
     return with_chosen_engine(config, notes.append).rollout.engine, notes
@@ -280,7 +288,7 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
     gpus(4)
     assert chosen(config) == ("vllm", ["rollout.engine: auto: vllm, since vLLM 0.32.1 is installed"])
     engine, (note,) = chosen(config_with("model.adapter={rank: 8, dora: true}", folder=str(tmp_path), engine="auto"))
-    assert engine == "local" and "dora: true: vLLM samples with plain LoRA only" in note
+    assert engine == "local" and "dora: true, and it samples with plain LoRA only" in note
     engine, (note,) = chosen(config_with("model.dtype=float64", folder=str(tmp_path), engine="auto"))
     under_torchrun(monkeypatch, here=4, all_=8)
     engine, (note,) = chosen(config)
@@ -289,7 +297,13 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
     gpus(4)
     vllm(None)
     engine, (note,) = chosen(config)
-    assert engine == "local" and note.endswith("has no vLLM")
+    assert engine == "local" and "COHORT_VLLM_PYTHON names another" in note
+    with pytest.raises(UserError, match="has no vLLM"):
+        chosen(config_with("hardware.rollout_gpus=1", folder=str(tmp_path), engine="auto"))
+    vllm("0.32.1")
+    monkeypatch.setattr("cohort.choice.split_machine", raise_(DoesNotFitError("nothing fits 4 GPUs")))
+    engine, (note,) = chosen(config)
+    assert engine == "local" and note.endswith("since vLLM does not fit beside training: nothing fits 4 GPUs")
     for named in ("local", "vllm"):
         assert chosen(config_with(folder=str(tmp_path), engine=named)) == (named, [])
 
@@ -297,6 +311,7 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
 @pytest.mark.parametrize("begun", ["local", "vllm"])
 def test_a_run_goes_on_with_the_engine_that_it_has_begun_with(gpus, vllm, tmp_path, begun):
     (tmp_path / "config.yaml").write_text(to_yaml(config_with(folder=str(tmp_path), engine=begun)))
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     config = config_with(folder=str(tmp_path), engine="auto")
     gpus(2)
     vllm("0.32.1" if begun == "local" else None)

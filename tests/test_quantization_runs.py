@@ -92,8 +92,10 @@ def test_a_plan_counts_them():
     assert weights == pytest.approx({None: 15.23, "int8": 8.71, "nf4": 5.55}, rel=2e-3)
     assert plans[None].memory.peak_bytes > plans["int8"].memory.peak_bytes > plans["nf4"].memory.peak_bytes
     two = Hardware(gpu_name="NVIDIA H100 80GB HBM3", gpu_memory_bytes=80 * 10**9, gpus_per_node=2, nodes=1)
-    with pytest.raises(UserError, match=r"nf4 works in one process.*This run would have 2"):
-        predict_run(plan_config(model={**common, "quantization": "nf4"}, hardware={"processes": "auto"}), shape, two)
+    one = predict_run(plan_config(model={**common, "quantization": "nf4"}), shape, two)
+    assert (one.layout.num_training, one.num_idle) == (1, 1)
+    with pytest.raises(UserError, match=r"nf4 works in one process.*hardware.processes is 2"):
+        plan_config(model={**common, "quantization": "nf4"}, hardware={"processes": 2})
 
 
 def test_the_ladder_has_qlora_after_lora():

@@ -20,7 +20,7 @@ from waiting import free_port
 
 def config_with(*overrides: str) -> Config:
     raw = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}], "run": {"dir": "/runs/a"}}
-    return config_from_dict(raw, overrides)
+    return config_from_dict(raw | {"rollout": {"engine": "local"}}, overrides)
 
 
 def script(*overrides: str, config_path: str = "/configs/run.yaml", **options: Any) -> str:
@@ -64,7 +64,7 @@ def test_the_allocation():
 
 def test_the_header_counts_nodes_and_ranks():
     assert "# Training nodes: 8, with 4 GPUs and 4 ranks each: 32 ranks." in script(gpus_per_node=4)
-    for more in ((), ("rollout.engine=local",)):
+    for more in ((), ("rollout.engine=auto",)):
         assert "# Rollout nodes: 0. The training nodes sample the completions themselves" in script(*more)
 
 

@@ -131,5 +131,5 @@ def test_the_engine_is_said_to_servers_and_ranks():
     text = script("rollout.engine=auto", rollout_nodes=1)
     assert text.count("rollout.engine=vllm") == 2
     assert "torchrun" not in script("rollout.engine=auto", nodes=1)
-    assert "torchrun" in script("rollout.engine=auto", nodes=2)
+    assert "rollout.engine=local)" in script("rollout.engine=auto", nodes=2)
     assert "torchrun" in script("rollout.engine=local", nodes=1)

@@ -62,7 +62,7 @@ def times(model: str, *overrides: str, training: int = 1, sampling: int = 1) -> 
         (8, ("hardware.processes=4", "rollout.tensor_parallel=2"), (0, 1, 2, 3), ((4, 5), (6, 7)), False),
         (8, ("hardware.processes=4", "rollout.servers=1"), (0, 1, 2, 3), ((4,),), False),
         (8, ("hardware.processes=2", "hardware.rollout_gpus=2"), (0, 1), ((2,), (3,)), False),
-        (4, (), (0,), ((1,), (2,), (3,)), False),  # hardware.processes is 1 where nothing is said
+        (4, ("hardware.processes=1",), (0,), ((1,), (2,), (3,)), False),
         (1, (), (0,), ((0,),), True),
         (1, (AUTO,), (0,), ((0,),), True),
         (4, ("hardware.processes=4",), (0, 1, 2, 3), ((0,), (1,), (2,), (3,)), True),
@@ -74,7 +74,8 @@ def times(model: str, *overrides: str, training: int = 1, sampling: int = 1) -> 
 def test_what_the_configuration_says(num_gpus, overrides, training, servers, shared):
     found = split(num_gpus, *overrides)
     assert (found.training_gpus, found.server_gpus, found.shared) == (training, servers, shared)
-    assert found.num_processes == (len(training) or config_with(*overrides).hardware.processes)
+    said = config_with(*overrides).hardware.processes
+    assert found.num_processes == (len(training) or (1 if said == "auto" else said))
 
 
 def test_the_reason_says_who_does_what():
@@ -246,7 +247,7 @@ def test_what_has_no_known_bandwidth():
         ),
         (
             4,
-            ("hardware.rollout_gpus=shared",),
+            ("hardware.processes=1", "hardware.rollout_gpus=shared"),
             "hardware.processes: 1 with GPUs that are shared: every GPU has one training process, and there are 4; use "
             "auto or 4, or a number for hardware.rollout_gpus, or choose GPUs with CUDA_VISIBLE_DEVICES",
         ),

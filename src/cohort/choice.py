@@ -1,6 +1,7 @@
 """What `auto` comes to on this machine: the engine that samples, and how many processes train."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -8,10 +9,11 @@ from typing import Literal
 from cohort.config import AutoRolloutConfig, Config, load_config
 from cohort.config.engine import why_not_vllm, with_engine
 from cohort.errors import UserError
-from cohort.placement import num_gpus
+from cohort.placement import num_gpus, split_machine
+from cohort.plan.split import DoesNotFitError
 from cohort.rollout.vllm.options import vllm_python
 from cohort.rollout.vllm.server import check_vllm
-from cohort.run_files import holds_run
+from cohort.run_files import has_begun, holds_run
 
 
 def with_chosen_engine(config: Config, note: Callable[[str], None]) -> Config:
@@ -42,17 +44,26 @@ def _chosen(config: Config) -> tuple[Literal["local", "vllm"], str | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return "local", "since on several machines vLLM needs nodes or servers of its own (rollout.urls)"
     if (reason := why_not_vllm(config)) is not None:
-        return "local", f"since {reason}"
+        return "local", f"since vLLM is ruled out: {reason}"
     try:
         version = check_vllm(vllm_python(None))
-    except UserError as error:
-        return "local", f"since {error}"
+    except UserError:
+        if config.hardware.rollout_gpus != "auto" or "COHORT_VLLM_PYTHON" in os.environ:
+            raise  # which ask for it
+        return (
+            "local",
+            f"since there is no vLLM that can be used in {sys.executable} (COHORT_VLLM_PYTHON names another)",
+        )
+    try:
+        split_machine(with_engine(config, "vllm"))
+    except DoesNotFitError as error:
+        return "local", f"since vLLM does not fit beside training: {error}"
     return "vllm", f"since vLLM {version} is installed"
 
 
 def _engine_of_run(folder: Path) -> Literal["local", "vllm"] | None:
     """The engine that a run has begun with; None where the folder holds none, or one that cannot be read."""
-    if not holds_run(folder):
+    if not holds_run(folder) or not has_begun(folder):
         return None
     try:
         engine = load_config(folder / "config.yaml").rollout.engine

@@ -31,6 +31,12 @@ def holds_run(path: Path) -> bool:
         return False
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether a run has got to its first number; nothing is lost by starting another one where it has not."""
+    metrics = run_dir / "metrics.jsonl"
+    return bool(checkpoints(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
 def checkpoints(root: Path) -> list[Path]:
     """The checkpoints under `root`, oldest first, whole or not."""
     found = [

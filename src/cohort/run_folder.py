@@ -20,7 +20,7 @@ from cohort.checkpoint import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.records import ScoredGroup, TrainSequence
-from cohort.run_files import checkpoints, holds_run, line_numbers, read_metrics, read_summary
+from cohort.run_files import has_begun, holds_run, line_numbers, read_metrics, read_summary
 
 # Keys that may differ when a run goes on: they change neither what is learned nor in which order.
 _MAY_CHANGE = (
@@ -170,9 +170,8 @@ class RunFolder:
     def _refuse_other_contents(self, config: Config) -> None:
         if not holds_run(self.path):
             return
-        metrics = self.path / "metrics.jsonl"
-        if not checkpoints(self.checkpoints_path) and not (metrics.is_file() and metrics.stat().st_size):
-            return  # a run that never got to its first number: nothing is lost by starting anew
+        if not has_begun(self.path):
+            return
         try:
             saved = load_config(self.path / "config.yaml")
         except UserError as error:

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from cohort.config.load import config_from_dict
-from cohort.config.rollout import AutoRolloutConfig
+from cohort.config.rollout import LOWEST_TEMPERATURE, AutoRolloutConfig
 from cohort.config.schema import Config
 from cohort.errors import UserError
 
@@ -29,7 +29,9 @@ def with_planned_engine(config: Config) -> tuple[Config, str | None]:
 def why_not_vllm(config: Config) -> str | None:
     """What in the configuration rules vLLM out; None where it can sample."""
     if config.model.adapter is not None and config.model.adapter.dora:
-        return "model.adapter.dora: true: vLLM samples with plain LoRA only"
+        return "model.adapter.dora: true, and it samples with plain LoRA only"
+    if config.rollout.temperature < LOWEST_TEMPERATURE:
+        return f"rollout.temperature: {config.rollout.temperature:g} is below what it samples at"
     try:
         with_engine(config, "vllm")
     except UserError as error:

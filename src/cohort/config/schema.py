@@ -139,7 +139,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_process_where_no_more_work(self) -> Self:
         on_host = self.reference is not None and self.reference.device == "cpu"
-        if self.hardware.processes == "auto" and (self.quantized() or on_host or self.optim.name == "adafactor"):
+        alone = self.quantized() or on_host or self.optim.name == "adafactor" or ":" in self.hardware.device
+        if self.hardware.processes == "auto" and alone:
             # set past the frozen section: what is given back in place of `self` is ignored where a Config is made
             object.__setattr__(self, "hardware", self.hardware.model_copy(update={"processes": 1}))
         return self

@@ -67,6 +67,9 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     if options.rollout_nodes > 0 and config.rollout.engine == "auto":
         config = with_engine(config, "vllm")
         arguments.append("rollout.engine=vllm")
+    elif options.nodes > 1 and config.rollout.engine == "auto":
+        config = with_engine(config, "local")  # as the run would decide, whichever nodes it begins with
+        arguments.append("rollout.engine=local")
     _check_restarts(config, options)
     ranks_per_node = gpus or (1 if config.hardware.processes == "auto" else config.hardware.processes)
     if _splits_its_gpus(config, options, gpus):

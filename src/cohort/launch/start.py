@@ -52,7 +52,8 @@ def train(
     split = None if in_processes else split_machine(config)
     num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
     if not in_processes and split is None and (found := num_gpus(config)) > 1:
-        note(f"{num_processes} of {found} GPUs train and sample (hardware.processes: {config.hardware.processes})")
+        what = "train and sample" if config.rollout.engine == "local" else "train"
+        note(f"{num_processes} of {found} GPUs {what} (hardware.processes: {config.hardware.processes})")
     if not in_processes and num_processes == 1 and config.hardware.max_restarts == 0:
         from cohort import trainer
 

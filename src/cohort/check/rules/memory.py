@@ -74,7 +74,7 @@ def _with_processes(config: Config, launch: Launch, num_gpus: int) -> tuple[Conf
     if said is not None and said.where != "--world-sizes":
         processes = int(said.value)
         told = f"{counted(processes)} ({said.where})"
-    elif said is not None and ":" not in config.hardware.device:
+    elif said is not None and processes == "auto":
         processes, told = "auto", f"hardware.processes: auto on {num_gpus} GPUs ({said.where})"
     elif processes == "auto":
         told = f"hardware.processes: auto on {num_gpus} GPUs"
