@@ -11,7 +11,7 @@ import pytest
 
 from fake_slurm import make_cluster, run_script
 from selection import slow
-from test_slurm import VLLM, directives, script
+from test_slurm import VLLM, directives, message, script
 from waiting import free_port
 
 # Stands in for cohort.train: rank 0 waits for all servers, as the trainer does.
@@ -133,3 +133,20 @@ def test_the_engine_is_said_to_servers_and_ranks():
     assert "torchrun" not in script("rollout.engine=auto", nodes=1)
     assert "rollout.engine=local)" in script("rollout.engine=auto", nodes=2)
     assert "torchrun" in script("rollout.engine=local", nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((VLLM, "hardware.processes=8"), "hardware.processes: 8 is more than this machine's 4 GPUs"),
+        ((VLLM, "hardware.rollout_gpus=4"), "hardware.rollout_gpus: 4 of 4 GPUs leaves none to train"),
+        ((VLLM, "rollout.tensor_parallel=8"), "rollout.tensor_parallel: 8 on 4 GPUs leaves none to train"),
+        (("rollout.engine=auto", "hardware.processes=5"), "hardware.processes: 5 is more than this machine's 4 GPUs"),
+        (
+            ("rollout.engine=auto", "model={path: m, adapter: {dora: true}}", "hardware.processes=5"),
+            "hardware.processes: 5 is more than the 4 GPUs of the node (--gpus-per-node)",
+        ),
+    ],
+)
+def test_numbers_that_one_node_does_not_have(overrides, expected):
+    assert message(*overrides, nodes=1, gpus_per_node=4).startswith(expected)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.config import Config, VllmRolloutConfig
-from cohort.config.engine import with_engine
+from cohort.config.engine import with_engine, with_planned_engine
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
+from cohort.plan.split import split_gpus
 from cohort.stopping import LATER_S, SIGNALS
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
@@ -73,6 +74,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     _check_restarts(config, options)
     ranks_per_node = gpus or (1 if config.hardware.processes == "auto" else config.hardware.processes)
     if _splits_its_gpus(config, options, gpus):
+        _check_split(config, gpus)
         who = [f"Nodes: 1, with {gpus} GPUs, which `cohort train` splits between training and vLLM."]
         launch = _launch_on_one_node([*arguments, f"hardware.max_restarts={options.max_restarts}"])
     else:
@@ -97,6 +99,22 @@ def _splits_its_gpus(config: Config, options: SlurmOptions, gpus: int) -> bool:
     rollout = config.rollout
     may_be_vllm = rollout.engine == "auto" or (isinstance(rollout, VllmRolloutConfig) and not rollout.urls)
     return may_be_vllm and gpus > 0 and options.nodes == 1 and options.rollout_nodes == 0
+
+
+def _check_split(config: Config, gpus: int) -> None:
+    """Refuse numbers that do not go with a node's GPUs.
+
+    Raises:
+        UserError: names the number that is too large.
+    """
+    planned, _ = with_planned_engine(config)
+    if isinstance(planned.rollout, VllmRolloutConfig):
+        split_gpus(planned, num_gpus=gpus, shape=None, hardware=None)
+    elif planned.hardware.processes != "auto" and planned.hardware.processes > gpus:
+        raise UserError(
+            f"hardware.processes: {planned.hardware.processes} is more than the {gpus} GPUs of the node "
+            f"(--gpus-per-node), and each process needs its own; use auto"
+        )
 
 
 def _who_trains_and_samples(
