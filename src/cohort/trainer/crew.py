@@ -277,7 +277,8 @@ class Crew:
         weights = stream_weights(self.policy, dtype)
         handles: Mapping[str, Any] = {}
         if lend:
-            lender = Lender(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
+            with must_fit("for the buffer in which weights are lent to vLLM; lower rollout.gpu_memory_utilization"):
+                lender = Lender(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
             weights, handles = lender.stage(weights), lender.handles
         try:
             if self._send is not None:
