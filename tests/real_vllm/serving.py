@@ -1,7 +1,10 @@
 """A real server in a test, and what it samples. Independent of Cohort's own client for generation."""
 
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,28 @@ def engine_of(log_file: Path) -> psutil.Process:
     """The process that computes."""
     (engine,) = (process for process in processes_of(log_file) if "EngineCore" in process.name())
     return engine
+
+
+@contextmanager
+def slow_steps(engine: psutil.Process) -> Iterator[None]:
+    """Let an engine compute a fifth of the time: on a busy machine a tiny model's completions are done before a test
+    has seen that they were begun."""
+    done = threading.Event()
+
+    def hold_up() -> None:
+        while not done.is_set():
+            engine.suspend()
+            time.sleep(0.02)
+            engine.resume()
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @dataclass(frozen=True, kw_only=True)
