@@ -153,6 +153,29 @@ def test_converted_files_are_valid_and_say_the_same(files: dict[str, Path], tmp_
     assert python.data.path == "org/d"
 
 
+def test_what_samples_in_the_trainer_is_converted_to_that(tmp_path: Path):
+    """And not left to `auto`, which would take vLLM where it is installed."""
+    start = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset org/d --learning_rate 1e-5 "
+    texts = {
+        "trl.yaml": "reward_funcs: [accuracy]\nmax_steps: 10\n",
+        "off.yaml": "reward_funcs: [accuracy]\nmax_steps: 10\nuse_vllm: false\n",
+        "swift.sh": start,
+        "hf.sh": f"{VERL.strip()} actor_rollout_ref.rollout.name=hf\n",
+        "vllm.sh": start + "--use_vllm true --vllm_mode colocate\n",
+        "sglang.sh": f"{VERL.strip()} actor_rollout_ref.rollout.name=sglang\n",  # which has servers too
+    }
+    engines, notes = {}, {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        notes[name] = convert_file(tmp_path / name)
+        engines[name] = yaml.safe_load(notes[name])["rollout"].get("engine", "auto")
+    assert engines == {**dict.fromkeys(("trl.yaml", "off.yaml", "swift.sh", "hf.sh"), "local")} | {
+        "vllm.sh": "vllm",
+        "sglang.sh": "auto",
+    }
+    assert [name for name, text in notes.items() if "no equivalent: rollout engine" in text] == ["sglang.sh"]
+
+
 def test_what_has_no_equivalent_is_listed(files: dict[str, Path]):
     text = convert_file(files["trl.yaml"])
     notes = [line for line in text.splitlines() if line.startswith("# - ")]

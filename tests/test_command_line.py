@@ -73,7 +73,7 @@ FRESH = {
     "algorithms": (["grpo"], "arXiv:2402.03300"),
     "check": (["trl.yaml"], "trl.yaml"),
     "convert": (["trl.yaml"], "num_generations: 8"),
-    "plan": (["run.yaml", "--gpus", "1"], "memory"),
+    "plan": (["run.yaml"], "Memory of one training process"),
     "launch": (["slurm", "run.yaml", "hardware.device=cpu"], "#SBATCH --nodes="),
     "eval": (["model", "--data", "data.jsonl", "--prompt", "question", "--reward", "exact"], "accuracy"),
     "merge": (["nowhere", "merged"], "nowhere"),

@@ -31,6 +31,16 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             {"model": {"path": "m", "adapter": {"rnak": 4}}},
             "model.adapter.rnak: unknown key; did you mean rank? model.adapter has: kind, rank, alpha, targets",
         ),
+        (
+            {"rollout": {"tensor_parallel": 2}},
+            "rollout.tensor_parallel: only rollout.engine: vllm has this key; remove it, or use rollout.engine: vllm; "
+            "rollout auto has: num_generations",
+        ),
+        (
+            {"rollout": {"engine": "local", "max_staleness": 1}},
+            "rollout.max_staleness: only rollout.engine: vllm has this key; remove it, or use rollout.engine: vllm; "
+            "rollout local has: num_generations",
+        ),
         ({"model": {"path": "m", "rank": 4}}, "model.rank: unknown key; did you mean model.adapter.rank?"),
         ({"model": {"path": "m", "adapter": 4}}, "model.adapter: 4: a section is a mapping of keys: kind, rank, alpha"),
         ({"model": {"path": "m", "adapter": {"rank": 0}}}, "model.adapter.rank: 0: input should be greater than or"),

@@ -163,3 +163,28 @@ def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environ
         monkeypatch.setenv(name, value)
     assert_refused(cohort("train", path), *parts)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"hardware": {"processes": 1}},
+            "hardware.processes: 1, and the launcher has started 2 processes on this machine; use --nproc-per-node 1, "
+            "or hardware.processes: auto",
+        ),
+        (
+            {"optim": {"name": "adafactor"}},
+            "hardware.processes: 1 (optim.name: adafactor works in one process only), and the launcher has started 2 "
+            "processes on this machine; use --nproc-per-node 1",
+        ),
+    ],
+)
+def test_one_process_is_not_made_several(tmp_path, cohort, monkeypatch, sections, message):
+    path = set_up(tmp_path, **sections)
+    monkeypatch.setattr("cohort.trainer.process.time.sleep", lambda _: None)
+    ranks = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, str(value))
+    assert cohort("train", path).err == f"error: {message}\n"

@@ -10,9 +10,11 @@ import pytest
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.launch.serve import serve_command
+from cohort.plan.rollout_engine import with_planned_engine
 from cohort.rollout.vllm import AdapterChannel, ServerError, publish_adapter
 from cohort.trainer import vllm
 from cohort.trainer.inputs import read_inputs
+from configs import MINIMAL
 from fake_vllm import ThreadServer
 from runs import changed, make_inputs
 
@@ -43,6 +45,46 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, adapter: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         find(rank=4, **adapter)
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"model": {"adapter": {"dora": True}}}, "model.adapter.dora: true: vLLM samples with plain LoRA only"),
+        (
+            {"model": {"adapter": {"rank": 513}}},
+            "model.adapter.rank: 513 is more than vLLM has room for; use at",
+        ),
+        ({"model": {"adapter": {"targets": ["q_proj", "lm_head"]}}}, "model.adapter.targets: lm_head: vLLM samples"),
+        (
+            {"model": {"adapter": {"targets": ["model.embed_tokens"]}}},
+            "model.adapter.targets: model.embed_tokens",
+        ),
+        ({"model": {"adapter": {"path": "list"}}}, "model.adapter.targets: lm_head: vLLM samples"),
+        ({"model": {"adapter": {"path": "pattern"}}}, "model.adapter.targets: model.embed_tokens: vLLM samples"),
+        ({"model": {"adapter": {"path": "wide"}}}, "model.adapter.rank: 600 is more"),
+        ({"rollout": {"temperature": 0.001}}, "rollout.temperature: 0.001 is below what vLLM samples at; use 0.01"),
+        ({"eval": {"path": "d", "temperature": 0.001}}, "eval.temperature: 0.001 is below what vLLM samples at"),
+    ],
+)
+def test_what_is_refused_with_vllm_has_auto_take_the_local_engine(
+    tmp_path: Path, sections: dict[str, Any], reason: str
+) -> None:
+    saved = {"list": (4, ["q_proj", "lm_head"]), "pattern": (4, r".*embed_tokens|.*q_proj"), "wide": (600, ["q_proj"])}
+    for name, (rank, targets) in saved.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank, "target_modules": targets}))
+    auto = config_from_dict(changed(MINIMAL, **sections), base_dir=tmp_path)
+    planned, why = with_planned_engine(auto)
+    assert planned.rollout.engine == "local" and str(why).startswith(reason)
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path: Path, section: str) -> None:
+    raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+    config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
+    with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
+        vllm.find_servers(config, read_inputs(config))
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):

@@ -207,7 +207,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_loaded():
         ),
         (
             {"name": "sgd", "beta1": 0.5},
-            "optim.beta1: unknown key; optim sgd has: weight_decay, groups",
+            "optim.beta1: only optim.name: adamw or adamw_8bit or muon has this key; remove it, or use "
+            "optim.name: adamw; optim sgd has: weight_decay, groups",
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,16 @@ import torch
 from cohort import placement
 from cohort.choice import with_chosen_engine
 from cohort.config import Config, config_from_dict, to_yaml
+from cohort.display import Display
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.launch import local, start
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
-from cohort.plan.split import DoesNotFitError, GpuSplit
+from cohort.plan.hardware import hardware
+from cohort.plan.rollout_engine import with_planned_engine
+from cohort.plan.shape import preset_shape
+from cohort.plan.split import GpuSplit
 from cohort.trainer.setup import rank_device
 from runs import changed, make_inputs
 
@@ -253,13 +256,6 @@ def test_looking_at_the_gpu_fails_softly():
 # The engine that is chosen
 
 
-def raise_(error: Exception) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise error
-
-    return fail
-
-
 def chosen(config: Config) -> tuple[str, list[str]]:
     notes: list[str] = []
     return with_chosen_engine(config, notes.append).rollout.engine, notes
@@ -288,8 +284,7 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
     gpus(4)
     assert chosen(config) == ("vllm", ["rollout.engine: auto: vllm, since vLLM 0.32.1 is installed"])
     engine, (note,) = chosen(config_with("model.adapter={rank: 8, dora: true}", folder=str(tmp_path), engine="auto"))
-    assert engine == "local" and "dora: true, and it samples with plain LoRA only" in note
-    engine, (note,) = chosen(config_with("model.dtype=float64", folder=str(tmp_path), engine="auto"))
+    assert engine == "local" and note.endswith("adapter.dora: true: vLLM samples with plain LoRA only; use dora: false")
     under_torchrun(monkeypatch, here=4, all_=8)
     engine, (note,) = chosen(config)
     assert engine == "local" and "on several machines" in note
@@ -301,11 +296,46 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
     with pytest.raises(UserError, match="has no vLLM"):
         chosen(config_with("hardware.rollout_gpus=1", folder=str(tmp_path), engine="auto"))
     vllm("0.32.1")
-    monkeypatch.setattr("cohort.choice.split_machine", raise_(DoesNotFitError("nothing fits 4 GPUs")))
-    engine, (note,) = chosen(config)
-    assert engine == "local" and note.endswith("since vLLM does not fit beside training: nothing fits 4 GPUs")
     for named in ("local", "vllm"):
         assert chosen(config_with(folder=str(tmp_path), engine=named)) == (named, [])
+
+
+@pytest.mark.parametrize(
+    ("num", "overrides", "gigabytes", "expected"),
+    [
+        (1, (), 80, "local"),  # 7 billion weights with float32 moments
+        (1, ("model.adapter={rank: 8}", "model.dtype=bfloat16"), 80, "vllm"),
+        (1, ("model.adapter={rank: 8}", "model.dtype=bfloat16"), 24, "local"),  # which trains, without a server
+        (1, ("model.adapter={rank: 8}", "model.dtype=bfloat16", "hardware.rollout_gpus=shared"), 24, "vllm"),
+        (4, (), 80, "vllm"),
+        (4, (), 24, "local"),
+        (4, ("hardware.processes=4",), 40, "local"),  # shares all of them
+    ],
+)
+def test_vllm_samples_where_it_fits_by_the_plan(gpus, vllm, tmp_path, monkeypatch, num, overrides, gigabytes, expected):
+    gpus(num)
+    vllm("0.32.1")
+    gpu = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(placement, "_look_at_gpu", lambda: (gpu, gigabytes * 10**9))
+    config = config_with("model.path=Qwen/Qwen2.5-7B", *overrides, folder=str(tmp_path), engine="auto")
+    engine, (note,) = chosen(config)
+    assert engine == expected and note.startswith(f"rollout.engine: auto: {expected}, since ")
+    if engine == "local":
+        assert "vLLM does not fit beside training: " in note and f"{gigabytes} GB" in note
+    # which a plan of such a machine takes too
+    machines = hardware(gpu="h100", gpus=num, nodes=1, gpu_memory=f"{gigabytes}GB")
+    assert with_planned_engine(config, preset_shape("qwen2.5-7b"), machines)[0].rollout.engine == expected
+
+
+def test_another_launcher_decides_how_many_train(gpus, vllm, tmp_path, monkeypatch):
+    """Three of four GPUs would have room for training; the two that the launcher has started ranks on have not."""
+    gpus(4)
+    vllm("0.32.1")
+    monkeypatch.setattr(placement, "_look_at_gpu", lambda: ("NVIDIA H100 80GB HBM3", 58 * 10**9))
+    config = config_with("model.path=Qwen/Qwen2.5-7B", folder=str(tmp_path), engine="auto")
+    assert chosen(config)[0] == "vllm"
+    under_torchrun(monkeypatch, here=2, all_=2)
+    assert chosen(config)[0] == "local"
 
 
 @pytest.mark.parametrize("begun", ["local", "vllm"])
@@ -335,6 +365,21 @@ def test_the_engine_and_the_gpus_are_told_at_the_start(gpus, vllm, monkeypatch, 
     assert "rollout.engine: auto: local, since " in told
     assert "4 of 4 GPUs train and sample (hardware.processes: auto)" in told
     assert [c.rollout.engine for c in started] == ["local"]
+
+
+def test_a_display_on_several_gpus_needs_one_process(gpus, vllm, monkeypatch, tmp_path):
+    gpus(4)
+    vllm(None)
+    monkeypatch.setattr("cohort.trainer.train", lambda *_, display, **__: display)
+    display = Display()
+    with pytest.raises(UserError) as caught:
+        start.train(config_with(folder=str(tmp_path), engine="auto"), display=display)
+    assert str(caught.value) == (
+        "display: works with a run in this process only, and this one has 4 processes and 0 restarts; use "
+        "hardware.processes: 1 and hardware.max_restarts: 0, or no display"
+    )
+    one = config_with("hardware.processes=1", folder=str(tmp_path), engine="auto")
+    assert start.train(one, display=display) is display
 
 
 @pytest.mark.parametrize(

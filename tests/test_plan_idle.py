@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.config import config_from_dict
 from cohort.plan.advice import advise, replan
+from cohort.plan.calibration import cpu_name
 from cohort.plan.hardware import hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
@@ -40,6 +41,9 @@ def test_by_default_every_gpu_is_used(run_file: Path) -> None:
         plan = planned(str(run_file), *arguments)
         assert (plan["layout"]["training_gpus"], plan["layout"]["idle_gpus"], plan["notes"]) == (used, 0, [])
     assert planned(str(run_file), "--nodes", "2")["layout"]["training_gpus"] == 16
+    apart = ("rollout={engine: vllm}", "hardware.processes=3", "hardware.rollout_gpus=1")
+    layout = planned(str(run_file), *apart)["layout"]
+    assert (layout["training_gpus"], layout["sampling_gpus"], layout["idle_gpus"]) == (3, 1, 0)
 
 
 def test_the_engine_that_a_run_would_take_is_planned(run_file: Path) -> None:
@@ -50,6 +54,49 @@ def test_the_engine_that_a_run_would_take_is_planned(run_file: Path) -> None:
     assert plan["layout"]["shared"]
     (note,) = plan["notes"]
     assert note.startswith("rollout.engine: auto is planned as local, since model.adapter.dora: true")
+
+
+def test_an_engine_that_does_not_fit_is_not_planned(run_file: Path) -> None:
+    """An adapter of 7 billion weights trains on 24 GB, and not beside a server with as many."""
+    adapter = ("rollout={}", "model.adapter={rank: 8}", "model.dtype=bfloat16", "--gpus", "1")
+    plan = planned(str(run_file), *adapter, "--gpu", "4090")
+    (note,) = plan["notes"]
+    assert note.startswith("rollout.engine: auto is planned as local, since vLLM does not fit beside training: ")
+    assert "vLLM's share" not in plan["memory"]["phases"]["sampling"]["parts"]
+    plan = planned(str(run_file), *adapter, "--gpu", "h100")
+    assert plan["notes"] == ["rollout.engine: auto is planned as vllm, which a run takes where it is installed"]
+    assert "vLLM's share" in plan["memory"]["phases"]["sampling"]["parts"]
+
+
+def test_several_nodes_take_vllm_on_nodes_of_their_own(run_file: Path) -> None:
+    (note,) = planned(str(run_file), "rollout={}", "--nodes", "2")["notes"]
+    assert note.endswith(
+        "as vllm, which `cohort launch slurm` takes with --rollout-nodes; without, training processes sample"
+    )
+    (note,) = planned(str(run_file), "rollout={}", "--nodes", "2", "--gpu-memory", "8GB")["notes"]
+    assert "is planned as local, since vLLM does not fit beside training: training on 8 GPUs takes" in note
+
+
+@pytest.fixture
+def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_calibration")
+def test_a_run_on_the_cpu_is_planned_for_the_cpu(run_file: Path) -> None:
+    cpu = (str(run_file), "hardware.device=cpu", "--model-shape", "0.5b", "model.dtype=bfloat16")
+    plan = planned(*cpu)
+    assert (plan["hardware"]["gpu"], plan["layout"]["training_gpus"], plan["timing"]) == (cpu_name(), 1, {})
+    assert plan["memory"]["origins"]["there"]["how"] == "of this machine, for each process"
+    several = planned(*cpu, "hardware.processes=2", "--gpu-memory", "16GB")
+    assert several["layout"]["training_gpus"] == 2
+    assert several["hardware"]["gpu_memory_bytes"] == 16 * 10**9
+    assert planned(*cpu, "rollout={}")["notes"] == []  # as a run without GPUs, it samples itself
+    served = planned(*cpu, "rollout={engine: vllm}", "hardware.processes=3")
+    assert (served["layout"]["training_gpus"], served["layout"]["sampling_gpus"]) == (3, 1)
+    refused = CliRunner().invoke(app, ["plan", *cpu, "--gpu", "h100"])
+    assert refused.exit_code == 2
+    assert "--gpu: h100 has no effect with hardware.device: cpu" in " ".join(refused.output.split())
 
 
 def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path) -> None:

@@ -143,25 +143,38 @@ def test_paths_are_absolute_and_quoted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "options", "ranks", "added"),
+    ("overrides", "options", "ranks"),
     [
-        ((), {}, 8, False),
-        (("hardware.processes=auto",), {"gpus_per_node": 4}, 4, False),
-        (("hardware.processes=4",), {"gpus_per_node": 4}, 4, False),
-        (("hardware.processes=2",), {"gpus_per_node": 4}, 4, True),  # contradicts: the nodes' GPUs decide
-        (("hardware.device=cpu",), {}, 1, False),
-        (("hardware.device=cpu", "hardware.processes=3"), {}, 3, False),
-        (("hardware.device=cpu", "hardware.processes=auto"), {"gpus_per_node": 0}, 1, False),
-        (("hardware.processes=2",), {"gpus_per_node": 0}, 2, False),
+        ((), {}, 8),
+        (("hardware.processes=auto",), {"gpus_per_node": 4}, 4),
+        (("hardware.processes=4",), {"gpus_per_node": 4}, 4),
+        (("hardware.processes=2",), {"gpus_per_node": 4}, 2),
+        (("hardware.processes=1",), {"gpus_per_node": 4}, 1),
+        (("hardware.device=cpu",), {}, 1),
+        (("hardware.device=cpu", "hardware.processes=3"), {}, 3),
+        (("hardware.device=cpu", "hardware.processes=auto"), {"gpus_per_node": 0}, 1),
+        (("hardware.processes=2",), {"gpus_per_node": 0}, 2),
     ],
 )
-def test_ranks_per_node(overrides, options, ranks, added):
+def test_ranks_per_node(overrides, options, ranks):
     text = script(*overrides, **options)
-    assert f"    --nproc-per-node {ranks}\n" in text
+    assert f"    --nproc-per-node {ranks}\n" in text and f"{ranks} ranks each: {8 * ranks} ranks." in text
     training = next(line for line in text.splitlines() if line.startswith("training="))
-    assert training == f"training=({' '.join(['-m cohort.train', chr(34) + '$config' + chr(34), *overrides])}" + (
-        " hardware.processes=auto)" if added else ")"
+    assert training == f"training=({' '.join(['-m cohort.train', chr(34) + '$config' + chr(34), *overrides])})"
+
+
+def test_more_ranks_than_a_node_has_gpus():
+    assert message("hardware.processes=9") == (
+        "hardware.processes: 9 is more than the 8 GPUs of a node (--gpus-per-node), and each process needs its own; "
+        "use at most 8, auto, or --gpus-per-node 9"
     )
+
+
+def test_gpus_that_no_rank_trains_on_are_there_for_servers():
+    """Where ranks take all of them, none is left."""
+    vllm = ("rollout.engine=vllm", "hardware.processes=7")
+    assert "# Rollout nodes: 0. vLLM servers on the first node sample" in script(*vllm)
+    assert message(vllm[0]).startswith("--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs")
 
 
 def test_without_gpus_none_are_asked_for():

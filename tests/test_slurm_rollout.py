@@ -144,7 +144,7 @@ def test_the_engine_is_said_to_servers_and_ranks():
         (("rollout.engine=auto", "hardware.processes=5"), "hardware.processes: 5 is more than this machine's 4 GPUs"),
         (
             ("rollout.engine=auto", "model={path: m, adapter: {dora: true}}", "hardware.processes=5"),
-            "hardware.processes: 5 is more than the 4 GPUs of the node (--gpus-per-node)",
+            "hardware.processes: 5 is more than the 4 GPUs of a node (--gpus-per-node)",
         ),
     ],
 )

@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
-from cohort.errors import UserError
 from cohort.rollout.vllm.client import requests_for
 from fake_vllm import ThreadServer, sampled
 from vllm_runs import KEY, SAMPLING, assert_right, prompts, run_with
@@ -45,11 +42,6 @@ def test_a_server_never_has_more_completions_in_flight_than_it_takes():
         assert_right(run.generate(12))
     for server in servers:
         assert server.fakes[0].most_in_flight == 6  # two prompts of three: all of the room was used, and no more
-
-
-def test_a_temperature_that_vllm_would_raise_is_refused():
-    with run_with(ThreadServer()) as run, pytest.raises(UserError, match=r"rollout.temperature: 0.001 .* use 0.01"):
-        run.generate(1, replace(SAMPLING, temperature=0.001))
 
 
 def test_weights_change_between_the_requests_of_a_run():

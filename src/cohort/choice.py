@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from cohort.config import AutoRolloutConfig, Config, load_config
-from cohort.config.engine import why_not_vllm, with_engine
 from cohort.errors import UserError
-from cohort.placement import num_gpus, split_machine
-from cohort.plan.split import DoesNotFitError
+from cohort.placement import num_gpus, why_vllm_does_not_fit
+from cohort.plan.rollout_engine import why_not_vllm, with_engine
 from cohort.rollout.vllm.options import vllm_python
 from cohort.rollout.vllm.server import check_vllm
 from cohort.run_files import has_begun, holds_run
@@ -54,10 +53,8 @@ def _chosen(config: Config) -> tuple[Literal["local", "vllm"], str | None]:
             "local",
             f"since there is no vLLM that can be used in {sys.executable} (COHORT_VLLM_PYTHON names another)",
         )
-    try:
-        split_machine(with_engine(config, "vllm"))
-    except DoesNotFitError as error:
-        return "local", f"since vLLM does not fit beside training: {error}"
+    if (problem := why_vllm_does_not_fit(config)) is not None:
+        return "local", f"since vLLM does not fit beside training: {problem}"
     return "vllm", f"since vLLM {version} is installed"
 
 

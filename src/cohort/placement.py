@@ -1,5 +1,6 @@
 """Which GPUs the vLLM servers of a run get on this machine: decided where the run is started, and told to rank 0."""
 
+import functools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import torch
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
+from cohort.plan import rollout_engine
 from cohort.plan.calibration import calibration_of
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape, known_shape, similar_shape
@@ -72,6 +74,22 @@ def split_machine(config: Config) -> GpuSplit | None:
         shape=_shape(config.model.path) if decides else None,
         hardware=_hardware(num) if decides else None,
     )
+
+
+def why_vllm_does_not_fit(config: Config) -> str | None:
+    """Why servers do not fit beside training here by the plan; None where they do, or where that cannot be told.
+
+    Args:
+        config: of a run with `rollout.engine: auto` that vLLM is not ruled out for.
+
+    Raises:
+        UserError: the configuration asks for what this machine does not have.
+    """
+    started = os.environ.get("LOCAL_WORLD_SIZE")  # by another launcher, which decides how many processes train
+    if started is not None:
+        config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"processes": int(started)})})
+    shape, hardware = _shape(config.model.path), _hardware(num_gpus(config))
+    return None if shape is None or hardware is None else rollout_engine.why_vllm_does_not_fit(config, shape, hardware)
 
 
 def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
@@ -164,6 +182,7 @@ def _hardware(num: int) -> Hardware | None:
     )
 
 
+@functools.cache
 def _look_at_gpu() -> tuple[str, int] | None:
     """Name of the first GPU, and the memory of the one that has the least; None where the driver does not tell.
 

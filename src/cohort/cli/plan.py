@@ -11,6 +11,7 @@ from cohort.plan.presets import PRESETS
 
 if TYPE_CHECKING:
     from cohort.config import Config
+    from cohort.plan.hardware import Hardware
     from cohort.plan.predict import Plan
 
 
@@ -21,16 +22,19 @@ def plan(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(help="GPUs of each node. Default: hardware.processes, or 8 where that is auto (1 on a CPU)."),
+        typer.Option(
+            help="GPUs of each node, or processes that share its CPU. Default: hardware.processes and rollout_gpus, or "
+            "8 where processes is auto (1 on a CPU)."
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     gpu: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="h100, h200, b200, a100, a100-40, l40s, l20, l4, a10, 4090, 3090; here: what --calibrate has measured "
-            "on this machine, its CPU too."
+            "on this machine, its CPU too. Default: h100, or this machine's CPU with hardware.device: cpu."
         ),
-    ] = "h100",
+    ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU, such as 80GB. Default: what --gpu has.")] = None,
     model_shape: Annotated[
         str | None,
@@ -53,12 +57,10 @@ def plan(
 ) -> None:
     """Work out what a run will do, need and take, before anything is loaded. Exit code 1: it does not fit."""
     from cohort.config import load_config
-    from cohort.config.engine import with_planned_engine
     from cohort.errors import UserError
-    from cohort.plan.calibration import calibration_here
     from cohort.plan.data import count_prompts, missing_files
-    from cohort.plan.hardware import hardware
     from cohort.plan.predict import predict_run
+    from cohort.plan.rollout_engine import with_planned_engine
     from cohort.plan.shape import preset_shape, read_shape
 
     if calibrate:
@@ -71,16 +73,14 @@ def plan(
         raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
     notes = [message for _, message in missing_files(settings, (config or Path()).parent)]
-    processes = settings.hardware.processes
-    if gpus is None:
-        measured = calibration_here() if gpu.lower() == "here" else None
-        gpus = processes if processes != "auto" else 8 if measured is None or measured.on_gpu else 1
-    machines = hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
-    if settings.rollout.engine == "auto" and machines.on_gpu:
-        settings, reason = with_planned_engine(settings)
-        taken = "vllm, which a run takes where it is installed" if reason is None else f"local, since {reason}"
-        notes.append(f"rollout.engine: auto is planned as {taken}")
+    machines = _machines(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
+    if settings.rollout.engine == "auto" and machines.on_gpu:
+        settings, reason = with_planned_engine(settings, shape, machines)
+        taken = "vllm, which a run takes where it is installed" if reason is None else f"local, since {reason}"
+        if reason is None and nodes > 1:
+            taken = "vllm, which `cohort launch slurm` takes with --rollout-nodes; without, training processes sample"
+        notes.append(f"rollout.engine: auto is planned as {taken}")
     predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
     verified_layers = (4 if layers is None else layers) if verify else None
     if price is not None and predicted.num_steps is None:
@@ -88,6 +88,35 @@ def plan(
     _show(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
+
+
+def _machines(
+    settings: "Config", *, gpu: str | None, gpus: int | None, nodes: int, gpu_memory: str | None
+) -> "Hardware":
+    """What the run is planned for: the CPU of this machine where the configuration says so, else what is named.
+
+    Raises:
+        UserError: an option does not fit, by itself or with the configuration.
+    """
+    from cohort.errors import UserError
+    from cohort.plan.calibration import calibration_here
+    from cohort.plan.hardware import cpu_here, hardware
+
+    processes, rollout_gpus = settings.hardware.processes, settings.hardware.rollout_gpus
+    if settings.hardware.device == "cpu":
+        if gpu is not None and gpu.lower() != "here":
+            raise UserError(
+                f"--gpu: {gpu} has no effect with hardware.device: cpu, which is planned for the CPU of this machine; "
+                f"remove it, or use hardware.device=auto"
+            )
+        gpus = gpus if gpus is not None else 1 if processes == "auto" else processes
+        return cpu_here(gpus, nodes=nodes, memory=gpu_memory)
+    gpu = gpu or "h100"
+    if gpus is None:
+        measured = calibration_here() if gpu.lower() == "here" else None
+        both = 0 if processes == "auto" else processes + (rollout_gpus if isinstance(rollout_gpus, int) else 0)
+        gpus = both or (8 if measured is None or measured.on_gpu else 1)
+    return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:

@@ -16,8 +16,9 @@ class HardwareConfig(Section):
         "auto",
         description="Training processes on this machine, one per GPU, or that many on its CPU. auto: every GPU, or "
         "with `rollout.engine: vllm` those that `rollout_gpus` leaves; 1 without GPUs, and where quantized weights, "
-        "adafactor or `reference.device: cpu` work in one process only. The model, its gradients and the optimizer's "
-        "state are spread over them (FSDP2). Changes speed and memory, never the gradient.",
+        "adafactor or `reference.device: cpu` work in one process only. A number is kept: torchrun has to start as "
+        "many on each machine. The model, its gradients and the optimizer's state are spread over them (FSDP2). "
+        "Changes speed and memory, never the gradient.",
     )
     rollout_gpus: int | Literal["shared", "auto"] = Field(
         "auto",

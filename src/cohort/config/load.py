@@ -179,6 +179,9 @@ def _explain(error: ErrorDetails) -> str:
     field = ".".join(str(p) for p in loc)
     value, kind = error["input"], error["type"]
     if kind == "extra_forbidden":
+        if len(error["loc"]) == 3 and (others := _others_with(str(loc[0]), str(loc[1]))):
+            said = f"{loc[0]}.{UNIONS[str(loc[0])]}"
+            return f"{field}: only {said}: {' or '.join(others)} has this key; remove it, or use {said}: {others[0]}; "
         known = list(section.model_fields)
         meant = _nearest_key(str(loc[-1]), known, section)
         return f"{field}: unknown key; " + (f"did you mean {meant}? " if meant else "")
@@ -227,6 +230,13 @@ def _shortened(text: str) -> str:
 def _members(name: str) -> dict[str, type[BaseModel]]:
     """The sections that there are of this name, by the value that says which."""
     return {section.model_fields[UNIONS[name]].default: section for section in _SECTIONS[name]}
+
+
+def _others_with(name: str, key: str) -> list[str]:
+    """Where a section is one of several: those that have a key, which the chosen one lacks."""
+    if name not in UNIONS:
+        return []
+    return [other for other, section in _members(name).items() if key in section.model_fields]
 
 
 def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:

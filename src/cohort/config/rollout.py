@@ -62,13 +62,15 @@ class SamplingConfig(Section):
 
 
 class AutoRolloutConfig(SamplingConfig):
-    """Sampling of completions by vLLM where the run trains on GPUs and vLLM is installed, else as `local`.
+    """Sampling of completions by vLLM where the run trains on GPUs, vLLM is installed and fits, else as `local`.
 
     The engine that was chosen is in the run's `config.yaml`, and the run goes on with it.
     """
 
     engine: Literal["auto"] = Field(
-        "auto", description="vllm on a machine with GPUs and vLLM, unless something rules it out; else local."
+        "auto",
+        description="vllm on a machine with GPUs and vLLM, where it fits by the plan and can sample the run; else "
+        "local.",
     )
 
 

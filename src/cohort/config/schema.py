@@ -126,6 +126,17 @@ class Config(Section):
         """Whether a reference's weights lie beside the policy's all the time."""
         return self.algorithm.beta > 0 and (self.reference is None or self.reference.device == "auto")
 
+    @property
+    def works_in_one_process(self) -> str | None:
+        """The key and value with which a run works in one process only; None where it may have several."""
+        for field, kind in self.quantized():
+            return f"{field}: {kind}"
+        if self.reference is not None and self.reference.device == "cpu":
+            return "reference.device: cpu"
+        if self.optim.name == "adafactor":
+            return "optim.name: adafactor"
+        return f"hardware.device: {self.hardware.device}" if ":" in self.hardware.device else None
+
     @field_validator("optim", mode="before")
     @classmethod
     def _adamw_unless_named(cls, value: Any) -> Any:
@@ -138,9 +149,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_process_where_no_more_work(self) -> Self:
-        on_host = self.reference is not None and self.reference.device == "cpu"
-        alone = self.quantized() or on_host or self.optim.name == "adafactor" or ":" in self.hardware.device
-        if self.hardware.processes == "auto" and alone:
+        if self.hardware.processes == "auto" and self.works_in_one_process is not None:
             # set past the frozen section: what is given back in place of `self` is ignored where a Config is made
             object.__setattr__(self, "hardware", self.hardware.model_copy(update={"processes": 1}))
         return self

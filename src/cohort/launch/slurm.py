@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.config import Config, VllmRolloutConfig
-from cohort.config.engine import with_engine, with_planned_engine
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
+from cohort.plan.rollout_engine import with_engine, with_planned_engine
 from cohort.plan.split import split_gpus
 from cohort.stopping import LATER_S, SIGNALS
 
@@ -72,15 +72,16 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
         config = with_engine(config, "local")  # as the run would decide, whichever nodes it begins with
         arguments.append("rollout.engine=local")
     _check_restarts(config, options)
-    ranks_per_node = gpus or (1 if config.hardware.processes == "auto" else config.hardware.processes)
     if _splits_its_gpus(config, options, gpus):
         _check_split(config, gpus)
+        ranks_per_node = gpus
         who = [f"Nodes: 1, with {gpus} GPUs, which `cohort train` splits between training and vLLM."]
         launch = _launch_on_one_node([*arguments, f"hardware.max_restarts={options.max_restarts}"])
     else:
-        rollout = plan_rollout_nodes(config, num_nodes=options.rollout_nodes, gpus_per_node=gpus)
-        if config.hardware.processes not in (1, "auto", ranks_per_node):
-            arguments.append("hardware.processes=auto")
+        ranks_per_node = _ranks_per_node(config, gpus)
+        rollout = plan_rollout_nodes(
+            config, num_nodes=options.rollout_nodes, gpus_per_node=gpus, gpus_left=gpus - ranks_per_node
+        )
         who = _who_trains_and_samples(config, options, rollout, gpus, ranks_per_node)
         launch = _launch(config, arguments, options, rollout, ranks_per_node)
     header = ["Written by `cohort launch slurm`, to be submitted with `sbatch`.", "", *who, ""]
@@ -110,11 +111,25 @@ def _check_split(config: Config, gpus: int) -> None:
     planned, _ = with_planned_engine(config)
     if isinstance(planned.rollout, VllmRolloutConfig):
         split_gpus(planned, num_gpus=gpus, shape=None, hardware=None)
-    elif planned.hardware.processes != "auto" and planned.hardware.processes > gpus:
+    else:
+        _ranks_per_node(planned, gpus)
+
+
+def _ranks_per_node(config: Config, gpus: int) -> int:
+    """Training processes of each node: `hardware.processes`, by default one per GPU.
+
+    Raises:
+        UserError: a node has fewer GPUs.
+    """
+    processes = config.hardware.processes
+    if processes == "auto":
+        return gpus or 1
+    if 0 < gpus < processes:
         raise UserError(
-            f"hardware.processes: {planned.hardware.processes} is more than the {gpus} GPUs of the node "
-            f"(--gpus-per-node), and each process needs its own; use auto"
+            f"hardware.processes: {processes} is more than the {gpus} GPUs of a node (--gpus-per-node), and each "
+            f"process needs its own; use at most {gpus}, auto, or --gpus-per-node {processes}"
         )
+    return processes
 
 
 def _who_trains_and_samples(

@@ -33,13 +33,14 @@ class RolloutNodes:
         )
 
 
-def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int) -> RolloutNodes | None:
+def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gpus_left: int) -> RolloutNodes | None:
     """The servers of `--rollout-nodes`; None where there are no such nodes.
 
     Args:
         config: of the run.
         num_nodes: that only sample.
         gpus_per_node: of every node.
+        gpus_left: of a training node, on which no rank trains.
 
     Raises:
         UserError: the configuration says something else, or lacks servers.
@@ -55,7 +56,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int) ->
             )
         return None
     if num_nodes == 0:
-        if gpus_per_node and not rollout.urls:
+        if gpus_per_node and not gpus_left and not rollout.urls:
             raise UserError(
                 "--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs of the training nodes, so that "
                 "none is left for servers; use --rollout-nodes 1, or rollout.urls, or --nodes 1, whose GPUs are split"

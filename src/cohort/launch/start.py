@@ -25,13 +25,14 @@ def train(
 ) -> RunResult:
     """Train as `config` says; goes on from the last checkpoint where its run folder holds the same run.
 
-    With `hardware.processes` above 1, or restarts, it starts the processes and waits for them. Under torchrun it is
-    one of them.
+    A run of several processes, as on several GPUs by default, or with restarts is started and waited for. Under
+    torchrun this process is one of them.
 
     Args:
         config: a `Config`, the same as a nested mapping, or the path of a YAML file.
         resume: insist that there is a run to go on with.
-        display: what a person sees; by default lines and a bar on the console. For a run in this process only.
+        display: what a person sees; by default lines and a bar on the console. For a run in this process only, which
+            on a machine with several GPUs needs `hardware.processes: 1`.
 
     Raises:
         UserError: something in the configuration, the data or a reward does not work.
@@ -61,8 +62,11 @@ def train(
         with environment_of(placement), stopping.watching("run", grace_s=config.hardware.grace_s, goes_on_from=words):
             return trainer.train(config, resume=resume, display=display)
     if display is not None:
+        counted = f"{num_processes} process{'es' * (num_processes > 1)} and {config.hardware.max_restarts} restarts"
         raise UserError(
-            "display: works with a run in this process only: hardware.processes: 1 and hardware.max_restarts: 0"
+            f"display: works with a run in this process only, and this one has "
+            f"{'ranks of torchrun' if in_processes else counted}; use hardware.processes: 1 and "
+            f"hardware.max_restarts: 0, or no display"
         )
     if in_processes:
         from cohort.trainer import run_rank

@@ -71,10 +71,7 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
     Raises:
         UserError: `path` is a folder without a readable adapter_config.json.
     """
-    rank, dora = config.rank, config.dora
-    targets: _Targets = config.targets
-    if config.path is not None and (saved := _saved(config.path)) is not None:
-        rank, targets, dora = saved
+    rank, targets, dora = _requested(config)
     linear = shape.linear_layers
     places = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
     known = [name for names in places.values() for name in names] + [_HEAD, _EMBEDDING]
@@ -106,6 +103,32 @@ def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
         if unknown
         else None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedAdapter:
+    """An adapter as the configuration names it, whatever the model."""
+
+    rank: int
+    dora: bool
+    modules: tuple[str, ...]  # as they are named; of a pattern only the head and the embedding, where it means them
+
+
+def requested_adapter(config: AdapterConfig) -> RequestedAdapter:
+    """What is known of an adapter without its model.
+
+    Raises:
+        UserError: `path` is a folder without a readable adapter_config.json.
+    """
+    rank, targets, dora = _requested(config)
+    modules = targets if isinstance(targets, tuple) else tuple(sorted(_meant(targets, [_HEAD, _EMBEDDING])[0]))
+    return RequestedAdapter(rank=rank, dora=dora, modules=modules)
+
+
+def _requested(config: AdapterConfig) -> tuple[int, _Targets, bool]:
+    """Rank, targets and whether it is DoRA."""
+    saved = None if config.path is None else _saved(config.path)
+    return (config.rank, config.targets, config.dora) if saved is None else saved
 
 
 def _factors(rank: int, into: int, out: int, *, dora: bool) -> tuple[WeightShape, ...]:

@@ -1,11 +1,12 @@
 """The machines of a plan: GPUs by the names that people use for them, and sizes as people write them."""
 
+import os
 from dataclasses import dataclass
 
 from cohort.config.hardware import MOST_PROCESSES
 from cohort.config.sizes import parse_size
 from cohort.errors import UserError
-from cohort.plan.calibration import Calibration, calibration_here, calibration_of
+from cohort.plan.calibration import Calibration, calibration_here, calibration_of, cpu_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,7 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
             f"--gpu: {gpu!r} is not known; use one of {', '.join(GPUS)}, and --gpu-memory if it has another, or here "
             f"for what `cohort plan --calibrate` has measured on this machine"
         )
-    for option, number in (("--gpus", gpus), ("--nodes", nodes)):
-        if not 1 <= number <= MOST_PROCESSES:
-            raise UserError(f"{option}: {number} must be a whole number from 1 to {MOST_PROCESSES:,}")
+    _check_numbers(gpus, nodes)
     if gpu.lower() == "here":
         measured = calibration_here()
         if measured is None:
@@ -83,6 +82,42 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
         measured=measured,
         memory_is_measured=measured is not None and gpu_memory is None,
     )
+
+
+def cpu_here(
+    processes: int, *, nodes: int = 1, memory: str | None = None, resident_bytes: int | None = None
+) -> Hardware:
+    """The CPU of this machine, shared by as many processes.
+
+    Args:
+        processes: of each node.
+        nodes: machines like this one.
+        memory: that each process has, such as 16GB; by default its share of what is there.
+        resident_bytes: of a process that plans for itself, before it has a model.
+
+    Raises:
+        UserError: `memory` is no size, or a number that cannot be.
+    """
+    _check_numbers(processes, nodes)
+    name = cpu_name()
+    measured = calibration_of(name)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+    return Hardware(
+        gpu_name=name,
+        gpu_memory_bytes=there if memory is None else parse_bytes(memory, option="--gpu-memory"),
+        gpus_per_node=processes,
+        nodes=nodes,
+        on_gpu=False,
+        measured=measured.shared_by(processes) if measured else None,
+        memory_is_measured=memory is None,
+        resident_bytes=resident_bytes,
+    )
+
+
+def _check_numbers(gpus: int, nodes: int) -> None:
+    for option, number in (("--gpus", gpus), ("--nodes", nodes)):
+        if not 1 <= number <= MOST_PROCESSES:
+            raise UserError(f"{option}: {number} must be a whole number from 1 to {MOST_PROCESSES:,}")
 
 
 def parse_bytes(text: str, *, option: str) -> int:

@@ -51,6 +51,10 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
     if rollout.urls:
         number = hardware.num_gpus if processes == "auto" else processes
         return Layout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
+    if not hardware.on_gpu:
+        split = split_gpus(config, num_gpus=0, shape=shape, hardware=hardware)
+        number = split.num_processes * hardware.nodes
+        return Layout(num_training=number, num_sampling=len(split.server_gpus), shared=False, reason=split.reason)
     if hardware.nodes > 1:
         return _whole_nodes(config, shape, hardware)
     num_gpus = hardware.gpus_per_node

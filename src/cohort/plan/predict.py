@@ -258,7 +258,7 @@ def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
 
 def _memory_there(hardware: Hardware) -> Number:
     size = hardware.gpu_memory_bytes
-    if hardware.resident_bytes is not None:
+    if hardware.memory_is_measured and not hardware.on_gpu:
         return Number(value=size, origin="measured", how="of this machine, for each process")
     if hardware.memory_is_measured and hardware.measured is not None:
         return Number(value=size, origin="measured", how=hardware.measured.told())

@@ -1,6 +1,5 @@
 """The plan of a run that is about to start, on what it has: what cannot fit on GPUs is refused before weights load."""
 
-import os
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,8 +8,8 @@ from cohort.config import Config
 from cohort.errors import UserError
 from cohort.metrics.memory import resident_now
 from cohort.plan.advice import advise
-from cohort.plan.calibration import calibration_of, cpu_name
-from cohort.plan.hardware import Hardware
+from cohort.plan.calibration import calibration_of
+from cohort.plan.hardware import Hardware, cpu_here
 from cohort.plan.layout import Layout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
@@ -46,7 +45,7 @@ def foresee(
     """
     return plan_on(
         config,
-        _gpus(device, world_size) if device.type == "cuda" else _cpu(world_size),
+        _gpus(device, world_size) if device.type == "cuda" else cpu_here(world_size, resident_bytes=resident_now()),
         shared=bool(servers and servers.placement and servers.placement.shared),
         longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
         num_prompts=len(inputs.prompts.prompts),
@@ -62,20 +61,6 @@ def _gpus(device: torch.device, world_size: int) -> Hardware:
         gpus_per_node=world_size,
         nodes=1,
         measured=calibration_of(properties.name),
-    )
-
-
-def _cpu(world_size: int) -> Hardware:
-    name = cpu_name()
-    measured = calibration_of(name)
-    return Hardware(
-        gpu_name=name,
-        gpu_memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world_size,
-        gpus_per_node=world_size,
-        nodes=1,
-        on_gpu=False,
-        measured=measured.shared_by(world_size) if measured else None,
-        resident_bytes=resident_now(),
     )
 
 

@@ -117,8 +117,12 @@ def _check_processes(config: Config) -> None:
     """
     wanted, started = config.hardware.processes, os.environ.get("LOCAL_WORLD_SIZE")
     ours = OUTCOME_FILE in os.environ  # it knows the configuration, and may have left a rank out
-    if not ours and started is not None and wanted not in (1, "auto", int(started)):
-        raise UserError(
-            f"hardware.processes: {wanted}, and the launcher has started {started} processes on this machine; use "
-            f"--nproc-per-node {wanted}, or hardware.processes: auto"
-        )
+    if ours or started is None or wanted in ("auto", int(started)):
+        return
+    alone = config.works_in_one_process
+    raise UserError(
+        f"hardware.processes: {wanted}"
+        + ("" if alone is None else f" ({alone} works in one process only)")
+        + f", and the launcher has started {started} processes on this machine; use --nproc-per-node {wanted}"
+        + (", or hardware.processes: auto" if alone is None else "")
+    )

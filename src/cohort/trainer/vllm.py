@@ -14,7 +14,8 @@ from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.placement import Placement, server_placement
 from cohort.plan.defaults import serving_dtype
-from cohort.policy import AdapterSpec, end_token_ids, resolve_device, weight_specs
+from cohort.plan.rollout_engine import why_not_sampled
+from cohort.policy import end_token_ids, resolve_device, weight_specs
 from cohort.rollout import SamplingParams
 from cohort.rollout.vllm import (
     POLICY_NAME,
@@ -43,8 +44,6 @@ from cohort.trainer.parity import Probe, check_parity, make_probe
 
 Engine = VllmEngine[WeightChannel] | VllmEngine[AdapterChannel]
 _MEET_TIMEOUT_S = 60.0  # making and trying a way of weights takes seconds where it works
-_LARGEST_RANK = 512  # that vLLM has room for
-_NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM has no adapters there, but for a few models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +65,13 @@ def find_servers(config: Config, inputs: Inputs) -> Servers | None:
     """Which servers the run samples with; None where it does not.
 
     Raises:
-        UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot serve the adapter.
+        UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot sample what the run asks for.
     """
     rollout = config.rollout
     if not isinstance(rollout, VllmRolloutConfig):
         return None
-    if inputs.adapter is not None:
-        _check_served(inputs.adapter)
+    if (reason := why_not_sampled(config, inputs.adapter)) is not None:
+        raise UserError(f"{reason}, or rollout.engine: local")
     placement = None if rollout.urls else server_placement(config)
     options = []
     if placement is not None:
@@ -92,29 +91,6 @@ def find_servers(config: Config, inputs: Inputs) -> Servers | None:
     trains_on_gpu = resolve_device(config.hardware.device).type == "cuda"
     dtype = options[0].dtype if options else serving_dtype(config, on_gpu=trains_on_gpu)
     return Servers(options=tuple(options), urls=rollout.urls, placement=placement, dtype=getattr(torch, dtype))
-
-
-def _check_served(adapter: AdapterSpec) -> None:
-    """Compare an adapter with what vLLM can sample with.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if adapter.dora:
-        raise UserError(
-            "model.adapter.dora: true: vLLM samples with plain LoRA only; use dora: false, or rollout.engine: local"
-        )
-    if adapter.rank > _LARGEST_RANK:
-        raise UserError(
-            f"model.adapter.rank: {adapter.rank} is more than vLLM has room for; use at most {_LARGEST_RANK}, or "
-            f"rollout.engine: local"
-        )
-    outside = [name for name in adapter.modules if name.rpartition(".")[-1] in _NOT_SERVED]
-    if outside:
-        raise UserError(
-            f"model.adapter.targets: {', '.join(outside)}: vLLM samples with adapters inside of layers only; use "
-            f"all-linear, or rollout.engine: local"
-        )
 
 
 def start_engine(

@@ -157,7 +157,7 @@ class Draft:
         model, rollout = self.config["model"], self.config.get("rollout", {})
         try:
             check_base(kind, has_adapter="adapter" in model, dtype=model.get("dtype", "float32"))
-            engine = rollout.get("engine", "local")
+            engine = rollout.get("engine", "auto")
             check_run("model.quantization", kind, processes=self.processes or 1, engine=engine)
         except ValueError as why:
             self.note(f"no equivalent: {told(bits)}; here the model's weights keep their dtype: {why}")

@@ -55,6 +55,8 @@ def from_swift(draft: Draft, start: Start | None) -> None:
                     "rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number"),
                 }
             )
+    else:
+        draft.put("rollout.engine", "local")
     draft.quantized(swift_bits(settings))
     if settings.flag("dynamic_sample"):
         draft.put("rollout.resample", settings.whole("max_resample_times", 3))

@@ -102,6 +102,7 @@ def _precision(draft: Draft) -> None:
 def _engine(draft: Draft, version: Version) -> None:
     settings = draft.settings
     if not settings.flag("use_vllm"):
+        draft.put("rollout.engine", "local")
         return
     draft.put("rollout.engine", "vllm")
     default = "colocate" if version >= (1, 0) else "server"

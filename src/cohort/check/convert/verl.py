@@ -69,13 +69,16 @@ def from_verl(draft: Draft, start: Start | None) -> None:
     _algorithm(draft)
     if settings.whole(VERL.rank, 0, minimum=0):
         draft.adapter(read_lora(settings, VERL))
-    if settings.text(f"{_ROLLOUT}.name", "vllm") == "vllm":
+    sampler = settings.text(f"{_ROLLOUT}.name", "vllm")
+    if sampler == "vllm":
         draft.put("rollout.engine", "vllm")
         draft.put("hardware.rollout_gpus", "shared")
         draft.put("rollout.tensor_parallel", settings.whole(f"{_ROLLOUT}.tensor_model_parallel_size", 2))
         draft.put("rollout.gpu_memory_utilization", settings.number(f"{_ROLLOUT}.gpu_memory_utilization", 0.5))
+    elif sampler == "hf":
+        draft.put("rollout.engine", "local")
     else:
-        draft.note(f"no equivalent: rollout engine {settings.text(f'{_ROLLOUT}.name')}")
+        draft.note(f"no equivalent: rollout engine {sampler}")
 
 
 def _kl(draft: Draft) -> dict[str, Any]:

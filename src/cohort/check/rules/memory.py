@@ -18,11 +18,11 @@ from cohort.check.rules.memory_parts import RunMemory
 from cohort.check.rules.memory_read import Estimate
 from cohort.config import Config, config_from_dict
 from cohort.config.adapter import AdapterConfig
-from cohort.config.engine import with_planned_engine
 from cohort.errors import UserError
 from cohort.plan.advice import advise
 from cohort.plan.hardware import GPUS, Hardware
 from cohort.plan.predict import predict_run
+from cohort.plan.rollout_engine import with_planned_engine
 from cohort.plan.shape import known_shape
 
 _MARGIN = 1.1  # estimates are good to a tenth
@@ -43,11 +43,11 @@ class MemoryVerdict:
 def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     """Of a configuration of Cohort, by its plan."""
     try:
-        config, _ = with_planned_engine(config_from_dict(nested(launch)))
-        config, processes = _with_processes(config, launch, machines.num_gpus)
+        config, processes = _with_processes(config_from_dict(nested(launch)), launch, machines.num_gpus)
         shape = known_shape(config.model.path)
         if shape is None:
             return MemoryVerdict(f"not judged: the shape of model {config.model.path} is not known")
+        config, _ = with_planned_engine(config, shape, machines)
         plan = predict_run(config, shape, machines)
     except UserError as error:
         return MemoryVerdict(f"not judged: {error}")  # told by other rules too

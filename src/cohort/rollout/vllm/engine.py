@@ -6,8 +6,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from cohort import stopping
-from cohort.config.rollout import LOWEST_TEMPERATURE
-from cohort.errors import TrainingError, UserError
+from cohort.errors import TrainingError
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout.base import SamplingParams, StreamKey
 from cohort.rollout.local import completions_of
@@ -148,11 +147,6 @@ class VllmEngine(Generic[C]):
     def _submit(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey, only: RunningServer | None = None
     ) -> list[Future[RolloutGroup]]:
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise UserError(
-                f"rollout.temperature: {sampling.temperature:g} is below what vLLM samples at; use "
-                f"{LOWEST_TEMPERATURE:g} or more, or rollout.engine: local"
-            )
         parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
         groups = []
         for prompt in prompts:
