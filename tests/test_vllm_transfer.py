@@ -2,8 +2,10 @@
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.lending import Lender, allocate, handle_of, portions
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.transfer import WeightChannel
+from cohort.trainer import vllm
 from fake_vllm import ThreadServer
 from waiting import PATIENCE_S
 from weight_servers import EngineServer, FakeNccl, load_worker
@@ -179,19 +182,33 @@ class Machine:
 
     def publish(self, value: float, version: int) -> dict[WeightChannel, Exception]:
         """Both ranks lend, and rank 0 publishes."""
+        failed: dict[WeightChannel, Exception] = {}
+
+        def send(weights: Iterator[tuple[str, Tensor]], handles: Any) -> None:
+            failed.update(publish(self.channels, weights, SPECS, version, handles))
+
+        self.send_weights(value, send, lend=True)
+        return failed
+
+    def send_weights(self, value: float, send: Callable[[Iterator[tuple[str, Tensor]], Any], None], *, lend: bool):
+        """As `Crew.send_weights`: both ranks take part to the end, whatever becomes of `send`."""
         together = Together(2)
 
-        def rank(number: int) -> Any:
-            weights = iter(weights_of(number, value).items())
-            lender = Lender(SPECS, together.rank(number), DEVICES[number])
-            if number == 0:
-                return publish(self.channels, lender.stage(weights), SPECS, version, lender.handles)
-            return sum(1 for _ in lender.stage(weights))
+        def rank(number: int) -> None:
+            weights: Iterator[tuple[str, Tensor]] = iter(weights_of(number, value).items())
+            handles: Any = {}
+            if lend:
+                lender = Lender(SPECS, together.rank(number), DEVICES[number])
+                weights, handles = lender.stage(weights), lender.handles
+            try:
+                if number == 0:
+                    send(weights, handles)
+            finally:
+                deque(weights, maxlen=0)
 
         with ThreadPoolExecutor(2) as threads:
-            failed, count = threads.map(rank, range(2))
-        assert count == len(SPECS)
-        return failed
+            for done in [threads.submit(rank, number) for number in range(2)]:
+                done.result()
 
     def assert_served(self, number: int, rank: int, value: float) -> None:
         served = self.servers[number].model.weights
@@ -285,6 +302,62 @@ def test_a_version_that_is_there_is_sent_again_after_sleep_alone(machine: Machin
     machine.assert_served(1, rank=1, value=10.0)
 
 
+def test_servers_that_sleep_stay_connected(machine: Machine, memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    """In groups too, which are dear to make."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    memory.fails = True
+    assert machine.publish(10.0, 1) == {}
+    assert [channel.way for channel in machine.channels] == ["gloo", "nccl"]
+    met = [server.calls["/init_weight_transfer_engine"] for server in machine.servers]
+    for channel in machine.channels:
+        channel.sleep()
+    assert machine.publish(20.0, 2) == {}
+    for number in range(2):
+        machine.assert_served(number, rank=0, value=20.0)
+    assert [server.calls["/init_weight_transfer_engine"] for server in machine.servers] == met
+
+
+def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    """As a run publishes, which has the ranks lend only where a server may read it."""
+    monkeypatch.setattr(vllm, "weight_specs", lambda policy, dtype: SPECS)
+
+    def publish_in_run(value: float, version: int) -> Any:
+        def send_weights(_: Any, send: Any, *, lend: bool) -> None:
+            machine.send_weights(value, send, lend=lend)
+
+        crew: Any = SimpleNamespace(policy=None, send_weights=send_weights)
+        return vllm._publish(crew, torch.bfloat16, pytest.fail, machine.channels, version)
+
+    def broken(channels: Any, weights: Iterator[Any], *rest: Any) -> Any:
+        def stream() -> Iterator[Any]:
+            yield next(weights)
+            raise ZeroDivisionError
+
+        return publish(channels, stream(), *rest)
+
+    assert publish_in_run(10.0, 1) == {}
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(vllm, "publish", broken)
+        publish_in_run(20.0, 2)
+    assert [channel.way for channel in machine.channels] == [None, None]
+    assert publish_in_run(30.0, 3) == {}
+    assert [channel.way for channel in machine.channels] == ["ipc", "ipc"]
+    for number in range(2):
+        machine.assert_served(number, rank=number, value=30.0)
+
+
+def test_a_server_that_has_read_what_was_lent_is_not_sent_weights_another_way(machine: Machine, memory: Memory):
+    """Memory can be shared there, so that something else is wrong: it is started again, and reads it once more."""
+    assert machine.publish(10.0, 1) == {}
+    memory.fails = True
+    failed = machine.publish(20.0, 2)
+    assert list(failed) == machine.channels
+    assert all("pidfd_getfd" in str(error) for error in failed.values())
+    memory.fails = False
+    assert machine.publish(30.0, 3) == {}
+    assert [channel.way for channel in machine.channels] == ["ipc", "ipc"]
+
+
 def test_an_update_of_a_sleeping_server_is_one_order_of_calls(machine: Machine):
     server = machine.servers[0]
     order: list[Any] = []
@@ -300,8 +373,7 @@ def test_an_update_of_a_sleeping_server_is_one_order_of_calls(machine: Machine):
     assert machine.publish(20.0, 2) == {}
     assert order == [
         ("/sleep", None),
-        ("/init_weight_transfer_engine", None),  # what it has dropped makes it another server: they meet again
-        ("/init_weight_transfer_engine", None),  # what is lent is opened before it is disturbed
+        ("/init_weight_transfer_engine", None),  # what is lent is opened before it is disturbed; they have met before
         ("/pause", None),
         ("/wake_up", None),
         ("/start_weight_update", None),

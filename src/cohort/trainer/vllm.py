@@ -233,7 +233,7 @@ def _publish(
     def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
         failed.update(publish(channels, weights, specs, version, handles))
 
-    crew.send_weights(dtype, send, lend=any(channel.way == "ipc" for channel in channels))
+    crew.send_weights(dtype, send, lend=any(channel.may_borrow for channel in channels))
     _tell(channels, note)
     return failed
 

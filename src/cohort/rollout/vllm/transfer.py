@@ -58,6 +58,7 @@ class WeightChannel:
         """
         self.url = api.url
         self.version: int | None = None  # the last that was committed here
+        self._dropped = False  # the server has slept since, and has no weights
         self.notes: list[str] = []  # messages for the user about the way; cleared once they are shown
         self._noted = ""  # the last of `choose_way`
         self._api = VllmApi(api.url, timeout_s=timeout_s)
@@ -66,7 +67,8 @@ class WeightChannel:
         self._timeout_s = timeout_s
         self._meet_timeout_s = meet_timeout_s
         self._sleeps = sleeps
-        self._lenders = frozenset(lenders)
+        self._lenders = frozenset(lenders) if sleeps else frozenset()
+        self._has_borrowed = False  # the server has opened what is lent to it
         self._transfer: WeightTransfer | None = None
         self._update: _Update | None = None
 
@@ -74,6 +76,11 @@ class WeightChannel:
     def way(self) -> Way | None:
         """How the weights go; None before the meeting."""
         return None if self._transfer is None else self._transfer.way
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether the next update may be read from memory that the ranks lend: it is, or was and meets anew."""
+        return bool(self._lenders) if self._transfer is None else self._transfer.way == "ipc"
 
     def open(self) -> None:
         """Meet the server's workers, agree on a way and try it; `begin` does it where it was not done.
@@ -105,7 +112,7 @@ class WeightChannel:
         assert self._update is None, "an update is under way"
         with self._giving_up("declaring weights"):
             serves = self._api.weight_version()
-            if self.version is not None and self.version == serves and version <= self.version:
+            if self.version is not None and self.version == serves and not self._dropped and version <= self.version:
                 self._update = _Update(version, iter(()), held=True)
                 return
             if serves != self.version or self._transfer is None:  # another server than it was, or none
@@ -182,7 +189,7 @@ class WeightChannel:
                 self._api.wake_up(["kv_cache"])
             self._api.reset_prefix_cache()
             self._api.resume()
-            self.version = update.version
+            self.version, self._dropped = update.version, False
             self._update = None
 
     def abort(self) -> None:
@@ -203,11 +210,13 @@ class WeightChannel:
     def sleep(self) -> None:
         """Have a server that shares this GPU drop its weights and its cache until the next update.
 
+        It says afterwards that it has the same version, and takes part in the same way: only its weights are gone.
+
         Raises:
             ServerError: it did not.
         """
+        self._dropped = True  # whether it answers or not
         self._api.sleep(2)
-        self.version = None  # the same one has to be sent once more
 
     def close(self) -> None:
         """Leave the group, and close the connections."""
@@ -233,9 +242,9 @@ class WeightChannel:
         way, note = choose_way(
             describe_device(self._device),
             [json.loads(store.get(rank)) for rank in ranks],
-            lenders=self._lenders if self._sleeps else frozenset(),
+            lenders=self._lenders,
         )
-        if note and note != self._noted:  # servers that sleep are met anew in every step
+        if note and note != self._noted:  # it may meet the same server again
             self.notes.append(f"{self.url}: {note}")
         self._noted = note
         store.set("way", way)
@@ -256,11 +265,14 @@ class WeightChannel:
         try:
             transfer.prepare(handles)
         except ServerError as error:
+            if self._has_borrowed or not handles:  # its memory can be shared: something else is wrong
+                raise
             self._lenders = frozenset()
             self.notes.append(f"its GPU's memory cannot be shared, so weights are sent another way: {error}")
             self.open()
             assert self._transfer is not None
             return self._transfer
+        self._has_borrowed |= transfer.way == "ipc"
         return transfer
 
     def _leave(self) -> None:
