@@ -16,10 +16,11 @@ from cohort.rollout.vllm import transfer
 from cohort.rollout.vllm.api import ServerError, VllmApi
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.transfer import WeightChannel
+from cohort.rollout.vllm.ways import GroupTransfer
 from cohort.rollout.vllm.worker import cohort_weight_group
 from fake_vllm import ThreadServer
 from selection import slow
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, until
 from weight_servers import (
     GROUP_MODULE,
     EngineServer,
@@ -32,8 +33,9 @@ from weight_servers import (
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cpu", 0)  # stands in for a GPU: it has an index
-DEADLINE_S = 1.0  # of the server whose group fails: the other end may not hear of it, and waits for so long
+DEADLINE_S = 2.0  # of all servers, where something hangs
 NAMES = ("a", "b", "c")
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def weights_of(value: float) -> Weights:
@@ -57,8 +59,11 @@ class Place:
         patch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
         patch.setattr(transfer, "describe_device", lambda device: self.describe("trainer", device))
         patch.setattr(self.worker, "describe_device", lambda device: self.describe("server", device))
+        patch.setattr(transfer, "_GIVE_UP_TIMEOUT_S", 0.5)
+        patch.setattr(transfer, "_WORKERS_PATIENCE", 4)
         for module in (cohort_weight_group, __import__(GROUP_MODULE)):
             patch.setattr(module, "_ABORT_TIMEOUT_S", 0.1)
+            patch.setattr(module, "_no_watchdog", cohort_weight_group._no_watchdog)  # one process has both ends here
         self.servers: list[ThreadServer] = []
         self.channels: list[WeightChannel] = []
 
@@ -99,14 +104,12 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     made.close()
 
 
-def test_weights_arrive_in_a_group_that_was_made_and_tried_before(place: Place, monkeypatch: pytest.MonkeyPatch):
-    # one process has both ends here
-    monkeypatch.setattr(__import__(GROUP_MODULE), "_environment", cohort_weight_group._environment)
+def test_weights_arrive_in_a_group_that_was_made_and_tried_before(place: Place):
     server = place.server(GPU)
     channel = place.channel(place.servers[0].url)
     seen: list[str | None] = []
     with fault_in_nccl(Fault()):
-        FakeNccl.environment = staticmethod(lambda: seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
+        FakeNccl.environment = staticmethod(lambda: seen.append(os.environ.get(NO_WATCHDOG)))
         channel.open()
         assert FakeNccl.calls == {("make", 0): 1, ("make", 1): 1, ("try", 0): 1, ("try", 1): 1}
         new = weights_of(10)
@@ -114,7 +117,21 @@ def test_weights_arrive_in_a_group_that_was_made_and_tried_before(place: Place, 
         assert FakeNccl.calls["broadcast", 0] == FakeNccl.calls["broadcast", 1] == len(SPECS)
     FakeNccl.environment = staticmethod(lambda: None)
     assert channel.way == "nccl" and same(server.model.weights, new) and server.version == "1"
-    assert seen == ["1", "1"] and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ  # no watchdog, in these groups alone
+    assert seen == ["1", "1"] and NO_WATCHDOG not in os.environ  # no watchdog, in these groups alone
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_making_a_group_that_hangs_leaves_the_environment_as_it_was(
+    place: Place, monkeypatch: pytest.MonkeyPatch, before: str | None
+):
+    if before is not None:
+        monkeypatch.setenv(NO_WATCHDOG, before)
+    place.server(GPU)
+    channel = place.channel(place.servers[0].url, deadline_s=0.5)
+    with fault_in_nccl(Fault("make", 0, "hangs")):
+        with pytest.raises(ServerError, match=r"within 0\.5 s"):
+            channel.open()
+        assert os.environ.get(NO_WATCHDOG) == before
 
 
 def test_a_group_that_computes_wrong_sums_is_not_used(place: Place, monkeypatch: pytest.MonkeyPatch):
@@ -142,13 +159,14 @@ SLOW = [pytest.param(fault, marks=WAITS) for fault in FAULTS if fault not in QUI
 @pytest.mark.parametrize("fault", [*QUICK, *SLOW], ids=str)
 def test_what_fails_costs_that_server_alone(place: Place, fault: Fault):
     bad, good = place.server(GPU), place.server(CPU)  # whose weights go by gloo
-    to_bad = place.channel(place.servers[0].url, deadline_s=DEADLINE_S)
-    to_good = place.channel(place.servers[1].url)
+    to_bad, to_good = (place.channel(server.url, deadline_s=DEADLINE_S) for server in place.servers)
     new, newer = weights_of(10), weights_of(20)
     with fault_in_nccl(fault):
         assert list(publish([to_bad, to_good], new.items(), SPECS, 1)) == [to_bad]
         assert same(good.model.weights, new) and good.version == "1" and not good.paused
         assert same(bad.model.weights, OLD) and bad.version == "default"
+    with bad.turn:  # until its worker has given up too
+        pass
     to_bad = place.channel(place.servers[0].url)
     assert publish([to_bad, to_good], newer.items(), SPECS, 2) == {}
     assert same(good.model.weights, newer) and same(bad.model.weights, newer)
@@ -173,8 +191,7 @@ REQUESTS = ["/pause", "/start_weight_update", "/finish_weight_update"]
 @pytest.mark.parametrize("call", ["/update_weights", *(pytest.param(call, marks=WAITS) for call in REQUESTS)])
 def test_a_server_that_hangs_in_a_request_costs_itself_alone(place: Place, call: str):
     bad, good = place.server(GPU), place.server(GPU)
-    to_bad = place.channel(place.servers[0].url, deadline_s=DEADLINE_S)
-    to_good = place.channel(place.servers[1].url)
+    to_bad, to_good = (place.channel(server.url, deadline_s=DEADLINE_S) for server in place.servers)
     released, work = threading.Event(), bad.work
 
     def hang(path: str, body: Any) -> Any:
@@ -190,6 +207,66 @@ def test_a_server_that_hangs_in_a_request_costs_itself_alone(place: Place, call:
     finally:
         released.set()
     assert same(bad.model.weights, OLD) and bad.version == "default"
+
+
+def test_a_call_that_the_server_never_answers_ends_with_the_transfer(place: Place):
+    """The stream may take any time, so this call has no deadline of its own."""
+    server, released = place.server(CPU), threading.Event()
+    channel = place.channel(place.servers[0].url, deadline_s=DEADLINE_S)
+    channel.open()
+    server.work = lambda path, body: released.wait()  # type: ignore[method-assign]
+    assert isinstance(channel._transfer, GroupTransfer)
+    transfer = channel._transfer
+    try:
+        transfer.begin(SPECS)
+        until(lambda: server.calls["/update_weights"] == 1)
+        assert transfer._received is not None and not transfer._received.done()
+        channel.close()
+        assert isinstance(transfer._received.exception(PATIENCE_S), ServerError)
+    finally:
+        released.set()
+
+
+class Meeting:
+    """A channel each of whose waits ends when the other channel is in it too."""
+
+    def __init__(self, together: threading.Barrier):
+        self.together = together
+        self.aborted = False
+
+    def begin(self, *_: Any) -> None:
+        self.together.wait()
+
+    def post(self, *_: Any) -> None:
+        pass
+
+    def settle(self) -> None:
+        self.together.wait()
+        raise ServerError("hung")
+
+    def abort(self) -> None:
+        self.together.wait()
+        self.aborted = True
+
+
+def test_servers_that_hang_are_waited_for_together():
+    together = threading.Barrier(2, timeout=60)  # one that waits alone never gets through
+    channels: list[Any] = [Meeting(together), Meeting(together)]
+    failed = publish(channels, OLD.items(), SPECS, 1)
+    assert [str(failed[channel]) for channel in channels] == ["hung", "hung"]
+
+
+def test_servers_are_given_up_together():
+    together = threading.Barrier(2, timeout=60)
+    channels: list[Any] = [Meeting(together), Meeting(together)]
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        raise ZeroDivisionError
+        yield
+
+    with pytest.raises(ZeroDivisionError):
+        publish(channels, broken(), SPECS, 1)
+    assert all(channel.aborted for channel in channels)
 
 
 def test_different_versions_of_nccl_are_named_and_go_through_the_host(place: Place):

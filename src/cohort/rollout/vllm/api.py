@@ -5,6 +5,10 @@ the server runs with VLLM_SERVER_DEV_MODE=1 (https://docs.vllm.ai/en/latest/trai
 """
 
 import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import httpx2 as httpx
@@ -22,7 +26,7 @@ class VllmApi:
 
         Args:
             url: such as http://127.0.0.1:8000.
-            timeout_s: longest wait for one answer; None for as long as the server is there.
+            timeout_s: longest wait for one answer; None for as long as the server is there, or until `close`.
         """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
@@ -34,9 +38,16 @@ class VllmApi:
             trust_env=False,
             limits=httpx.Limits(max_keepalive_connections=0),  # a server closes a connection after some errors
         )
+        self._sockets: set[socket.socket] = set()  # of the calls under way
+        self._closed = False
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Calls that are under way in other threads fail at once."""
+        with self._lock:
+            self._closed = True
+            for one in self._sockets:
+                _shut_down(one)
         self._client.close()
 
     def version(self) -> str:
@@ -112,7 +123,8 @@ class VllmApi:
             ServerError: the server did not answer in time, or with an error.
         """
         try:
-            response = self._client.request(method, endpoint, **request)
+            with self._watched() as trace:
+                response = self._client.request(method, endpoint, extensions={"trace": trace}, **request)
         except httpx.TimeoutException as error:
             raise self._error(endpoint, f"no answer within {self.timeout_s:g} s") from error
         except httpx.HTTPError as error:
@@ -124,6 +136,28 @@ class VllmApi:
         except ValueError:
             return response.text
 
+    @contextmanager
+    def _watched(self) -> Iterator[Callable[[str, Any], None]]:
+        """What to tell of a call's connections, so that `close` can end it.
+
+        Closing a socket leaves a thread that reads from it where it is, with the socket; a shutdown wakes it.
+        """
+        mine: list[socket.socket] = []
+
+        def trace(event: str, info: Any) -> None:
+            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                mine.append(info["return_value"].get_extra_info("socket"))
+                with self._lock:
+                    self._sockets.add(mine[-1])
+                    if self._closed:
+                        _shut_down(mine[-1])
+
+        try:
+            yield trace
+        finally:
+            with self._lock:
+                self._sockets.difference_update(mine)
+
     def _field(self, endpoint: str, answer: Any, name: str, kind: type) -> Any:
         value = answer.get(name) if isinstance(answer, dict) else None
         if not isinstance(value, kind):
@@ -132,6 +166,11 @@ class VllmApi:
 
     def _error(self, endpoint: str, what: str) -> ServerError:
         return ServerError(f"{self.url}{endpoint}: {what}")
+
+
+def _shut_down(one: socket.socket) -> None:
+    with suppress(OSError):  # it is closed, or TLS has taken its place
+        one.shutdown(socket.SHUT_RDWR)
 
 
 def _said(response: httpx.Response) -> str:

@@ -1,7 +1,7 @@
 """One stream of weights to several servers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from operator import methodcaller
 from typing import Any
 
@@ -36,34 +36,31 @@ def publish(
         What went wrong, by channel; those that are not there serve the weights now.
     """
     failed: dict[WeightChannel, ServerError] = {}
-    live = _at_once(channels, methodcaller("begin", version, specs, handles), failed)
-    try:
-        for name, tensor in weights:
-            live = _in_turn(live, methodcaller("post", name, tensor), failed)
-            live = _in_turn(live, methodcaller("settle"), failed)
-    except BaseException:
-        for channel in live:
-            channel.abort()
-        raise
-    _at_once(live, methodcaller("finish"), failed)
+
+    def at_once(channels: Sequence[WeightChannel], do: _Do) -> list[WeightChannel]:
+        calls = {channel: threads.submit(do, channel) for channel in channels}
+        wait(calls.values())
+        return _those_that_work(channels, lambda channel: calls[channel].result(), failed)
+
+    # several servers that hang are waited for, and given up, together: they cost one deadline
+    with ThreadPoolExecutor(max(1, len(channels))) as threads:
+        try:
+            live = at_once(channels, methodcaller("begin", version, specs, handles))
+            for name, tensor in weights:
+                # in this thread, whose stream makes the tensor; nothing is waited for
+                live = _those_that_work(live, methodcaller("post", name, tensor), failed)
+                live = at_once(live, methodcaller("settle"))
+            at_once(live, methodcaller("finish"))
+        except BaseException:
+            at_once(channels, methodcaller("abort"))  # of those that have begun and not finished
+            raise
     return failed
 
 
-def _at_once(
+def _those_that_work(
     channels: Sequence[WeightChannel], do: _Do, failed: dict[WeightChannel, ServerError]
 ) -> list[WeightChannel]:
-    """Do it for all at the same time; those that it worked for."""
-    if not channels:
-        return []
-    with ThreadPoolExecutor(len(channels)) as threads:
-        calls = {channel: threads.submit(do, channel) for channel in channels}
-    return _in_turn(channels, lambda channel: calls[channel].result(), failed)
-
-
-def _in_turn(
-    channels: Sequence[WeightChannel], do: _Do, failed: dict[WeightChannel, ServerError]
-) -> list[WeightChannel]:
-    """Do it for one after the other; those that it worked for."""
+    """Do it for each, and return those that it worked for."""
     well = []
     for channel in channels:
         try:

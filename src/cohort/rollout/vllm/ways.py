@@ -60,7 +60,8 @@ class GroupTransfer:
         """The group is connected; `timeout_s` is the longest wait for one tensor."""
         self.way: Way = way
         self._group = group
-        # the call lasts as long as the stream does; a server that does not take the next tensor is seen by that
+        # the call lasts as long as the stream does, until `close` at the latest; a server that does not take the next
+        # tensor is seen by that
         self._api = VllmApi(api.url, timeout_s=None)
         self._timeout_s = timeout_s
         self._received: Future[None] | None = None
@@ -90,7 +91,7 @@ class GroupTransfer:
         result_within(self._received, self._timeout_s, f"{self._api.url}: receiving the last weights")
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and end the call of a server that does not answer."""
         self._group.abort()
         self._api.close()
 

@@ -6,10 +6,10 @@ is gone or hangs. It is done in threads that nothing waits for longer than it wa
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -20,8 +20,49 @@ from torch import Tensor
 T = TypeVar("T")
 _ABORT_TIMEOUT_S = 10.0
 _TRIED_NUMBERS = 1024
-_UNWATCHED = "TORCH_NCCL_BLOCKING_WAIT"
-_environment = threading.Lock()
+
+
+class _NoWatchdog:
+    """Holders between `begin` and `end` make NCCL groups without a watchdog.
+
+    The watchdog ends its process when a collective fails or takes too long, which is right among training ranks. Here
+    it would end the trainer for the failure of a server. With this variable a group starts none, its `wait` waits for
+    the GPU itself and raises, and the deadlines are those of whoever waits for the thread.
+
+    There is no option of a single group for this: its constructor reads the variable, and `ProcessGroupNCCL.Options`
+    has a timeout alone. So the variable is set for the whole process, from `WeightGroup.connect` until the group is
+    made or given up, even if making it hangs. No other NCCL group is made meanwhile: the training ranks, and vLLM's
+    workers, have theirs before they meet here.
+    """
+
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: set[object] = set()
+        self._before: str | None = None
+
+    def begin(self, holder: object) -> None:
+        """Set the variable."""
+        with self._lock:
+            if not self._holders:
+                self._before = os.environ.get(self.variable)
+                os.environ[self.variable] = "1"
+            self._holders.add(holder)
+
+    def end(self, holder: object) -> None:
+        """Put it back as it was, with the last holder; nothing if this one is none."""
+        with self._lock:
+            if holder not in self._holders:
+                return
+            self._holders.remove(holder)
+            if not self._holders:
+                del os.environ[self.variable]
+                if self._before is not None:
+                    os.environ[self.variable] = self._before
+
+
+_no_watchdog = _NoWatchdog()
 
 
 class WeightGroup:
@@ -65,6 +106,8 @@ class WeightGroup:
 
         NCCL makes its communicator in the first collective: here, and not in the midst of the weights.
         """
+        if self._way == "nccl":
+            _no_watchdog.begin(self)
         return in_thread(self._connect)
 
     def broadcast(self, tensor: Tensor) -> "Future[None]":
@@ -75,6 +118,7 @@ class WeightGroup:
     def abort(self) -> None:
         """End what is under way and leave, which the others see. Never fails, and never takes longer than seconds."""
         self._given_up = True
+        _no_watchdog.end(self)  # where making it hangs
         group, self._group = self._group, None
         if group is not None and self._way == "nccl":  # a group of gloo ends with its last reference
             with suppress(Exception):
@@ -86,7 +130,10 @@ class WeightGroup:
 
     def _connect(self) -> None:
         with _on(self.device, None):
-            self._group = group = self._make()
+            try:
+                self._group = group = self._make()
+            finally:
+                _no_watchdog.end(self)
             if self._given_up:  # before there was anything to abort
                 self.abort()
                 return
@@ -105,8 +152,7 @@ class WeightGroup:
             return dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        with _unwatched():
-            return dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
+        return dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
 
     def _broadcast(self, data: Tensor, stream: Any) -> None:
         with _on(self.device, stream):
@@ -154,26 +200,6 @@ def describe_device(device: torch.device) -> dict[str, str | None]:
 def gpu_uuid(device: torch.device) -> str:
     """Of a GPU: processes number them differently."""
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """An NCCL group that is made inside has no watchdog.
-
-    The watchdog ends its process when a collective fails or takes too long, which is right among training ranks. Here
-    it would end the trainer for the failure of a server. A group that reads this variable when it is made starts none,
-    its `wait` waits for the GPU itself and raises, and the deadlines are those of whoever waits for the thread.
-    """
-    with _environment:  # making a group connects to nobody yet, so nobody waits for long
-        before = os.environ.get(_UNWATCHED)
-        os.environ[_UNWATCHED] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_UNWATCHED]
-            else:
-                os.environ[_UNWATCHED] = before
 
 
 def _stream_of(tensor: Tensor) -> Any:
