@@ -1,6 +1,8 @@
 """What ranks do together in the tests of the engine, each job in all of them; and the steps that they do it with."""
 
 import itertools
+import math
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,9 +32,11 @@ from cohort.config import (
 )
 from cohort.distributed import ALONE, Ranks
 from cohort.engine import LargestShare, TrainEngine, TrainResult, find_budget
+from cohort.errors import StopRequested
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, activations, linear_logprobs, load_policy, load_tokenizer
 from cohort.policy.activations import enable_offload
+from cohort.policy.export import stream_weights
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
 
 CPU = torch.device("cpu")
@@ -251,6 +256,35 @@ def run_out_of_memory_later(ranks: Ranks, model: str, reference: str) -> dict[st
     }
 
 
+def run_stop(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """The run is asked to end before every pass of a step, prompts of streams being open at some of them.
+
+    Returns:
+        by the number of passes before it, what is not bit for bit as before: weights, and the next pass's gradient.
+    """
+    precision = {"dtype": "float32", "compute_dtype": "bfloat16"}  # what is gathered is not what is saved
+    engine = make_engine(model, ranks, reference=reference, precision=precision)
+    algorithm, sequences = step_sequences("dapo", [[30, 14, 25]] * ranks.world_size, LONG)
+    batch = batches_of(engine, sequences, ranks, 340)[ranks.rank]
+    assert batch.streams
+
+    def compute(passes: float) -> Computed:
+        turns = itertools.count()
+        with mock.patch("cohort.stopping.requested", lambda: signal.SIGTERM if next(turns) >= passes else None):
+            result = engine.forward_backward(batch, algorithm.policy_loss, may_stop=True)
+        return result, whole_gradients(engine)
+
+    expected, weights = compute(math.inf), dict(stream_weights(engine.policy))
+    different = {}
+    for passes in range(expected[0].num_micro_batches + 2):
+        with pytest.raises(StopRequested):
+            compute(passes)
+        held = dict(stream_weights(engine.policy))
+        changed = [name for name in weights if not torch.equal(weights[name], held[name])]
+        different[str(passes)] = changed + differences(compute(math.inf), expected)
+    return different
+
+
 Computed = tuple[TrainResult, dict[str, torch.Tensor]]
 
 
@@ -451,6 +485,7 @@ JOBS = {
     "out_of_memory_in_a_stream": run_out_of_memory_in_a_stream,
     "out_of_memory_on_nothing": run_out_of_memory_on_nothing,
     "out_of_memory_later": run_out_of_memory_later,
+    "stop": run_stop,
     "checkpoint": run_checkpoint,
     "budget": run_budget,
     "precision": run_precision,

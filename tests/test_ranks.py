@@ -133,6 +133,13 @@ def test_out_of_memory_once_on_a_rank_with_nothing_to_do(results: Results):
         assert not again.different, name
 
 
+@pytest.mark.parametrize("world_size", [TWO])
+def test_a_step_that_is_left_for_the_end_of_the_run_leaves_nothing_behind(results: Results, world_size: int):
+    """What is saved then are the weights of before, between any two passes, and with prompts that are open."""
+    done = results.of(world_size, "stop")
+    assert len(done) > 4 and not any(done.values()), done
+
+
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 def test_out_of_memory_in_a_later_pass(results: Results, tmp_path: Path, layout: str):
     """Padded sequences come to other ranks under another budget."""

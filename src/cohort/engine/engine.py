@@ -205,7 +205,7 @@ class TrainEngine:
         num_micro_batches = 0
         while (now := work.agree(self.ranks, may_stop=may_stop)) is not Turn.NOTHING:
             match now:
-                case Turn.STOP:
+                case Turn.STOP:  # between two passes, where nothing is gathered and no collective is owed
                     self._optimizer.zero_grad()
                     raise StopRequested("before anything was learned of the step")
                 case Turn.START_AGAIN:
