@@ -6,10 +6,11 @@ storages of all tensors that Python has.
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -45,6 +46,7 @@ def counting(device: torch.device, *, processes: int = 1) -> Iterator[Counted]:
         device: whose memory.
         processes: that talk to each other.
     """
+    gc.collect()  # what is garbage already would be missed when it goes
     if device.type == "cuda":
         yield _OnGpu(device)
     elif processes > 1:
@@ -93,20 +95,46 @@ class _Recorded:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """Replays what was recorded."""
+        """Replay what was recorded."""
         assert self._profiler.profiler is not None, "it was entered"
-        events = self._profiler.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        marks = [(e.start_ns(), e.duration_ns(), e.name()) for e in events if e.name().startswith(_MARK)]
+        events = sorted(
+            _flat(self._profiler.profiler.kineto_results.experimental_event_tree()), key=attrgetter("start_time_ns")
+        )
+        sizes = changes([event for event in events if event.name == "[memory]"])
         found = {}
-        for begin, duration, name in sorted(marks):
-            before = peak = now = sum(size for at, size in changes if at < begin)
-            for at, size in changes:
-                if begin <= at <= begin + duration:
+        for mark in events:
+            if not mark.name.startswith(_MARK):
+                continue
+            before = peak = now = sum(size for at, size in sizes if at < mark.start_time_ns)
+            for at, size in sizes:
+                if mark.start_time_ns <= at <= mark.end_time_ns:
                     now += size
                     peak = max(peak, now)
-            found[name.removeprefix(_MARK)] = Phase(before=before, peak=peak, after=now)
+            found[mark.name.removeprefix(_MARK)] = Phase(before=before, peak=peak, after=now)
         return found
+
+
+def _flat(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def changes(events: Iterable[Any]) -> list[tuple[int, int]]:
+    """When how many bytes came or went, of memory that came while these events were recorded.
+
+    PyTorch remembers sizes by address from one recording to the next: it reports the release of what an earlier one
+    saw, or of anything that has come to lie there since. A release in a thread that is not recorded shows when the
+    address is given out again.
+    """
+    found, living = [], dict[int, int]()
+    for event in events:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        gone = living.pop(address, 0)
+        if size > 0:
+            living[address] = size
+        found.append((event.start_time_ns, max(size, 0) - gone))
+    return found
 
 
 def _living_bytes() -> int:
