@@ -176,8 +176,6 @@ class _Mode(TorchDispatchMode):
             case _aten.copy_.default if not isinstance(args[0], FakeTensor):
                 self._note("out", waits=not (args[2:] and args[2] and self._is_pinned(args[0])), tensor=args[1])
                 return args[0].fill_(self._answer())
-            case _aten.record_stream.default:
-                return None
         for x in tensors:
             if x.device.type == "cpu" and (x.ndim or func in _COPIES):  # a number by itself goes in as an argument
                 later = func in _COPIES and (kwargs.get("non_blocking") or args[2:3] == (True,))
@@ -262,8 +260,8 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
     class Stream:
         """Nothing runs, so that streams and their events have nothing to keep in order."""
 
-        def __init__(self, of: Any = None):
-            self.device = of
+        def __init__(self, device: Any = None):
+            self.device = device
 
         def wait_stream(self, other: "Stream") -> None: ...
 
@@ -310,6 +308,7 @@ def _patches(device: FakeCuda, capability: tuple[int, int]) -> Iterator[tuple[An
     }
     for name, value in functions.items():
         yield torch.cuda, name, value
+    yield Tensor, "record_stream", lambda tensor, stream: None  # takes no stream but its own
     yield FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()  # one copy, and not one for each element
     yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True  # nothing is compiled
     yield fake_tensor, "init_gpu_context", lambda of: None

@@ -3,6 +3,7 @@
 What the host waits for keeps a GPU idle: every place that waits inside of a micro-batch is named here, with its reason.
 """
 
+import gc
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from cohort.algorithms.terms import Coefficients
 from cohort.config import config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine import LargestShare, OptimResult, TrainResult, passes
-from cohort.policy import stream_weights
+from cohort.policy import activations, pinning, stream_weights
 from cohort.policy.export import weight_specs
 from cohort.records import Prompt
 from cohort.rollout import SampleRequest, SamplingParams, StreamKey
@@ -188,6 +190,27 @@ def test_a_micro_batch_takes_few_copies(tmp_path: Path, folders):
         result, _ = update(crew)
         assert result.num_micro_batches == 1
         assert sum(c.way == "in" for c in cuda.crossings) <= MOST_COPIES
+
+
+def test_activations_wait_in_their_size_of_pinned_memory_which_is_used_again(tmp_path, folders, monkeypatch):
+    """PyTorch's allocator would round each of them up to a power of two, and keep what the largest step took."""
+    monkeypatch.setattr(activations, "enable_offload", partial(activations.enable_offload, min_bytes=1))
+    monkeypatch.setattr(activations, "Tensor", FakeTensor)  # no other subclass is moved
+    monkeypatch.setattr(pinning, "BLOCK_BYTES", block := 4096)
+    with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE) as cuda:
+        crew = build(Variant(config={"model": {"activation_offload": True}}), folders(without_padding), tmp_path)
+        cuda.crossings.clear()
+        for _ in range(3):
+            result, _ = update(crew)
+            moved = [c for c in cuda.crossings if c.where.startswith("policy/activations.py")]
+            ways = {way: sum(c.num_bytes for c in moved if c.way == way) for way in ("out", "in")}
+            assert result.num_micro_batches == 1 and not any(c.waits for c in moved)
+            assert ways["in"] == ways["out"] > 100 * block
+            assert ways["out"] <= sum(cuda.registered.values()) <= 1.01 * ways["out"] + block
+            cuda.crossings.clear()
+        del crew
+        gc.collect()
+        assert not cuda.registered
 
 
 @pytest.mark.parametrize("name", ["autocast", "masters"])

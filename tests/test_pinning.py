@@ -13,7 +13,7 @@ from cohort.distributed import ALONE
 from cohort.engine.offload import HostUpdates, local
 from cohort.policy import pinning, sharding
 from cohort.policy.parking import Parking
-from cohort.policy.pinning import PinnedMemory, bytes_for
+from cohort.policy.pinning import PinnedMemory, PinnedStack, bytes_for
 from rank_offload import make_engine, update
 from tiny import save_model_folder
 
@@ -78,6 +78,33 @@ def test_what_cannot_be_pinned_is_used_as_it_is(cudart: Cudart):
 
 def test_nothing_is_pinned_for_a_cpu(cudart: Cudart):
     assert PinnedMemory(64, CPU).take([64], torch.uint8).numel() == 64
+    assert not cudart.pinned
+
+
+class Owner:
+    """Of memory that is taken from a stack."""
+
+
+def test_a_stack_grows_by_blocks_and_gives_what_is_free_out_again(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
+    """Literal: blocks of 1,024 bytes; 1,500 bytes are in two of them, in pieces."""
+    monkeypatch.setattr(pinning, "BLOCK_BYTES", 1024)
+    stack, owners = PinnedStack(CUDA), [Owner() for _ in range(3)]
+    assert stack.num_bytes == cudart.num_bytes == 0
+    first, second = stack.take(1500, owners[0]), stack.take(10, owners[1])
+    assert [len(x) for x in (*first, *second)] == [1024, 476, 10] and list(cudart.pinned.values()) == [1024, 1024]
+    owners[0] = Owner()  # gone, but under the second
+    (third,) = stack.take(400, owners[2])
+    assert third.data_ptr() == second[0].data_ptr() + 64 == first[1].data_ptr() + 512 + 64
+    assert stack.num_bytes == 2048
+    owners[:] = [Owner()]
+    again = stack.take(2048, owners[0])
+    assert [x.data_ptr() for x in again] == [x.data_ptr() for x in (first[0], first[1])]
+    assert stack.num_bytes == cudart.num_bytes == 2048
+    del stack, first, second, third
+    gc.collect()
+    assert cudart.num_bytes == 2048
+    del again
+    gc.collect()
     assert not cudart.pinned
 
 

@@ -4,7 +4,7 @@ Checkpointing computes again what it does not keep. Offloading keeps, in host me
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
+from cohort.policy.pinning import PinnedStack
 
 _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm"})  # of tokens with a weight
 _MIN_BYTES = 1 << 20  # less than this is not worth a transfer
@@ -128,7 +129,8 @@ class Offload:
     """Moves what is saved for backward to host memory, and back before backward wants it.
 
     A storage is moved once, however many tensors of it are saved. On CUDA both ways have streams of their own, so that
-    they run beside the computation, and what backward will want next is fetched ahead. Weights stay: they are on the
+    they run beside the computation, and what backward will want next is fetched ahead. Host memory is pinned, and used
+    again in the next micro-batch. Weights stay: they are on the
     device anyway. They are known by their storage, and the copies that autocast makes of them by their shape. (Where
     the number of tokens happens to give an activation that shape, it stays too, which costs memory and nothing else.)
     With gradient checkpointing a layer saves its input and nothing else through these hooks.
@@ -180,19 +182,20 @@ class Offload:
                 self._lanes[tensor.device] = _Lanes(tensor.device)
             moved = _Moved(tensor, storage, self._lanes[tensor.device], self._last)
             self._moved[key], self._last = moved, weakref.ref(moved)
-            self.num_bytes_moved += moved.host.nbytes
+            self.num_bytes_moved += moved.num_bytes
         moved.num_waiting += 1
         return moved
 
 
 class _Lanes:
-    """The streams of a device on which storages leave and come back."""
+    """The streams of a device on which storages leave and come back, and their memory on the host."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.module = torch.get_device_module(device)
         on = {} if device.type == "cpu" else {"device": device}
         self.leave, self.come_back = self.module.Stream(**on), self.module.Stream(**on)
+        self.host = PinnedStack(device)
 
 
 class _Moved:
@@ -206,10 +209,13 @@ class _Moved:
         self._back: Tensor | None = None
         self._arrived: Any = None
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=tensor.device.type == "cuda")
+        self._host = lanes.host.take(whole.nbytes, self)
+        self.num_bytes = whole.nbytes
         lanes.leave.wait_stream(lanes.module.current_stream(lanes.device))
+        lanes.leave.wait_stream(lanes.come_back)  # which may still copy what was in this host memory before
         with lanes.module.stream(lanes.leave):
-            self.host.copy_(whole, non_blocking=True)
+            for place, part in self._pieces(whole):
+                place.copy_(part, non_blocking=True)
             self._left = lanes.leave.record_event()
         _in_use_on(whole, lanes.leave)
 
@@ -219,7 +225,9 @@ class _Moved:
             lane = self._lanes.come_back
             lane.wait_event(self._left)
             with self._lanes.module.stream(lane):
-                self._back = self.host.to(self._lanes.device, non_blocking=True, copy=True)
+                self._back = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
+                for place, part in self._pieces(self._back):
+                    part.copy_(place, non_blocking=True)
                 self._arrived = lane.record_event()
 
     def take(self) -> Tensor:
@@ -233,6 +241,10 @@ class _Moved:
         if self.num_waiting <= 0:
             self._back = None
         return back
+
+    def _pieces(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pieces on the host, and the same bytes of the storage on the device."""
+        return zip(self._host, whole.split([piece.nbytes for piece in self._host]), strict=True)
 
 
 class _Handle:
@@ -252,12 +264,12 @@ class _Handle:
             if ahead.num_waiting > 0:
                 ahead.fetch()
             ahead = ahead.before()
-        storage = self._moved.take().untyped_storage()
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+        whole = self._moved.take()
+        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), offset, shape, stride)
 
 
 def _unpack(packed: Tensor | _Handle) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.tensor()
+    return packed.tensor() if isinstance(packed, _Handle) else packed
 
 
 def _in_use_on(tensor: Tensor, stream: Any) -> None:

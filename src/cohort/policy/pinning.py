@@ -1,7 +1,7 @@
 """Host memory that a GPU copies from and to by itself, of exactly the size that is asked for.
 
-PyTorch's allocator of pinned memory rounds every tensor up to a power of two. Here one place is registered with the
-driver and cut into tensors.
+PyTorch's allocator of pinned memory rounds every tensor up to a power of two. Here memory is registered with the driver
+in one piece, or block by block, and cut into tensors.
 """
 
 import math
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+BLOCK_BYTES = 64 << 20  # that a `PinnedStack` registers at a time
 _ALIGNED = 64  # bytes at which each tensor begins
 
 
@@ -41,6 +42,48 @@ class PinnedMemory:
         tensor = self._bytes[self._num_taken : self._num_taken + size].view(dtype).view(tuple(shape))
         self._num_taken += _aligned(size)
         return tensor
+
+
+class PinnedStack:
+    """Pinned bytes for owners that are gone in about the opposite order to that in which they came.
+
+    Registering memory is slow. So blocks are kept, and are taken again when their owners are gone, until the stack and
+    everything that was taken from it are gone too: never more than the most that was taken at a time, and part of a
+    block.
+    """
+
+    def __init__(self, device: torch.device):
+        """Nothing is allocated yet. `device` is the one that copies; memory is pinned where that is a GPU."""
+        self._device = device
+        self._block_bytes = BLOCK_BYTES
+        self._blocks: list[Tensor] = []
+        self._taken: list[tuple[weakref.ref[object], int]] = []  # owners, and where the memory of each ends
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return len(self._blocks) * self._block_bytes
+
+    def take(self, num_bytes: int, owner: object) -> list[Tensor]:
+        """Bytes in one or more pieces that are the owner's while it lives, whatever is in them.
+
+        A device may still be copying from them for the owner before.
+        """
+        while self._taken and self._taken[-1][0]() is None:
+            self._taken.pop()
+        start = self._taken[-1][1] if self._taken else 0
+        self._taken.append((weakref.ref(owner), start + _aligned(num_bytes)))
+        pieces, end = [], start + num_bytes
+        while start < end:
+            block, offset = divmod(start, self._block_bytes)
+            if block == len(self._blocks):
+                self._blocks.append(
+                    PinnedMemory(self._block_bytes, self._device).take([self._block_bytes], torch.uint8)
+                )
+            size = min(end - start, self._block_bytes - offset)
+            pieces.append(self._blocks[block][offset : offset + size])
+            start += size
+        return pieces
 
 
 def bytes_for(tensors: Sequence[Tensor]) -> int:
