@@ -12,17 +12,21 @@ from cohort.config import AdamwConfig, Config, config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
+from cohort.plan.activations import activation_bytes, kept_bytes_per_token
 from cohort.plan.advice import advise, replan
 from cohort.plan.calibration import Calibration
 from cohort.plan.hardware import hardware
 from cohort.plan.memory import Work, host_bytes, plan_memory
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape
+from cohort.plan.shape import preset_shape, read_shape, shape_of
+from cohort.policy.activations import enable_offload
 from cohort.trainer.foresee import plan_on
 from rank_engine import STEPS, batches_of, step_sequences
 from rank_offload import make_engine
+from test_activations import make_row, make_trained
 from test_optimizers import Model, train
+from test_plan_memory import work
 from tiny import save_model_folder
 
 N = 7_615_616_512  # weights of the preset "7b"
@@ -49,7 +53,8 @@ def test_seven_billion_weights_by_hand():
     optimizer = plan.memory.phases["optimizer"]
     assert (optimizer["weights"], optimizer["gradients"], optimizer["optimizer state"]) == (2 * N, 4 * N, 0)
     assert host_bytes(plan.work) == 12 * N
-    assert any(note.startswith("91.4 GB of host memory") for note in plan.notes)
+    (note,) = [note for note in plan.notes if note.startswith("91.4 GB of host memory")]
+    assert note.endswith("its GPU: weights, the optimizer's state")
     visiting = planned(config(model={"parameter_offload": True}), gpu="4090")
     assert visiting.fits and visiting.memory.total("optimizer") == visiting.memory.phases["optimizer"]["framework"]
     assert host_bytes(visiting.work) == 16 * N
@@ -77,6 +82,46 @@ def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
     for part, counted in on_device.items():
         assert parts[part] == pytest.approx(counted, rel=0.05), part
     assert host_bytes(work) == pytest.approx(on_host, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_activations_that_move_are_what_was_planned(checkpointing: bool | str):
+    """Of a real forward pass. What selective checkpointing chooses stays on the device."""
+    policy = make_trained(checkpointing, num_hidden_layers=6)
+    offload, row = enable_offload(policy.model, device_type="cpu", min_bytes=1), make_row(policy)
+    policy.logprobs(row, temperature=1.0)
+    wanted = work(
+        shape_of(policy.model.config.to_dict(), name="tiny"),
+        processes=1,
+        compute_bytes=4,
+        checkpointing=checkpointing,
+        offload=True,
+        row_tokens=len(row.input_ids),
+        on_gpu=False,
+    )
+    assert host_bytes(wanted) == pytest.approx(offload.num_bytes_moved, rel=0.03)
+    kept = kept_bytes_per_token(wanted) * wanted.shape.layers * wanted.row_tokens
+    if checkpointing == "selective":
+        assert activation_bytes(wanted) > kept - host_bytes(wanted) > 3 * host_bytes(wanted)
+
+
+def test_activations_and_a_reference_in_host_memory_by_hand():
+    """28 hidden states of 3,584 numbers in float32 for each token of a prompt and its completions; 4 N bytes."""
+    plan = planned(
+        config(
+            model={"activation_offload": True},
+            algorithm={"name": "grpo", "beta": 0.1},
+            reference={"device": "cpu"},
+            train={"micro_batch_tokens": 10_000},
+        )
+    )
+    expected = 28 * 3584 * 4 * (plan.work.row_tokens + plan.work.kept_prompt_tokens) + 4 * N
+    assert host_bytes(plan.work) == expected and plan.work.row_tokens > 4000
+    (note,) = [note for note in plan.notes if "host memory" in note]
+    assert note == (
+        f"{expected / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "
+        "the reference, activations"
+    )
 
 
 def _tiny_work(folder: str, *, compute_bytes: int) -> Work:

@@ -82,8 +82,7 @@ def attention_passing(work: Work) -> int:
 
 def kept_bytes_per_token(work: Work) -> int:
     """What one layer keeps of one token until backward comes to it, with the checkpointing that is set."""
-    shape, a = work.shape, work.compute_bytes
-    stream = (work.weight_bytes if work.autocasts else a) * shape.hidden
+    shape, a, stream = work.shape, work.compute_bytes, _stream_bytes_per_token(work)
     if work.checkpointing == "selective":
         # attention to a shared prompt and to the tokens after it puts out numbers each, on CPUs in float32
         in_parts = 2 * a if work.on_gpu else 8
@@ -93,11 +92,28 @@ def kept_bytes_per_token(work: Work) -> int:
     return stream if work.checkpointing else layer_bytes_per_token(work)
 
 
+def _stream_bytes_per_token(work: Work) -> int:
+    """A layer's input."""
+    return (work.weight_bytes if work.autocasts else work.compute_bytes) * work.shape.hidden
+
+
+def offloaded_bytes_per_token(work: Work) -> int:
+    """Of what one layer keeps of one token, what goes to host memory: with any checkpointing the layer's input."""
+    if not work.offload:
+        return 0
+    return _stream_bytes_per_token(work) if work.checkpointing else layer_bytes_per_token(work)
+
+
+def offloaded_bytes(work: Work) -> int:
+    """In host memory at the end of forward."""
+    return offloaded_bytes_per_token(work) * work.shape.layers * (work.row_tokens + work.kept_prompt_tokens)
+
+
 def activation_bytes(work: Work) -> int:
     """At the moment of backward when most is there: all that is kept, and the layer that is computed again."""
     shape, tokens = work.shape, work.row_tokens + work.kept_prompt_tokens
-    kept_layers = min(shape.layers, _KEPT_LAYERS_OF_OFFLOAD) if work.offload else shape.layers
-    kept = kept_bytes_per_token(work) * kept_layers * tokens
+    away = offloaded_bytes_per_token(work) * max(0, shape.layers - _KEPT_LAYERS_OF_OFFLOAD)
+    kept = (kept_bytes_per_token(work) * shape.layers - away) * tokens
     again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
     return kept + again + passing_bytes(work)
 

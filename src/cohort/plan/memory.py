@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cohort.plan.activations import forward_only_bytes
+from cohort.plan.activations import forward_only_bytes, offloaded_bytes
 from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, largest_parts
 from cohort.plan.optimizer import state_bytes
 from cohort.plan.quantization import model_bytes
@@ -97,15 +97,21 @@ def _gradient_bytes(work: Work) -> int:
 
 
 def host_bytes(work: Work) -> int:
-    """What waits in host memory of all models of one process, but for copies on their way."""
-    masters_and_moments = sum(
-        _shard(model, model.trained_parameters, model.trained_bytes) + _moment_bytes(model) for model in work.models
-    )
+    """What waits in host memory of all models of one process, but for copies on their way.
+
+    Of activations each model has memory of its own, which stays.
+    """
+    waiting = sum(offloaded_bytes(model) for model in work.models)
+    if work.reference_visits:
+        waiting += work.weight_bytes * work.shape.num_parameters
+    if work.masters_on_host or work.parameters_on_host:
+        waiting += sum(
+            _shard(model, model.trained_parameters, model.trained_bytes) + _moment_bytes(model) for model in work.models
+        )
     if work.parameters_on_host:
-        gradients = sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in work.models)
-        reference = _shard(work, work.has_reference * work.trained_parameters, work.weight_bytes)
-        return masters_and_moments + gradients + reference
-    return masters_and_moments if work.masters_on_host else 0
+        waiting += sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in work.models)
+        waiting += _shard(work, work.has_reference * work.trained_parameters, work.weight_bytes)
+    return waiting
 
 
 def _optimizer_bytes(work: Work) -> int:

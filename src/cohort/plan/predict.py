@@ -77,9 +77,13 @@ class Plan:
                 "their gradients and the optimizer's state of them"
             )
         if waiting := host_bytes(self.work):
+            state = self.work.masters_on_host or self.work.parameters_on_host
+            kinds = ["weights", "the optimizer's state"] * state
+            kinds += ["gradients"] * self.work.parameters_on_host + ["the reference"] * self.work.reference_visits
+            kinds += ["activations"] * self.work.offload
             notes.append(
                 f"{waiting / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "
-                f"weights, the optimizer's state" + " and gradients" * self.work.parameters_on_host
+                f"{', '.join(kinds)}"
             )
         return tuple(notes)
 

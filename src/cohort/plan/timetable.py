@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cohort.config import Config, VllmRolloutConfig
-from cohort.plan.activations import kept_bytes_per_token
+from cohort.plan.activations import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
@@ -136,5 +136,5 @@ def _beside(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str, N
         how = "weights from host memory twice and gradients back, of every micro-batch, beside training"
         yield "visiting_s", _derived(seconds, how)
     if work.offload and hardware.on_gpu:
-        moved = 2 * kept_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
+        moved = 2 * offloaded_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
         yield "offloading_s", _derived(moved / bus, "activations out and back, beside training")
