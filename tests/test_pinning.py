@@ -16,6 +16,7 @@ from cohort.policy.parking import Parking
 from cohort.policy.pinning import PinnedMemory, PinnedStack, bytes_for
 from rank_offload import make_engine, update
 from tiny import save_model_folder
+from weight_servers import load_worker
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -136,6 +137,21 @@ def test_transfers_of_updates_take_their_size(cudart: Cudart):
     del updates
     gc.collect()
     assert not cudart.pinned
+
+
+def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
+    """One place, which the next update takes again; another model's is another one."""
+    worker = load_worker(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))  # no room beside the model
+    engine = worker.CohortEngine(None, None, CUDA, None)
+    for shapes, num_bytes in ([(65, 64), (3,), ()], 65 * 64 * 4 + 64 + 64), ([(33, 5)], 704):
+        tensors = [torch.rand(shape) for shape in shapes]
+        for _ in range(2):
+            keep = engine._keeper([{"shape": x.shape, "dtype": "float32"} for x in tensors])
+            staged = [keep(x) for x in tensors]
+            assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(tensors, staged, strict=True))
+            assert list(cudart.pinned.items()) == [(staged[0].data_ptr(), num_bytes)]
+            del staged, keep
 
 
 def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

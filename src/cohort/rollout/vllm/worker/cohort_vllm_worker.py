@@ -1,7 +1,7 @@
 """Cohort's part inside a vLLM server: it takes a trainer's weights and puts them into the model.
 
 vLLM imports this by `--worker-extension-cls`, from a folder of its own, since Cohort itself is not installed there. It
-imports torch, safetensors, vLLM and the module beside it only. An update is staged: names, shapes and dtypes are
+imports torch, numpy, safetensors, vLLM and the module beside it only. An update is staged: names, shapes and dtypes are
 compared first, the tensors received next, and the model is changed in the last call, which needs no trainer any more.
 So an update that fails before that leaves the weights that served.
 
@@ -9,17 +9,21 @@ The last call either succeeds or ends the process: a model that is part old and 
 """
 
 import json
+import mmap
 import os
 import socket
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from cohort_weight_group import WeightGroup, describe_device, gpu_uuid, result_within
@@ -36,6 +40,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 logger = init_logger("vllm.cohort")
 SPARE_BYTES = 1 << 30  # of GPU memory, to be left free where tensors are staged there
+ALIGNED = 64  # bytes at which each tensor begins that is staged in host memory
 
 
 @dataclass
@@ -73,6 +78,7 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._lent: Tensor | None = None  # bytes of the trainer's, on this GPU
         self._expected: dict[str, tuple[list[int], bool]] | None = None
         self._num_loaded = 0  # tensors that are in the model already, of an update through lent memory
+        self._host = torch.empty(0, dtype=torch.uint8)  # where tensors wait that the GPU has no room for
         self._forget()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -174,22 +180,28 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """All tensors that were declared, in their order."""
         if self._specs is None or self._group is None:
             raise ValueError("there is no group with the trainer, or no tensors were declared")
-        keep = self._keeper(sum(num_bytes(spec) for spec in self._specs))
+        keep = self._keeper(self._specs)
         for spec in self._specs:
             dtype = getattr(torch, spec["dtype"])
             tensor = torch.empty(spec["shape"], dtype=dtype, device=self._group.device)
             result_within(self._group.broadcast(tensor), self._timeout_s, f"receiving {spec['name']}")
             self._staged.append((spec["name"], keep(tensor)))
 
-    def _keeper(self, total_bytes: int) -> Callable[[Tensor], Tensor]:
+    def _keeper(self, specs: list[dict[str, Any]]) -> Callable[[Tensor], Tensor]:
         """Where tensors wait for the commit: on the model's device, or in host memory where its GPU has no room."""
         if self.device.type == "cpu":
             return lambda tensor: tensor
+        total_bytes = sum(num_bytes(spec) for spec in specs)
         free, _ = torch.cuda.mem_get_info(self.device)
         if free >= total_bytes + SPARE_BYTES:
             return lambda tensor: tensor.to(self.device)
         logger.info("staging %.1f GB of weights in host memory", total_bytes / 1e9)
-        return lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        starts = [0, *accumulate(-(-num_bytes(spec) // ALIGNED) * ALIGNED for spec in specs)]
+        if len(self._host) != starts[-1]:  # pinning it is slow, so it is kept; the last update has been read from it
+            self._host = torch.empty(0, dtype=torch.uint8)
+            self._host = pinned_bytes(starts[-1], self.device)
+        places = (self._host[start:] for start in starts)
+        return lambda tensor: next(places)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _to_device(self, staged: deque[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         while staged:
@@ -277,6 +289,25 @@ def check_specs(specs: list[dict[str, Any]], expected: dict[str, tuple[list[int]
 def num_bytes(spec: dict[str, Any]) -> int:
     """Of a tensor that is declared."""
     return int(torch.Size(spec["shape"]).numel()) * getattr(torch, spec["dtype"]).itemsize
+
+
+def pinned_bytes(count: int, device: torch.device) -> Tensor:
+    """Host memory of exactly this size that the GPU copies from by itself, as the trainer's `policy.pinning` has it.
+
+    PyTorch's allocator of pinned memory rounds up to a power of two.
+    """
+    whole = np.zeros(count + mmap.PAGESIZE, dtype=np.uint8)
+    start = -whole.ctypes.data % mmap.PAGESIZE
+    found = torch.from_numpy(whole[start : start + count])
+    cudart = torch.cuda.cudart()
+    status = int(cudart.cudaHostRegister(found.data_ptr(), count, 0))
+    if status == 0:
+        weakref.finalize(whole, cudart.cudaHostUnregister, found.data_ptr())
+    else:
+        logger.warning("host memory cannot be pinned (cudaHostRegister: error %d); weights are copied slowly", status)
+        with suppress(RuntimeError):  # the driver keeps the error for its next check
+            torch.ones(1, device=device)
+    return found
 
 
 def repack_tied_head(model: Any) -> None:
