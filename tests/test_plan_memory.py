@@ -89,6 +89,7 @@ _works = st.builds(
     sampled_sequences=st.integers(0, 256),
     sampled_tokens=st.integers(0, 100_000),
     vllm_bytes=st.sampled_from([0, 40 * 10**9]),
+    lent_bytes=st.sampled_from([0, 10**9]),
     framework_bytes=st.sampled_from([None, 600_000_000]),
     reference_visits=st.booleans(),
 )

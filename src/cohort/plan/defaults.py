@@ -4,6 +4,7 @@ from typing import Literal
 
 from cohort.config import Config, ModelConfig, VllmRolloutConfig
 
+PORTION_BYTES = 256 << 20  # of weights that are lent to vLLM at a time; a tensor that is larger is a portion by itself
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # of one number
 _SHARE_OF_OWN_GPU = 0.9
 _SHARE_OF_SHARED_GPU = 0.45

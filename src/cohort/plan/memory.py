@@ -71,7 +71,12 @@ def plan_memory(work: Work) -> MemoryPlan:
             "logprobs": {**always, **largest_parts([_forward_only(model) for model in models])},
             "backward": {**always, **largest_parts(backward)},
             "optimizer": {**always, **largest_parts(gradients)},
-            "publish": {**always, "gathered weights": (work.weight_bytes + work.compute_bytes) * largest},
+            "publish": {
+                **always,
+                **_awake(work),
+                "gathered weights": (work.weight_bytes + work.compute_bytes) * largest,
+                **({"lent weights": work.lent_bytes} if work.lent_bytes else {}),
+            },
         }
     )
 
@@ -170,9 +175,14 @@ def _forward_only(work: Work) -> dict[str, int]:
 # Sampling
 
 
+def _awake(work: Work) -> dict[str, int]:
+    """A server that shares the GPU. Its caches come back before PyTorch has given back what publishing took."""
+    return {"vLLM's share": max(0, work.vllm_bytes - ASLEEP_BYTES)} if work.vllm_bytes else {}
+
+
 def _sampling(work: Work) -> dict[str, int]:
     if work.vllm_bytes:
-        return {"vLLM's share": max(0, work.vllm_bytes - ASLEEP_BYTES)}
+        return _awake(work)
     if not work.sampled_sequences:
         return {}
     shape, a = work.shape, work.compute_bytes

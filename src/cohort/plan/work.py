@@ -7,7 +7,7 @@ from typing import Literal
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization, VllmRolloutConfig
 from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.critic import critic_shape
-from cohort.plan.defaults import BYTES, compute_dtype, memory_share
+from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, memory_share, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.rows import Rows
 from cohort.plan.shape import ModelShape
@@ -33,6 +33,7 @@ class Work:
     sampled_sequences: int  # completions that this process samples at a time; 0 where servers do
     sampled_tokens: int  # of them and their prompts, keys and values of which are kept
     vllm_bytes: int  # of a server on the same GPU while it samples; 0 without
+    lent_bytes: int = 0  # of the buffer in which weights are lent to that server; 0 without
     framework_bytes: int | None = None  # measured; None: not
     on_gpu: bool = True
     shares_prompts: bool = True  # of a row's completions, each of which attends to a prompt that is computed once
@@ -128,10 +129,11 @@ def work_of(
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
-    vllm_bytes = sampled = sampled_tokens = 0
+    vllm_bytes = lent_bytes = sampled = sampled_tokens = 0
     if isinstance(rollout, VllmRolloutConfig):
         if shared:
             vllm_bytes = int(memory_share(rollout, shared=True) * hardware.gpu_memory_bytes)
+            lent_bytes = _lent_bytes(config, shape) if hardware.on_gpu and adapter is None else 0
     else:
         sampled = min(rollout.max_num_seqs, math.ceil(rows.prompts) * rollout.num_generations)
         prompts = math.ceil(sampled / rollout.num_generations)
@@ -151,6 +153,7 @@ def work_of(
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
         vllm_bytes=vllm_bytes,
+        lent_bytes=lent_bytes,
         on_gpu=hardware.on_gpu,
         shares_prompts=rows.row_completions > 1 or rows.kept_prompt_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
@@ -166,3 +169,9 @@ def work_of(
     )
     second = critic_shape(config, shape)
     return work if second is None else replace(work, critic=critic_work(work, second))
+
+
+def _lent_bytes(config: Config, shape: ModelShape) -> int:
+    """A portion of the weights, or the largest of them: its embedding."""
+    each = BYTES[serving_dtype(config, on_gpu=True)]
+    return max(min(PORTION_BYTES, each * shape.num_parameters), each * shape.embedding_parameters)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from cohort.distributed import Ranks
+from cohort.plan.defaults import PORTION_BYTES
 from cohort.policy import TensorSpec
 from cohort.rollout.vllm.worker.cohort_weight_group import gpu_uuid
 
-PORTION_BYTES = 256 << 20  # of tensors that are lent at a time; one that is larger is a portion by itself
 _ALIGNMENT = 256
 _PROBE_BYTES = 16  # at the beginning of the buffer
 
