@@ -38,7 +38,9 @@ def of(name: str, x: AdvantageInputs, **keys: float) -> torch.Tensor:
     function: Callable[..., torch.Tensor] = getattr(advantages, name)
     if ALL[name].needs_critic:  # one that expects nothing
         x = replace(x, values=torch.zeros_like(x.token_rewards))
-    return function(x, **{**ALL[name].keys, "at_k": 2, **keys} if name == "max_at_k" else {**ALL[name].keys, **keys})
+    return function(
+        x, **{**ALL[name].defaults, "at_k": 2, **keys} if name == "max_at_k" else {**ALL[name].defaults, **keys}
+    )
 
 
 def expecting_nothing(lengths: list[int]) -> Estimates:
@@ -56,7 +58,7 @@ def rewards(*groups: list[float]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_catalogue_names_the_keys_that_a_function_takes(name: str):
-    assert set(inspect.signature(getattr(advantages, name)).parameters) == {"x", *ALL[name].keys}
+    assert set(inspect.signature(getattr(advantages, name)).parameters) == {"x", *ALL[name].defaults}
 
 
 def test_group_mean_std():
@@ -223,7 +225,7 @@ def test_equal_rewards_have_advantage_zero(name: str):
         for dtype in (torch.float32, torch.float64):
             x = judged(torch.full((50, 3), reward, dtype=dtype), lengths=[[1, 7, 3]] * 50)
             for epsilon in (0.0, 1e-4):
-                keys = {"std_epsilon": epsilon} if "std_epsilon" in ALL[name].keys else {}
+                keys = {"std_epsilon": epsilon} if "std_epsilon" in ALL[name].defaults else {}
                 assert not of(name, x, **keys).any()
 
 

@@ -88,6 +88,28 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
             "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
         ),
+        # a function of the user's and its arguments
+        (
+            {"algorithm": {"policy_loss": {"use": "clipped", "args": {"clip_low": 0.1}}}},
+            "algorithm.policy_loss: {'use': 'clipped', 'args': {'clip_low': 0.1}}: must be file.py:function, or {use: "
+            "file.py:function, args: {name: value}}; one of clipped, gspo, ",
+        ),
+        (
+            {"algorithm": {"advantage": {"usee": "a.py:f"}}},
+            "algorithm.advantage: {'usee': 'a.py:f'}: must be file.",
+        ),
+        (
+            {"algorithm": {"loss_weight": {"use": "a.py:f", "args": {1: 2}}}},
+            "algorithm.loss_weight: {'use': 'a.py:f', 'args': {1: 2}}: must be file.py:function, or {use: ",
+        ),
+        ({"algorithm": {"advantage": {"use": {"a": "b"}}}}, "algorithm.advantage: {'use': {'a': 'b'}}: must be file."),
+        ({"algorithm": {"advantage": 5}}, "algorithm.advantage: 5: must be one of group_mean_std, group_mean, "),
+        ({"algorithm": {"policy_loss": "clippd"}}, "algorithm.policy_loss: 'clippd': is not one of clipped, gspo, "),
+        (
+            {"algorithm": {"policy_loss": "a.py:f", "clip_low": 0.1}},
+            "algorithm: clip_low: 0.1 has no effect with policy_loss: a.py:f; remove it, or use policy_loss: clipped "
+            "or gspo or gspo_token or gmpo or {use: a.py:f, args: {clip_low: 0.1}}",
+        ),
         # unknown algorithm
         (
             {"algorithm": {"name": "gpro"}},

@@ -29,7 +29,10 @@ data: {path: d.jsonl, prompt: question}
 rewards:
   - {use: math, weight: 0.5, args: {}}
   - {use: "r.py:f"}
-algorithm: {name: dapo, beta: 0.01}
+algorithm:
+  name: dapo
+  beta: 0.01
+  policy_loss: {use: "l.py:f", args: {tau: 0.5, on: true}}
 rollout: {engine: vllm, num_generations: 8, max_staleness: 1}
 train: {steps: 10, seed: 3, micro_batch_tokens: auto}
 optim: {name: adafactor, clip_threshold: 1.5}

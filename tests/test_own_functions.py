@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cohort.algorithms import build_algorithm, check_own_functions
-from cohort.config import AlgorithmConfig, load_config
+from cohort.config import AlgorithmConfig, OwnFunction, load_config, to_yaml
 from cohort.errors import UserError
+from cohort.run_folder import config_changes
 from runs import assert_same_weights, changed, make_inputs, train
 from samples import judged, loss_inputs
 
@@ -41,6 +42,9 @@ OWN = """
     def per_step(lengths, included):
         return included / max(lengths[included].sum(), 1)
 
+    def scaled(x, *, scale): return scale * group_mean(x)
+    def softened(x, tau, floor=0.0): return -x.advantages * torch.sigmoid(tau * (x.logprobs - x.old_logprobs)) - floor
+    def to_the_power(lengths, included, power=1.0): return included / lengths**power
     def of_two_rewards(x): return x.reward_parts[..., 0] + x.reward_parts[..., 1]
     def too_short(x): return x.rewards[:1]
     def integers(x): return (x.rewards > 1).long()
@@ -107,6 +111,56 @@ def test_a_function_that_breaks_a_rule_is_refused(own: Path, kind: str, name: st
         assert word in str(caught.value)
 
 
+def test_arguments_reach_own_functions(own: Path):
+    config = AlgorithmConfig(
+        advantage={"use": "own.py:scaled", "args": {"scale": 3.0}},
+        policy_loss={"use": "own.py:softened", "args": {"tau": 2.0, "floor": 1.0}},
+        loss_weight={"use": "own.py:to_the_power", "args": {"power": 2}},
+    )
+    check_own_functions(config, num_generations=2, num_rewards=1, gradients_in_forward=True)
+    algorithm = build_algorithm(config, max_completion_tokens=8)
+    rewards = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
+    assert algorithm.advantage(judged(rewards)).tolist() == [[-3.0, 3.0]]
+    losses = algorithm.policy_loss(loss_inputs([1.0, 2.0], [1.0, -1.0])).per_token_loss
+    assert losses.tolist() == pytest.approx([-0.5 - 1, 4 / 5 - 1])  # sigmoid(2 ln 2) = 4 / 5
+    assert algorithm.loss_weight(np.array([1, 2]), np.array([True, True])).tolist() == [1.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({}, "missing a required argument: 'tau'. Its arguments: floor, tau."),
+        ({"tua": 1.0, "tau": 1.0}, "got an unexpected keyword argument 'tua'. Did you mean 'tau'? Its arguments: fl"),
+        ({"tau": 1.0, "x": 1.0}, "multiple values for argument 'x'. Its arguments: floor, tau."),
+        ({"tau": "much"}, "raised TypeError: "),
+        ({"tau": 0.0}, "its loss has no gradient with respect to the logprobs"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(own: Path, args: dict[str, Any], words: str):
+    with pytest.raises(UserError) as caught:
+        check(policy_loss={"use": f"{own}:softened", "args": args})
+    assert str(caught.value).startswith(f"algorithm.policy_loss: '{own}:softened': ") and words in str(caught.value)
+
+
+def test_arguments_are_part_of_the_configuration(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Found beside the file, changed by an override, written and read again; with others it is another run."""
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: m}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
+        "algorithm: {name: dapo, policy_loss: {use: 'own.py:softened', args: {tau: 0.5}}}\n"
+    )
+    monkeypatch.chdir("/")
+    config = load_config(tmp_path / "run.yaml")
+    assert config.algorithm.policy_loss == OwnFunction(f"{own}:softened", {"tau": 0.5})
+    assert config.algorithm.clip_high is None  # a built-in loss reads it
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    other = load_config(tmp_path / "run.yaml", ["algorithm.policy_loss.args.tau=0.7"])
+    assert config_changes(config, other) == {
+        "algorithm.policy_loss": (config.algorithm.policy_loss, OwnFunction(f"{own}:softened", {"tau": 0.7}))
+    }
+    assert repr(other.algorithm.policy_loss) == str({"use": f"{own}:softened", "args": {"tau": 0.7}})
+
+
 def test_an_own_advantage_is_tried_on_as_many_rewards_as_the_run_has(own: Path):
     check(advantage=f"{own}:of_two_rewards", num_rewards=2)
     with pytest.raises(UserError, match="raised IndexError"):
@@ -154,7 +208,7 @@ def test_a_run_with_own_functions_is_the_run_with_ours(own: Path, tmp_path: Path
     ]
     assert_same_weights(runs[1].final_dir, runs[0].final_dir)
     written = load_config(tmp_path / "theirs" / "config.yaml").algorithm
-    assert written.advantage == f"{own}:centred"
+    assert written.advantage == OwnFunction(f"{own}:centred")
     other = changed(
         config, algorithm=theirs | {"policy_loss": "own.py:with_entropy"}, run={"dir": str(tmp_path / "theirs")}
     )

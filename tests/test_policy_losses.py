@@ -20,7 +20,7 @@ E = math.e
 
 def of(name: str, **keys: float | None) -> Callable[[LossInputs], LossOutput]:
     """A policy loss with the catalogue's defaults."""
-    return lambda x: getattr(losses, name)(x, **{**ALL[name].keys, **keys})
+    return lambda x: getattr(losses, name)(x, **{**ALL[name].defaults, **keys})
 
 
 def gradient(out: LossOutput, x: LossInputs) -> list[float]:
@@ -29,7 +29,7 @@ def gradient(out: LossOutput, x: LossInputs) -> list[float]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_catalogue_names_the_keys_that_a_function_takes(name: str):
-    assert set(inspect.signature(getattr(losses, name)).parameters) == {"x", *ALL[name].keys}
+    assert set(inspect.signature(getattr(losses, name)).parameters) == {"x", *ALL[name].defaults}
 
 
 def test_clip_caps_gain_but_not_loss():

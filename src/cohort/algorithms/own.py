@@ -1,8 +1,9 @@
-"""A user's own advantage, policy loss and loss weight: found, tried on a few tokens, and held to the rules of ours.
+"""A user's own advantage, policy loss and loss weight: load them, try them on a few tokens, check what they return.
 
 P prompts, G generations, K rewards, L tokens of the longest completion, N completions, T scored tokens.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,28 +16,29 @@ from torch import Tensor
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.losses import PolicyLoss
 from cohort.batch import LossInputs, LossOutput
+from cohort.config import OwnFunction
 from cohort.errors import UserError
 from cohort.records import FloatArray, IntArray
-from cohort.user_code import load_function, raised_at, words_of
+from cohort.user_code import load_function, nearest, raised_at, words_of
 
 _LENGTHS = (3, 1, 4)  # of the completions that a policy loss is tried on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTraits:
-    """What trying a policy loss has shown."""
+    """What a policy loss looks at, found by trying it."""
 
     whole_completions: bool  # a token's loss depends on the other tokens of its completion
-    learns_without_advantage: bool
+    learns_without_advantage: bool  # it has a gradient where the advantage is 0
 
 
-def own_advantage(use: str) -> Callable[[AdvantageInputs], Tensor]:
-    """The advantage that `use` names, as one of ours.
+def own_advantage(choice: OwnFunction) -> Callable[[AdvantageInputs], Tensor]:
+    """Load a user's advantage.
 
     Raises:
-        UserError: it does not load.
+        UserError: it does not load, or does not take its arguments.
     """
-    function = _Own("advantage", use)
+    function = _Own("advantage", choice)
 
     def advantage(x: AdvantageInputs) -> Tensor:
         advantages = function(_copied(x))  # what it writes into is its own
@@ -47,13 +49,13 @@ def own_advantage(use: str) -> Callable[[AdvantageInputs], Tensor]:
     return advantage
 
 
-def own_policy_loss(use: str) -> PolicyLoss:
-    """The policy loss that `use` names, as one of ours; it may return a tensor in place of a `LossOutput`.
+def own_policy_loss(choice: OwnFunction) -> PolicyLoss:
+    """Load a user's policy loss; it may return a tensor in place of a `LossOutput`.
 
     Raises:
-        UserError: it does not load.
+        UserError: it does not load, or does not take its arguments.
     """
-    function = _Own("policy_loss", use)
+    function = _Own("policy_loss", choice)
 
     def policy_loss(x: LossInputs) -> LossOutput:
         out = function(x)
@@ -78,13 +80,13 @@ def own_policy_loss(use: str) -> PolicyLoss:
     return policy_loss
 
 
-def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
-    """The loss weight that `use` names, as one of ours.
+def own_loss_weight(choice: OwnFunction) -> Callable[[IntArray, np.ndarray], FloatArray]:
+    """Load a user's loss weight.
 
     Raises:
-        UserError: it does not load.
+        UserError: it does not load, or does not take its arguments.
     """
-    function = _Own("loss_weight", use)
+    function = _Own("loss_weight", choice)
 
     def loss_weight(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
         with np.errstate(all="ignore"):  # what comes of it is looked at
@@ -106,15 +108,14 @@ def own_loss_weight(use: str) -> Callable[[IntArray, np.ndarray], FloatArray]:
     return loss_weight
 
 
-def try_advantage(
-    advantage: Callable[[AdvantageInputs], Tensor], use: str, *, num_generations: int, num_rewards: int
-) -> None:
+def try_advantage(choice: OwnFunction, *, num_generations: int, num_rewards: int) -> None:
     """Try an advantage on two groups, which teach, have an unjudged completion, and are of equal or of no rewards.
 
     Raises:
-        UserError: names the rule that it breaks.
+        UserError: it does not load, or breaks a rule.
     """
-    field = _field("advantage", use)
+    advantage = own_advantage(choice)
+    field = _field("advantage", choice)
     lengths_PG = torch.arange(2 * num_generations).reshape(2, -1) % 4 + 1
     rewards_PG = torch.arange(2.0 * num_generations, dtype=torch.float64).reshape(2, -1) + 1.0
     unjudged_PG = rewards_PG.clone()
@@ -141,35 +142,29 @@ def try_advantage(
             )
 
 
-def try_loss_weight(loss_weight: Callable[[IntArray, np.ndarray], FloatArray], use: str) -> None:
+def try_loss_weight(choice: OwnFunction) -> None:
     """Try a loss weight on four completions, with some and with all of them left out.
 
     Raises:
-        UserError: names the rule that it breaks.
+        UserError: it does not load, or breaks a rule.
     """
+    loss_weight = own_loss_weight(choice)
     lengths_N = np.array([3, 1, 4, 2])
     if not loss_weight(lengths_N, np.array([True, True, False, True])).any():
-        raise UserError(f"{_field('loss_weight', use)}: gave 0 to every completion, so nothing would be learned")
+        raise UserError(f"{_field('loss_weight', choice)}: gave 0 to every completion, so nothing would be learned")
     loss_weight(lengths_N, np.zeros(4, dtype=bool))
 
 
-def try_policy_loss(policy_loss: PolicyLoss, use: str, *, has_reference: bool) -> LossTraits:
-    """Try a policy loss on three completions, on each of them and each of their tokens alone, and on none.
+def try_policy_loss(choice: OwnFunction, *, has_reference: bool) -> LossTraits:
+    """Try a policy loss on three completions, on each of them alone, and on none.
 
     Its policies are some way from each other, and one and the same, as at the first update of every rollout.
 
     Raises:
-        UserError: names the rule that it breaks.
+        UserError: it does not load, or breaks a rule.
     """
-    field = _field("policy_loss", use)
-    x = _loss_inputs(has_reference=has_reference)
-    on_policy = replace(
-        x,
-        old_logprobs=x.logprobs,
-        sampling_logprobs=x.logprobs,
-        reference_logprobs=x.logprobs if has_reference else None,
-    )
-    num_tokens = len(x.logprobs)
+    policy_loss, field = own_policy_loss(choice), _field("policy_loss", choice)
+    x, on_policy = (_loss_inputs(has_reference=has_reference, apart=apart) for apart in (1.0, 0.0))
     losses, gradient = _with_gradient(policy_loss, x)
     of_equals, gradient_of_equals = _with_gradient(policy_loss, on_policy)
     if not losses.isfinite().all() or not gradient.isfinite().all():
@@ -196,25 +191,44 @@ def try_policy_loss(policy_loss: PolicyLoss, use: str, *, has_reference: bool) -
         policy_loss(_part(x, slice(0, 0)))
     except UserError as error:
         raise UserError(f"{error}. It was tried on a micro-batch without tokens, which there are too") from error
-    zeros = torch.zeros(num_tokens)
-    without = [_with_gradient(policy_loss, replace(each, advantages=zeros))[1] for each in (x, on_policy)]
-    tokens = [slice(t, t + 1) for t in range(num_tokens)]
+    return loss_traits(policy_loss, has_reference=has_reference)
+
+
+def loss_traits(policy_loss: PolicyLoss, *, has_reference: bool) -> LossTraits:
+    """Try a policy loss on single tokens, and without advantages at several distances between the policies."""
+    x = _loss_inputs(has_reference=has_reference)
+    single = [slice(t, t + 1) for t in range(len(x.logprobs))]
+    spread = (_loss_inputs(has_reference=has_reference, apart=apart, lengthened=10) for apart in (0.0, 0.1, 1.0, 5.0))
+    without = (replace(each, advantages=torch.zeros_like(each.advantages)) for each in spread)
     return LossTraits(
-        whole_completions=not _same(policy_loss, x, tokens, losses, gradient),
-        learns_without_advantage=any(bool(each.any()) for each in without),
+        whole_completions=not _same(policy_loss, x, single, *_with_gradient(policy_loss, x)),
+        learns_without_advantage=any(bool(_with_gradient(policy_loss, each)[1].any()) for each in without),
     )
 
 
 class _Own:
-    """A function of the user's, whose errors name it."""
+    """A user's function with its arguments filled in, whose errors name it."""
 
-    def __init__(self, kind: str, use: str):
-        self._field = _field(kind, use)
-        self._function = load_function(use, base_dir=Path.cwd(), field=f"algorithm.{kind}")
+    def __init__(self, kind: str, choice: OwnFunction):
+        self._field, self._args = _field(kind, choice), choice.args
+        self._function = load_function(choice.use, base_dir=Path.cwd(), field=f"algorithm.{kind}")
+        self._check_arguments(num_inputs=2 if kind == "loss_weight" else 1)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def _check_arguments(self, *, num_inputs: int) -> None:
         try:
-            return self._function(*arguments)
+            signature = inspect.signature(self._function)
+        except ValueError:  # some functions written in C have none
+            return
+        try:
+            signature.bind(*[None] * num_inputs, **self._args)
+        except TypeError as error:
+            named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            wrong = next((name for name in self._args if name not in named), "")
+            raise self.error(f"{error}. {nearest(wrong, named[num_inputs:], 'Its arguments')}") from None
+
+    def __call__(self, *inputs: Any) -> Any:
+        try:
+            return self._function(*inputs, **self._args)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise  # the engine computes it again, in parts
@@ -225,8 +239,8 @@ class _Own:
         return UserError(f"{self._field}: {what}")
 
 
-def _field(kind: str, use: str) -> str:
-    return f"algorithm.{kind}: {use!r}"
+def _field(kind: str, choice: OwnFunction) -> str:
+    return f"algorithm.{kind}: {choice.use!r}"
 
 
 def _kind(value: Any) -> str:
@@ -261,16 +275,23 @@ def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor, num_rewards: int) 
     )
 
 
-def _loss_inputs(*, has_reference: bool) -> LossInputs:
-    """Three completions, the policies some way from each other, advantages of both signs and 0."""
-    lengths, generator = torch.tensor(_LENGTHS), torch.Generator().manual_seed(0)
-    count = int(lengths.sum())
-    values = torch.rand(6, count, generator=generator)
+def _loss_inputs(*, has_reference: bool, apart: float = 1.0, lengthened: int = 1) -> LossInputs:
+    """Three completions with advantages of both signs and 0.
+
+    Args:
+        has_reference: whether there is a reference policy.
+        apart: how far the policies are from each other: with 0 they are the same, with 1 up to 2 nats apart.
+        lengthened: factor of the completions' lengths.
+    """
+    lengths, generator = lengthened * torch.tensor(_LENGTHS), torch.Generator().manual_seed(0)
+    values = torch.rand(6, int(lengths.sum()), generator=generator)
+    logprobs, *others = -2 * max(apart, 1.0) * values[:4]
+    old, sampling, reference = (logprobs.lerp(other, min(apart, 1.0)) for other in others)
     return LossInputs(
-        logprobs=-2 * values[0],
-        old_logprobs=-2 * values[1],
-        sampling_logprobs=-2 * values[2],
-        reference_logprobs=-2 * values[3] if has_reference else None,
+        logprobs=logprobs,
+        old_logprobs=old,
+        sampling_logprobs=sampling,
+        reference_logprobs=reference if has_reference else None,
         entropy=values[4],
         advantages=torch.repeat_interleave(torch.tensor([1.0, 0.0, -0.5]), lengths),
         sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),

@@ -1,4 +1,4 @@
-"""From the `algorithm` section to functions. Branching on names ends here."""
+"""Build the functions of an algorithm from the `algorithm` section. Branching on names ends here."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.losses import PolicyLoss
 from cohort.algorithms.terms import Coefficients, Estimator, Term
-from cohort.config import COMPONENTS, AlgorithmConfig, is_users_own
+from cohort.config import COMPONENTS, AlgorithmConfig, OwnFunction
 from cohort.errors import UserError
 from cohort.records import Estimate, FloatArray, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
 LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
 MODULES = {"advantage": advantages, "policy_loss": losses, "loss_weight": weights}
-OWN: dict[str, Callable[[str], Any]] = {
+OWN: dict[str, Callable[[OwnFunction], Any]] = {
     "advantage": own.own_advantage,
     "policy_loss": own.own_policy_loss,
     "loss_weight": own.own_loss_weight,
@@ -71,11 +71,12 @@ def build_algorithm(
         value_clip: of the critic, where the algorithm has one.
 
     Raises:
-        UserError: a function of the user's does not load, or breaks a rule.
+        UserError: a function of the user's does not load, does not take its arguments, or breaks a rule.
     """
     parts = {kind: _function(config, kind) for kind in MODULES}
     if config.loss_weight == "constant":  # the one number that is another section's
         parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
+    traits = own.loss_traits(parts["policy_loss"], has_reference=config.kl_in == "loss")
     kl_in_reward = config.kl_in == "reward"
     asks_for: dict[Estimate, bool] = {
         "logprobs": kl_in_reward,
@@ -91,9 +92,7 @@ def build_algorithm(
         mask_truncated=config.mask_truncated_completions,
         estimates=frozenset(name for name, is_needed in asks_for.items() if is_needed),
         needs_reference=config.kl_in == "loss",
-        learns_without_advantage=config.kl_in == "loss"
-        or has_entropy_bonus(config)
-        or _traits(config, parts["policy_loss"]).learns_without_advantage,
+        learns_without_advantage=config.kl_in == "loss" or has_entropy_bonus(config) or traits.learns_without_advantage,
         reward_kl=ESTIMATORS[str(config.kl_estimator)] if kl_in_reward else None,
         top_entropy_quantile=config.top_entropy_quantile,
         first_control=Control(kl=config.beta, entropy=config.entropy_coef),
@@ -117,44 +116,30 @@ def check_own_functions(
     Raises:
         UserError: names the key, the function and the rule that it breaks.
     """
-    if is_users_own(config.advantage):
-        own.try_advantage(
-            own.own_advantage(config.advantage),
-            config.advantage,
-            num_generations=num_generations,
-            num_rewards=num_rewards,
-        )
-    if is_users_own(config.loss_weight):
-        own.try_loss_weight(own.own_loss_weight(config.loss_weight), config.loss_weight)
-    if is_users_own(config.policy_loss):
-        traits = _traits(config, own.own_policy_loss(config.policy_loss))
+    if isinstance(config.advantage, OwnFunction):
+        own.try_advantage(config.advantage, num_generations=num_generations, num_rewards=num_rewards)
+    if isinstance(config.loss_weight, OwnFunction):
+        own.try_loss_weight(config.loss_weight)
+    if isinstance(config.policy_loss, OwnFunction):
+        traits = own.try_policy_loss(config.policy_loss, has_reference=config.kl_in == "loss")
         if traits.whole_completions and gradients_in_forward:
             raise UserError(
-                f"algorithm.policy_loss: {config.policy_loss!r}: a token's loss changes with the other tokens of its "
-                f"completion, and train.gradients_in_forward: true computes it tile by tile; use "
+                f"algorithm.policy_loss: {config.policy_loss.use!r}: a token's loss changes with the other tokens of "
+                f"its completion, and train.gradients_in_forward: true computes it tile by tile; use "
                 f"gradients_in_forward: false"
             )
 
 
-def _traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> own.LossTraits:
-    """What a policy loss looks at: known of ours, tried of the user's."""
-    if is_users_own(config.policy_loss):
-        return own.try_policy_loss(policy_loss, config.policy_loss, has_reference=config.kl_in == "loss")
-    whole = COMPONENTS["policy_loss"][config.policy_loss].whole_completions
-    return own.LossTraits(whole_completions=whole, learns_without_advantage=False)
-
-
 def _function(config: AlgorithmConfig, kind: str) -> Any:
-    """The function of a component, with the keys that it reads filled in."""
-    name = getattr(config, kind)
-    if is_users_own(name):
-        return OWN[kind](name)
-    keys = COMPONENTS[kind][name].keys
-    return partial(getattr(MODULES[kind], name), **{key: getattr(config, key) for key in keys})
+    """Return the function of a component with its parameters filled in."""
+    choice = getattr(config, kind)
+    if isinstance(choice, OwnFunction):
+        return OWN[kind](choice)
+    keys = COMPONENTS[kind][choice].parameters
+    return partial(getattr(MODULES[kind], choice), **{key: getattr(config, key) for key in keys})
 
 
 def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
-    assert config.gamma is not None and config.gae_lambda is not None, "filled in by what reads them"
     return CriticFunctions(
         returns=partial(gae_returns, gamma=config.gamma, gae_lambda=config.gae_lambda),
         loss=partial(clipped_value, value_clip=value_clip),

@@ -18,7 +18,8 @@ def algorithms(
 ) -> None:
     """List the algorithms: what they are made of, where they come from, their numbers, and when to use which."""
     from cohort.config import ALGORITHMS, COMPONENTS
-    from cohort.config.algorithm_docs import described, described_component, not_one_of
+    from cohort.config.algorithm import not_one_of
+    from cohort.config.algorithm_docs import described, described_component
 
     kinds = {component: kind for kind, known in COMPONENTS.items() for component in known}
     if name is None:
@@ -55,5 +56,7 @@ def _whole(algorithm: dict[str, Any]) -> str:
 
 
 def _part(kind: str, part: dict[str, Any]) -> list[str]:
-    numbers = [f"    {key}: {json.dumps(value)}" for key, value in part["defaults"].items()]
+    numbers = [
+        f"    {key}: {json.dumps(value)}\n        {part['meanings'][key]}" for key, value in part["defaults"].items()
+    ]
     return [f"{kind}: {part['name']}  ({part['source']})", f"    {part['formula']}", *numbers]

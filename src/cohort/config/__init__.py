@@ -1,8 +1,8 @@
 """The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
 
 from cohort.config.adapter import AdapterConfig
-from cohort.config.algorithm import AlgorithmConfig
-from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm, is_users_own
+from cohort.config.algorithm import AlgorithmConfig, OwnFunction
+from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.hardware import HardwareConfig
@@ -51,6 +51,7 @@ __all__ = [
     "MuonConfig",
     "NamedAlgorithm",
     "OptimConfig",
+    "OwnFunction",
     "ParameterGroup",
     "Quantization",
     "ReferenceConfig",
@@ -62,7 +63,6 @@ __all__ = [
     "TrainConfig",
     "VllmRolloutConfig",
     "config_from_dict",
-    "is_users_own",
     "load_config",
     "to_yaml",
 ]

@@ -1,78 +1,73 @@
-"""The `algorithm` section: a name, which stands for three components and their numbers, and what differs from it."""
+"""The `algorithm` section: a named algorithm, and the components and parameters in which a run differs from it."""
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_serializer, model_validator
 
-from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, is_users_own
+from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, parameters
 from cohort.config.section import Section
 from cohort.config.terms import ALL_TOKENS, check_terms, term_defaults
 
 CORRECTION_CAP = 2.0
+_OWN = "file.py:function, or {use: file.py:function, args: {name: value}}"
 
 
-class AlgorithmConfig(Section):
+def _component_field(kind: str) -> Any:
+    own = "`file.py:function`, or `{use: file.py:function, args: {name: value}}`"
+    return Field("", description=f"{', '.join(COMPONENTS[kind])}, {own}. Default: the algorithm's.")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OwnFunction:
+    """A user's function in the place of a component, and its keyword arguments."""
+
+    use: str  # file.py:function or package.module:function
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return str(self.written())
+
+    def __str__(self) -> str:
+        return self.use
+
+    def written(self) -> Any:
+        """Return it as a configuration has it."""
+        return {"use": self.use, "args": dict(self.args)} if self.args else self.use
+
+
+class _Components(Section):
+    name: str = Field("grpo", description="Stands for three components and their numbers: " + ", ".join(ALGORITHMS))
+    advantage: str | OwnFunction = _component_field("advantage")
+    policy_loss: str | OwnFunction = _component_field("policy_loss")
+    loss_weight: str | OwnFunction = _component_field("loss_weight")
+
+
+if TYPE_CHECKING:
+
+    class _WithParameters(_Components):
+        def __getattr__(self, parameter: str) -> Any: ...
+
+else:
+    # A key for each parameter in the catalogue; None until the default of the algorithm or component is filled in.
+    _WithParameters = create_model(
+        "_WithParameters",
+        __base__=_Components,
+        **{
+            key: (p.value_type | None, Field(None, description=p.description, ge=p.ge, gt=p.gt, le=p.le, lt=p.lt))
+            for key, p in parameters().items()
+        },
+    )
+
+
+class AlgorithmConfig(_WithParameters):
     """How rewards become a gradient. docs/algorithms.md has the formulas; `cohort algorithms` lists them.
 
     Where the default is `null`, it is that of the algorithm, or of the component that reads the key.
     """
 
-    name: str = Field("grpo", description="Stands for three components and their numbers: " + ", ".join(ALGORITHMS))
-    advantage: str = Field(
-        "",
-        description=f"{', '.join(COMPONENTS['advantage'])}, or `file.py:function`. Default: the algorithm's.",
-    )
-    policy_loss: str = Field(
-        "",
-        description=f"{', '.join(COMPONENTS['policy_loss'])}, or `file.py:function`. Default: the algorithm's.",
-    )
-    loss_weight: str = Field(
-        "",
-        description=f"{', '.join(COMPONENTS['loss_weight'])}, or `file.py:function`. Default: the algorithm's.",
-    )
-    std_epsilon: float | None = Field(None, ge=0, description="Added to the standard deviation.")
-    gamma: float | None = Field(None, gt=0, le=1, description="Discount per token of what comes later.")
-    gae_lambda: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="1: the reward less the critic's value, without bias; lower: more of the critic's word, with less "
-        "variance.",
-    )
-    whiten_advantages: bool | None = Field(
-        None, description="Advantages with mean 0 and standard deviation 1 over the tokens of a step."
-    )
-    clip_low: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="The ratio is clipped from below at 1 - clip_low (gmpo: at exp(-clip_low)). It "
-        "is exactly 1 at the first update of a rollout, so this matters with `train.updates_per_rollout` above 1.",
-    )
-    clip_high: float | None = Field(
-        None, ge=0, description="The ratio is clipped from above at 1 + clip_high (gmpo: exp(clip_high)), as clip_low."
-    )
-    delta: float | None = Field(
-        None,
-        gt=1,
-        description="Dual clip: bounds the ratio of tokens of negative advantage from above. Must be above "
-        "1 + clip_high, where it begins to act; 3 is usual. Default: no such bound.",
-    )
-    tau_positive: float | None = Field(None, gt=0, description="Steepness of the gate where the advantage is above 0.")
-    tau_negative: float | None = Field(None, gt=0, description="Steepness of the gate elsewhere.")
-    vespo_k_positive: float | None = Field(
-        None, ge=0, description="Exponent of the completion's ratio, where the advantage is 0 or above."
-    )
-    vespo_lambda_positive: float | None = Field(
-        None, gt=0, description="How fast large ratios lose weight, where the advantage is 0 or above."
-    )
-    vespo_k_negative: float | None = Field(None, ge=0, description="The exponent for negative advantages.")
-    vespo_lambda_negative: float | None = Field(None, gt=0, description="The decay for negative advantages.")
-    at_k: int | None = Field(
-        None, ge=2, description="The best of so many completions counts; at most rollout.num_generations."
-    )
     beta: float = Field(
         0.0,
         ge=0,
@@ -160,6 +155,7 @@ class AlgorithmConfig(Section):
         values = dict(self)
         usual = {key: field.default for key, field in type(self).model_fields.items()}
         usual |= _filled_in(self.name, values) | {kind: getattr(ALGORITHMS[self.name], kind) for kind in COMPONENTS}
+        values |= {kind: value.written() for kind in COMPONENTS if isinstance(value := values[kind], OwnFunction)}
         return {key: value for key, value in values.items() if key == "name" or value != usual[key]}
 
     @field_validator("name")
@@ -169,24 +165,37 @@ class AlgorithmConfig(Section):
             raise ValueError(not_one_of(name, ALGORITHMS))
         return name
 
-    @field_validator(*COMPONENTS)
+    @field_validator(*COMPONENTS, mode="before")
     @classmethod
-    def _is_a_component(cls, component: str, info: ValidationInfo) -> str:
+    def _is_a_component(cls, value: Any, info: ValidationInfo) -> str | OwnFunction:
         known = COMPONENTS[str(info.field_name)]
-        if component and component not in known and not is_users_own(component):
-            raise ValueError(not_one_of(component, known) + ", or a function of your own as file.py:function")
-        return component
+        if isinstance(value, dict):
+            use, args = value.get("use"), value.get("args", {})
+            is_own = isinstance(use, str) and ":" in use and value.keys() <= {"use", "args"}
+            if not is_own or not _is_keyword_arguments(args):
+                raise ValueError(f"{value!r:.80}: must be {_OWN}; one of {', '.join(known)} is given by its name alone")
+            return OwnFunction(str(use), args)
+        if isinstance(value, OwnFunction) or value == "":
+            return value
+        if not isinstance(value, str):
+            raise ValueError(f"must be one of {', '.join(known)}, or {_OWN}")
+        if ":" not in value and value not in known:
+            raise ValueError(not_one_of(value, known) + ", or a function of your own as file.py:function")
+        return OwnFunction(value) if ":" in value else value
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
-        read = {key for component in self.components() for key in component.keys}
+        read = {key for component in self.components() for key in component.parameters}
         for kind, known in COMPONENTS.items():
-            for key in (key for component in known.values() for key in component.keys):
+            for key in (key for component in known.values() for key in component.parameters):
                 if key not in read and getattr(self, key) is not None:
-                    readers = " or ".join(name for name, component in known.items() if key in component.keys)
+                    choice, value = getattr(self, kind), getattr(self, key)
+                    instead = [name for name, component in known.items() if key in component.parameters]
+                    if isinstance(choice, OwnFunction):
+                        instead.append(f"{{use: {choice}, args: {{{key}: {value}}}}}")
                     raise ValueError(
-                        f"{key}: {getattr(self, key)} has no effect with {kind}: {getattr(self, kind)}; remove it, or "
-                        f"use {kind}: {readers}"
+                        f"{key}: {value} has no effect with {kind}: {choice}; remove it, or use {kind}: "
+                        f"{' or '.join(instead)}"
                     )
         if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(
@@ -200,7 +209,7 @@ class AlgorithmConfig(Section):
         return self
 
     def components(self) -> list[Component]:
-        """The components that are ours."""
+        """The components that the catalogue has; a user's own functions are not among them."""
         return _components({kind: getattr(self, kind) for kind in COMPONENTS})
 
     @property
@@ -218,14 +227,18 @@ class AlgorithmConfig(Section):
     @property
     def needs_whole_completions(self) -> str | None:
         """The key for which all logprobs of a completion must be there before any of its losses, with its value."""
-        loss = COMPONENTS["policy_loss"].get(self.policy_loss)  # what one's own looks at is found by trying it
-        if loss is not None and loss.whole_completions:
+        # what a user's own loss looks at is found by trying it
+        if any(component.whole_completions for component in self.components()):
             return f"policy_loss: {self.policy_loss}"
         if self.sampling_correction.startswith("sequence"):
             return f"sampling_correction: {self.sampling_correction}"
         if self.off_policy_mask_threshold is not None:
             return f"off_policy_mask_threshold: {self.off_policy_mask_threshold}"
         return None
+
+
+def _is_keyword_arguments(args: Any) -> bool:
+    return isinstance(args, dict) and all(isinstance(key, str) for key in args)
 
 
 def _filled_in(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +249,7 @@ def _filled_in(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for kind, name_of_part in chosen.items():
         is_its_own = name_of_part == getattr(named, kind)
         for component in _components({kind: name_of_part}):
-            defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.keys.items()}
+            defaults |= {k: named.defaults.get(k, v) if is_its_own else v for k, v in component.defaults.items()}
     return chosen | defaults | term_defaults(given)
 
 

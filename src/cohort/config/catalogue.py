@@ -1,12 +1,26 @@
-"""What algorithms are made of, and those that have a name: texts and numbers, without the functions themselves.
+"""Catalogue of algorithms and their components: formulas, papers and parameters, without torch.
 
-A component is a pure function in `cohort.algorithms`, under the same name there. The keys of the configuration that it
-reads are its keyword arguments.
+An entry says everything about a component but how it is computed. Its function, a pure one in `cohort.algorithms`, has
+the same name and takes the entry's parameters as keyword arguments. From the entry derive the keys of the section
+`algorithm`, their validation, `cohort algorithms` and the docs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A keyword argument of a component's function, and the key of the section `algorithm` that sets it."""
+
+    value_type: type
+    default: Any
+    description: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +29,7 @@ class Component:
 
     formula: str
     source: str  # paper
-    keys: Mapping[str, Any] = field(default_factory=dict)  # that it reads, and their defaults
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     min_generations: int = 1  # completions of a prompt that it takes
     min_generations_key: str | None = None  # a key whose value is such a number too
     min_completions: int = 1  # of a step that it takes, where all tokens of one are rewarded alike
@@ -29,10 +43,15 @@ class Component:
     one_advantage: bool = False  # a loss of whole completions, for which advantages of single tokens come to their mean
     has_ratio: bool = True  # a loss that knows the policy which its completions are from
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default of each parameter."""
+        return {key: parameter.default for key, parameter in self.parameters.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedAlgorithm:
-    """A choice of three components, and of numbers for what they read."""
+    """Three components under one name, with defaults of its own."""
 
     title: str
     source: str  # paper
@@ -43,14 +62,29 @@ class NamedAlgorithm:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where they are not the component's
 
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-STD = {"std_epsilon": 1e-4}
+STD = {"std_epsilon": Parameter(float, 1e-4, "Added to the standard deviation.", ge=0)}
+CLIP_LOW = Parameter(
+    float,
+    0.2,
+    "The ratio is clipped from below at 1 - clip_low (gmpo: at exp(-clip_low)). It is exactly 1 at the first update of "
+    "a rollout, so this matters with `train.updates_per_rollout` above 1.",
+    ge=0,
+    lt=1,
+)
+CLIP_HIGH = Parameter(
+    float, 0.2, "The ratio is clipped from above at 1 + clip_high (gmpo: exp(clip_high)), as clip_low.", ge=0
+)
+
+
+def _clip(low: float, high: float) -> dict[str, Parameter]:
+    return {"clip_low": replace(CLIP_LOW, default=low), "clip_high": replace(CLIP_HIGH, default=high)}
+
 
 ADVANTAGES: dict[str, Component] = {
     "group_mean_std": Component(
         formula="(r - mean(group)) / (std(group) + std_epsilon)",
         source="arXiv:2402.03300",
-        keys=STD,
+        parameters=STD,
         min_generations=2,
     ),
     "group_mean": Component(formula="r - mean(group)", source="arXiv:2503.20783", min_generations=2),
@@ -58,7 +92,7 @@ ADVANTAGES: dict[str, Component] = {
     "batch_mean_std": Component(
         formula="(R_t - mean(R)) / (std(R) + std_epsilon) over the step's tokens; R_t: reward from token t on",
         source="arXiv:2501.03262",
-        keys=STD,
+        parameters=STD,
         min_completions=2,
         token_returns=True,
         learns_from_equal=True,
@@ -66,20 +100,20 @@ ADVANTAGES: dict[str, Component] = {
     "group_mean_whitened": Component(
         formula="batch_mean_std of R_t - mean(group)",
         source="arXiv:2501.03262",
-        keys=STD,
+        parameters=STD,
         min_generations=2,
         token_returns=True,
     ),
     "group_mean_batch_std": Component(
         formula="(r - mean(group)) / (std(r of the step) + std_epsilon)",
         source="arXiv:2508.08221",
-        keys=STD,
+        parameters=STD,
         min_generations=2,
     ),
     "per_reward_mean_std": Component(
         formula="whiten(sum over rewards k of weight_k * group_mean_std(r_k)) over the step's completions",
         source="arXiv:2601.05242",
-        keys=STD,
+        parameters=STD,
         min_generations=2,
         judges_parts=True,
         no_kl_in_reward="it looks at each reward by itself, and the penalty is none of them",
@@ -94,7 +128,9 @@ ADVANTAGES: dict[str, Component] = {
     "max_at_k": Component(
         formula="G * mean over sets S of at_k completions of (max(S) - max(S without this one))",
         source="arXiv:2505.15201",
-        keys={"at_k": 4},
+        parameters={
+            "at_k": Parameter(int, 4, "The best of so many completions counts; at most rollout.num_generations.", ge=2)
+        },
         min_generations=2,
         min_generations_key="at_k",
     ),
@@ -102,7 +138,15 @@ ADVANTAGES: dict[str, Component] = {
         formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)); "
         "whitened: (A - mean(A)) / (std(A) + 1e-8) over the step's tokens",
         source="arXiv:1506.02438",
-        keys={"gamma": 1.0, "gae_lambda": 1.0, "whiten_advantages": True},
+        parameters={
+            "gamma": Parameter(float, 1.0, "Discount per token of what comes later.", gt=0, le=1),
+            "gae_lambda": Parameter(
+                float, 1.0, "1: unbiased advantages of high variance; lower: more bias, less variance.", ge=0, le=1
+            ),
+            "whiten_advantages": Parameter(
+                bool, True, "Advantages with mean 0 and standard deviation 1 over the tokens of a step."
+            ),
+        },
         needs_critic=True,
         token_returns=True,
         learns_from_equal=True,
@@ -112,44 +156,62 @@ POLICY_LOSSES: dict[str, Component] = {
     "clipped": Component(
         formula="-min(min(ratio, delta) * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)",
         source="arXiv:1707.06347; delta: arXiv:1912.09729",
-        keys={**CLIP, "delta": None},
+        parameters={
+            **_clip(0.2, 0.2),
+            "delta": Parameter(
+                float,
+                None,
+                "Dual clip: bounds the ratio of tokens of negative advantage from above. Must be above 1 + clip_high, "
+                "where it begins to act; 3 is usual. Default: no such bound.",
+                gt=1,
+            ),
+        },
     ),
     "gspo": Component(
         formula="-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean over tokens of log(ratio))",
         source="arXiv:2507.18071",
-        keys={"clip_low": 3e-4, "clip_high": 4e-4},
+        parameters=_clip(3e-4, 4e-4),
         whole_completions=True,
         one_advantage=True,
     ),
     "gspo_token": Component(
         formula="as gspo with s_t = sg(s) * p_t / sg(p_t); sg: without a gradient",
         source="arXiv:2507.18071",
-        keys={"clip_low": 3e-4, "clip_high": 4e-4},
+        parameters=_clip(3e-4, 4e-4),
         whole_completions=True,
     ),
     "cispo": Component(
-        formula="-sg(min(ratio, 1 + clip_high)) * A * log p", source="arXiv:2506.13585", keys={"clip_high": 4.0}
+        formula="-sg(min(ratio, 1 + clip_high)) * A * log p",
+        source="arXiv:2506.13585",
+        parameters={"clip_high": replace(CLIP_HIGH, default=4.0)},
     ),
     "sapo": Component(
         formula="-4 / tau * sigmoid(tau * (ratio - 1)) * A, tau = tau_positive where A > 0, else tau_negative",
         source="arXiv:2511.20347",
-        keys={"tau_positive": 1.0, "tau_negative": 1.05},
+        parameters={
+            "tau_positive": Parameter(float, 1.0, "Steepness of the gate where the advantage is above 0.", gt=0),
+            "tau_negative": Parameter(float, 1.05, "Steepness of the gate elsewhere.", gt=0),
+        },
     ),
     "vespo": Component(
         formula="-sg(w^k * exp(lambda * (1 - w))) * A * log p, w = product of the completion's ratios",
         source="arXiv:2602.10693",
-        keys={
-            "vespo_k_positive": 2.0,
-            "vespo_lambda_positive": 3.0,
-            "vespo_k_negative": 3.0,
-            "vespo_lambda_negative": 2.0,
+        parameters={
+            "vespo_k_positive": Parameter(
+                float, 2.0, "Exponent of the completion's ratio, where the advantage is 0 or above.", ge=0
+            ),
+            "vespo_lambda_positive": Parameter(
+                float, 3.0, "How fast large ratios lose weight, where the advantage is 0 or above.", gt=0
+            ),
+            "vespo_k_negative": Parameter(float, 3.0, "The exponent for negative advantages.", ge=0),
+            "vespo_lambda_negative": Parameter(float, 2.0, "The decay for negative advantages.", gt=0),
         },
         whole_completions=True,
     ),
     "gmpo": Component(
         formula="-s * A, s = exp(mean over tokens of log(ratio), bounded by -clip_low for A < 0, clip_high for A > 0)",
         source="arXiv:2507.20673",
-        keys={"clip_low": 0.4, "clip_high": 0.4},
+        parameters=_clip(0.4, 0.4),
         whole_completions=True,
         one_advantage=True,
     ),
@@ -299,9 +361,14 @@ ALGORITHMS: dict[str, NamedAlgorithm] = {
 }
 
 
-def is_users_own(component: str) -> bool:
-    """Whether it names a function of the user's, as file.py:function or package.module:function."""
-    return ":" in component
+def parameters() -> dict[str, Parameter]:
+    """The parameters of all components by key, without their defaults, in which alone components may differ."""
+    found: dict[str, Parameter] = {}
+    for component in (component for known in COMPONENTS.values() for component in known.values()):
+        for key, parameter in component.parameters.items():
+            shared = replace(parameter, default=None)
+            assert found.setdefault(key, shared) == shared, f"{key} is declared twice, and differently"
+    return found
 
 
 def with_one_completion() -> list[str]:
@@ -311,7 +378,7 @@ def with_one_completion() -> list[str]:
 
 def readers(key: str) -> list[str]:
     """The components that read a key."""
-    return [name for known in COMPONENTS.values() for name, component in known.items() if key in component.keys]
+    return [name for known in COMPONENTS.values() for name, component in known.items() if key in component.parameters]
 
 
 def with_a_critic() -> list[str]:
@@ -319,7 +386,7 @@ def with_a_critic() -> list[str]:
     return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].needs_critic]
 
 
-def in_place_of(name: str, advantage: str, algorithms: list[str]) -> str:
+def in_place_of(name: str, advantage: object, algorithms: list[str]) -> str:
     """What to use in place of an advantage: another name where the name stands for it, else another advantage.
 
     Args:

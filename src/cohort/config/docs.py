@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from cohort.config.algorithm import AlgorithmConfig
+from cohort.config.algorithm import AlgorithmConfig, OwnFunction
 from cohort.config.catalogue import readers
 from cohort.config.schema import UNIONS, Config, sections_in
 
@@ -62,7 +62,7 @@ def _type(annotation: Any) -> str:
         return "mapping"
     if get_args(annotation):  # a union
         return " or ".join(_type(argument) for argument in get_args(annotation))
-    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", OwnFunction: "a function"}
     return names.get(annotation, str(annotation))
 
 

@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from cohort.config.algorithm import OwnFunction
 from cohort.config.catalogue import COMPONENTS
 from cohort.config.data import RewardConfig
 from cohort.config.rollout import VllmRolloutConfig
@@ -275,6 +277,9 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
         file, colon, function = use.rpartition(":")
         return f"{found(file)}:{function}" if colon and file.endswith(".py") else use
 
+    def component(choice: str | OwnFunction) -> str | OwnFunction:
+        return replace(choice, use=of_user(choice.use)) if isinstance(choice, OwnFunction) else choice
+
     def reward(entry: RewardConfig) -> RewardConfig:
         return entry.model_copy(update={"use": of_user(entry.use)})
 
@@ -286,7 +291,7 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
         "data": config.data.model_copy(update={"path": found(config.data.path)}),
         "rewards": tuple(reward(entry) for entry in config.rewards),
         "algorithm": config.algorithm.model_copy(
-            update={kind: of_user(getattr(config.algorithm, kind)) for kind in COMPONENTS}
+            update={kind: component(getattr(config.algorithm, kind)) for kind in COMPONENTS}
         ),
         "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
     }

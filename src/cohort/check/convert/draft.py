@@ -8,6 +8,7 @@ from cohort.check.launch import Launch, Settings
 from cohort.check.quantization import COHORT_NAMES, told
 from cohort.check.rules.start import Start
 from cohort.config import ALGORITHMS, COMPONENTS
+from cohort.config.catalogue import parameters
 from cohort.config.quantization import check_base, check_run
 
 Kind = Literal["text", "whole", "number", "flag"]
@@ -188,8 +189,8 @@ class Draft:
             self.put(f"algorithm.{kind}", part if getattr(ALGORITHMS[name], kind) != part else None)
         self.put("algorithm.beta", beta)
         for key, value in keys.items():
-            of_components = any(key in known[part].keys for known in COMPONENTS.values() for part in known)
-            if not of_components or any(key in COMPONENTS[kind][part].keys for kind, part in parts.items()):
+            of_components = key in parameters()
+            if not of_components or any(key in COMPONENTS[kind][part].parameters for kind, part in parts.items()):
                 self.put(f"algorithm.{key}", value)
 
     def reward_scale(self, default: str) -> str:
