@@ -29,9 +29,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from cohort.algorithms import build_algorithm
+from cohort.batch import PolicyLoss
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.engine import TrainEngine, TrainResult
-from cohort.engine.loss import PolicyLoss
 from cohort.engine.out_of_memory import is_out_of_memory
 from cohort.errors import OutOfStepError
 from cohort.metrics.memory import reset_resident_peak, resident

@@ -3,7 +3,7 @@
 S input tokens of a micro-batch, T scored (completion) tokens, n completions of a micro-batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -84,3 +84,7 @@ class LossOutput:
 
     per_token_loss: Tensor  # [T]
     token_metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T], detached
+
+
+# With gradients in forward it gets some consecutive tokens at a time: a token's loss depends on no other's logprob.
+PolicyLoss = Callable[[LossInputs], LossOutput]

@@ -9,9 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from cohort.algorithms.losses import PolicyLoss
 from cohort.algorithms.sequences import sequence_sums
-from cohort.batch import LossInputs, LossOutput
+from cohort.batch import LossInputs, LossOutput, PolicyLoss
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 

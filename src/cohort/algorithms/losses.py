@@ -7,7 +7,7 @@ Losses of whole completions give each token its completion's value, so that with
 sum is the papers' mean over completions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from cohort.algorithms.sequences import sequence_means, sequence_sums
 from cohort.batch import LossInputs, LossOutput
 
-PolicyLoss = Callable[[LossInputs], LossOutput]
 MAX_LOG_RATIO = 20.0  # a ratio of 5e8: beyond it a token has no gradient
 MIN_LOG_WEIGHT = -18.420680743952367  # ln 1e-8, where VESPO's weight is 0 for all that float32 can tell
 

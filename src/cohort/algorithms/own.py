@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.inputs import AdvantageInputs
-from cohort.algorithms.losses import PolicyLoss
-from cohort.batch import LossInputs, LossOutput
+from cohort.batch import LossInputs, LossOutput, PolicyLoss
 from cohort.config import OwnFunction
 from cohort.errors import UserError
 from cohort.records import FloatArray, IntArray

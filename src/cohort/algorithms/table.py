@@ -13,8 +13,8 @@ from cohort.algorithms.control import Control, as_metrics, coefficients, has_ent
 from cohort.algorithms.correction import Correction, with_correction
 from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
-from cohort.algorithms.losses import PolicyLoss
 from cohort.algorithms.terms import Coefficients, Estimator, Term
+from cohort.batch import PolicyLoss
 from cohort.config import COMPONENTS, AlgorithmConfig, OwnFunction
 from cohort.errors import UserError
 from cohort.records import Estimate, FloatArray, IntArray

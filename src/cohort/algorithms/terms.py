@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.algorithms.losses import MAX_LOG_RATIO, PolicyLoss, log_ratio
+from cohort.algorithms.losses import MAX_LOG_RATIO, log_ratio
 from cohort.algorithms.sequences import sequence_means
-from cohort.batch import LossInputs, LossOutput
+from cohort.batch import LossInputs, LossOutput, PolicyLoss
 
 Estimator = Callable[[Tensor, Tensor], Tensor]  # logprobs, reference logprobs -> KL per token, all of one shape
 Term = Callable[[PolicyLoss, "Coefficients"], PolicyLoss]

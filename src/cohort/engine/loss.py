@@ -10,13 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cohort.batch import LossInputs, LossOutput, MicroBatch
+from cohort.batch import LossInputs, LossOutput, MicroBatch, PolicyLoss
 from cohort.policy import Branch, Policy
 from cohort.records import TrainSequence
 
 _DIFFERENCE = "sampling/sampling_logp_difference"  # between the old policy's logprobs and the sampler's
-# With gradients in forward it is given some consecutive tokens at a time: a token's loss depends on no other's logprob.
-PolicyLoss = Callable[[LossInputs], LossOutput]
 PerTokenLoss = Callable[[Any], LossOutput]  # of `LossInputs` for a policy, of `ValueInputs` for a critic
 PerSequence = Mapping[int, Tensor]  # sequence index -> [C]
 
