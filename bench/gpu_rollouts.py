@@ -27,7 +27,9 @@ from cohort.plan.defaults import memory_share
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import SamplingParams
 from cohort.rollout.vllm import VllmEngine, check_vllm
-from cohort.trainer.crew import Crew
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import compute_estimates
+from cohort.trainer.worker_group import WorkerGroup
 from comparisons import Check, attempt
 from harness import SkippedError
 from vllm_servers import GENERATIONS, SHAPES, key, started
@@ -108,36 +110,36 @@ def servers(device: torch.device, tiny: bool) -> dict[str, Any]:
     start = time.perf_counter()
     shape = SHAPES["3M" if tiny else "45M"]
     with tempfile.TemporaryDirectory() as folder, started(Path(folder), shape, device.type, max_tokens=64) as parts:
-        engine, crew, prompts = parts
-        _sample(engine, crew, prompts[:1], 0)  # waits until the server is up, and warms it up
-        weights = sum(p.numel() for p in crew.policy.model.parameters())
+        engine, workers, prompts = parts
+        _sample(engine, workers, prompts[:1], 0)  # waits until the server is up, and warms it up
+        weights = sum(p.numel() for p in workers.local.policy.model.parameters())
         measured = {"start_s": time.perf_counter() - start, "published_weights": float(weights)}
         groups: list[RolloutGroup] = []
         for version in (1, 2):
             if groups:
-                checks.append(_change_weights(crew, groups))
-            groups, found = _sample(engine, crew, prompts, version)
+                checks.append(_change_weights(workers, groups))
+            groups, found = _sample(engine, workers, prompts, version)
             measured |= {f"{name}, weights {version}": value for name, value in found.items()}
             checks += attempt(
                 f"vLLM, weights {version}",
-                {"server and trainer": _tolerance(crew)},
-                lambda groups=groups: {"server and trainer": _difference(crew, groups)},
+                {"server and trainer": _tolerance(workers)},
+                lambda groups=groups: {"server and trainer": _difference(workers, groups)},
             )
             checks.append(_slept(device, found["freed_bytes"], version))
     return {"checks": [check.row() for check in checks], "measured": measured}
 
 
 def _sample(
-    engine: VllmEngine, crew: Crew, prompts: list[Prompt], version: int
+    engine: VllmEngine, workers: WorkerGroup[Worker], prompts: list[Prompt], version: int
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Publish the weights and sample with them: the groups, times, and the memory that the server then gives back."""
-    crew.free_cache()
+    workers.call(Worker.free_cache)
     chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=64, temperature=1.0)
     start = time.perf_counter()
     engine.load_weights(policy_version=version)  # wakes a server that sleeps
     published = time.perf_counter()
     futures = engine.submit(prompts, chosen, key(version))
-    free = _free_bytes(crew.policy.device)
+    free = _free_bytes(workers.local.policy.device)
     engine.wait(futures, count=len(futures))  # on a GPU it lets the server sleep
     sampled = time.perf_counter()
     groups = [future.result() for future in futures]
@@ -145,16 +147,16 @@ def _sample(
     return groups, {
         "publish_s": published - start,
         "tokens_per_s": tokens / (sampled - published),
-        "freed_bytes": float(_free_bytes(crew.policy.device) - free),
+        "freed_bytes": float(_free_bytes(workers.local.policy.device) - free),
     }
 
 
-def _change_weights(crew: Crew, groups: list[RolloutGroup]) -> Check:
+def _change_weights(workers: WorkerGroup[Worker], groups: list[RolloutGroup]) -> Check:
     """Change them all by so much that samples of the old ones are told from samples of the new ones."""
     with torch.no_grad():
-        for parameter in crew.policy.model.parameters():
+        for parameter in workers.local.policy.model.parameters():
             parameter.mul_(NEW_WEIGHTS)
-    seen = _difference(crew, groups) / _tolerance(crew)
+    seen = _difference(workers, groups) / _tolerance(workers)
     return Check(name="vLLM: old weights would be seen, tolerance / difference", error=1 / seen, limit=0.5)
 
 
@@ -171,12 +173,13 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def _tolerance(crew: Crew) -> float:
-    return ROUNDED if torch.bfloat16 in (crew.policy.dtype, crew.policy.compute_dtype) else EXACT
+def _tolerance(workers: WorkerGroup[Worker]) -> float:
+    policy = workers.local.policy
+    return ROUNDED if torch.bfloat16 in (policy.dtype, policy.compute_dtype) else EXACT
 
 
-def _difference(crew: Crew, groups: list[RolloutGroup]) -> float:
+def _difference(workers: WorkerGroup[Worker], groups: list[RolloutGroup]) -> float:
     """Between the sampler's logprobs and those of the trainer's weights, in the mean over tokens."""
     sequences = bare_sequences(groups)
-    ours = crew.estimate(sequences, {"logprobs"}).logprobs
+    ours = compute_estimates(workers, sequences, {"logprobs"}).logprobs
     return float(np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs) for s in sequences]).mean())

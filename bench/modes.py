@@ -33,8 +33,9 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import read_shape
 from cohort.records import TrainSequence
-from cohort.trainer.build import BuildOrder, build_crew
-from cohort.trainer.crew import Crew
+from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import pack_batches
 from comparisons import first_line
 from harness import ModelShape, do_job, machine, make_group, markdown, run_apart, write_model
 
@@ -226,11 +227,11 @@ def measure(config: Config, size: Size, ranks: Ranks = ALONE) -> Measured:
     sequences = make_step(size, 2 * ranks.world_size)
     with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):
-            crew = build_crew(config, ranks, _order(config), device=device, tokenizer=_TOKENIZER)
-        train(crew, make_step(replace(size, prompt_tokens=3, completion_tokens=2), 2), counted, "first ")
-        train(crew, sequences, counted, "")
+            worker = build_worker(config, ranks, _order(config), device=device, tokenizer=_TOKENIZER)
+        train(worker, make_step(replace(size, prompt_tokens=3, completion_tokens=2), 2), counted, "first ")
+        train(worker, sequences, counted, "")
     phases, begun = counted.phases, _now(device)
-    train(crew, sequences, None, "")
+    train(worker, sequences, None, "")
     seconds = _now(device) - begun
     return Measured(
         counted=counted_parts(phases),
@@ -280,15 +281,15 @@ def make_step(size: Size, num_groups: int) -> list[TrainSequence]:
     ]
 
 
-def train(crew: Crew, sequences: Sequence[TrainSequence], counted: Counted | None, step: str) -> None:
+def train(worker: Worker, sequences: Sequence[TrainSequence], counted: Counted | None, step: str) -> None:
     """A step as a run does it, on every rank: the critic's update, where there is one, and the policy's."""
     parts: list[tuple[str, TrainEngine, PerTokenLoss, Any]] = []
-    if crew.critic is not None and crew.algorithm.critic is not None:
-        parts.append(("critic", crew.critic, crew.algorithm.critic.loss, crew.pack_for_critic(sequences)))
-    parts.append(("policy", crew.engine, crew.algorithm.policy_loss, crew.pack(sequences)))
+    if worker.critic is not None and worker.algorithm.critic is not None:
+        parts.append(("critic", worker.critic, worker.algorithm.critic.loss, pack_batches(worker.critic, sequences)))
+    parts.append(("policy", worker.engine, worker.algorithm.policy_loss, pack_batches(worker.engine, sequences)))
     for name, engine, loss, batches in parts:
         with _phase(counted, f"{step}train {name}"):
-            engine.forward_backward(batches[crew.ranks.rank], loss)
+            engine.forward_backward(batches[worker.ranks.rank], loss)
         with _phase(counted, f"{step}update {name}"):
             engine.optim_step()
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,11 @@ from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks, join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
-from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import pack_batches, sample
+from cohort.trainer.worker_group import WorkerGroup
 
 PROMPTS, STEPS = 16, 6
 PHASES = ("rollout", "pack", "train", "move", "step")
@@ -126,42 +130,45 @@ def run_rank(config: Config, out: Path) -> None:
         longest_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
     )
     tokenizer = inputs.tokenizer if inputs else None
-    crew = build_crew(config, ranks, order, device=torch.device("cpu"), tokenizer=tokenizer)
-    endless = Sampler(crew.policy, end_token_ids=frozenset({-1}), max_num_seqs=config.rollout.max_num_seqs)
-    crew = replace(crew, sampler=endless)
+    worker = build_worker(config, ranks, order, device=torch.device("cpu"), tokenizer=tokenizer)
+    endless = Sampler(worker.policy, end_token_ids=frozenset({-1}), max_num_seqs=config.rollout.max_num_seqs)
+    workers = WorkerGroup(replace(worker, sampler=endless), ranks)
     if inputs is None:
-        crew.serve()
+        workers.serve()
     else:
-        steps = time_steps(config, inputs, crew, ranks)[1:]  # the first one warms up
+        steps = time_steps(config, inputs, workers, ranks)[1:]  # the first one warms up
         out.write_text(json.dumps({p: statistics.median(s[p] for s in steps) for p in PHASES}), encoding="utf-8")
-        crew.stop()
+        workers.stop()
     leave_ranks()
 
 
-def time_steps(config: Config, inputs, crew, ranks: Ranks) -> list[dict[str, float]]:
+def time_steps(config: Config, inputs, workers, ranks: Ranks) -> list[dict[str, float]]:
     data = PromptStream(inputs.prompts, seed=0, shuffle=True)
-    engine = LocalEngine(crew.sample, inputs.tokenizer)
+    engine = LocalEngine(partial(sample, workers), inputs.tokenizer)
     sampling = SamplingParams(num_generations=16, max_completion_tokens=48, temperature=1.0)
     rng = np.random.default_rng(0)
+    algorithm = workers.local.algorithm
     steps = []
     for step in range(STEPS):
-        crew.seconds_moving()
+        workers.seconds_moving()
         times = [time.perf_counter()]
         key = StreamKey(purpose="train", seed=0, step=step)
         groups = generate(engine, data.take(config.train.prompts_per_step), sampling, key)
         times.append(time.perf_counter())
         scored = inputs.rewards.score(groups)
         scored = [replace(group, rewards=rng.random(16)) for group in scored]
-        sequences = assign_advantages(scored, crew.algorithm)
+        sequences = assign_advantages(scored, algorithm)
         times.append(time.perf_counter())
-        batches = crew.pack(sequences)
+        batches = pack_batches(workers.local.engine, sequences)
         times.append(time.perf_counter())
-        crew.forward_backward(batches, crew.algorithm.coefficients(crew.algorithm.first_control))
-        crew.optim_step()
+        workers.scatter(Worker.forward_backward, batches, algorithm.coefficients(algorithm.first_control))
+        workers.call(Worker.optim_step)
         times.append(time.perf_counter())
         rollout, _, pack, train = np.diff(times).tolist()
         step_s = times[-1] - times[0]
-        steps.append({"rollout": rollout, "pack": pack, "train": train, "move": crew.seconds_moving(), "step": step_s})
+        steps.append(
+            {"rollout": rollout, "pack": pack, "train": train, "move": workers.seconds_moving(), "step": step_s}
+        )
     return steps
 
 

@@ -39,10 +39,11 @@ from cohort.policy import end_token_ids, load_tokenizer
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutEngine, Sampler, SamplingParams, StreamKey, generate
 from cohort.rollout.vllm import VllmEngine
-from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import rank_device
 from cohort.trainer.vllm import find_servers, start_engine
+from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 
 SHAPES = {
@@ -75,15 +76,15 @@ def sampling(folder: Path, device: str, repeats: int) -> None:
     """Tokens per second of three engines."""
     rows = []
     for limit in (64, 256):
-        with started(folder / f"{limit}", SHAPES["3M"], device, max_tokens=limit) as (engine, crew, prompts):
-            ends = end_token_ids(crew.policy, crew.tokenizer)
-            sampler = Sampler(crew.policy, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
-            local = LocalEngine(sampler.sample, crew.tokenizer)
+        with started(folder / f"{limit}", SHAPES["3M"], device, max_tokens=limit) as (engine, workers, prompts):
+            ends = end_token_ids(workers.local.policy, workers.local.tokenizer)
+            sampler = Sampler(workers.local.policy, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
+            local = LocalEngine(sampler.sample, workers.local.tokenizer)
             chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=limit, temperature=1.0)
             ways: dict[str, Callable[[int], int]] = {
                 "vLLM server": partial(by_engine, engine, prompts, chosen),
                 "local engine": partial(by_engine, local, prompts, chosen),
-                "transformers": partial(by_transformers, crew.policy.model, prompts, limit, ends),
+                "transformers": partial(by_transformers, workers.local.policy.model, prompts, limit, ends),
             }
             speeds: dict[str, list[float]] = {name: [] for name in ways}
             for repeat in range(repeats + 1):
@@ -98,7 +99,7 @@ def publishing(folder: Path, device: str, repeats: int) -> None:
     """Seconds of a publish."""
     rows = []
     for name, shape in SHAPES.items():
-        with started(folder / name, shape, device, max_tokens=16) as (engine, crew, prompts):
+        with started(folder / name, shape, device, max_tokens=16) as (engine, workers, prompts):
             few = SamplingParams(num_generations=1, max_completion_tokens=4, temperature=1.0)
             generate(engine, prompts[:1], few, key(0))  # waits until the server has the first weights
             times = []
@@ -106,8 +107,8 @@ def publishing(folder: Path, device: str, repeats: int) -> None:
                 start = time.perf_counter()
                 engine.load_weights(policy_version=version)
                 times.append(time.perf_counter() - start)
-            weights = sum(p.numel() for p in crew.policy.model.parameters())
-            megabytes = weights * crew.policy.dtype.itemsize / 1e6
+            weights = sum(p.numel() for p in workers.local.policy.model.parameters())
+            megabytes = weights * workers.local.policy.dtype.itemsize / 1e6
             middle = statistics.median(times[1:])
             rows.append([f"{weights / 1e6:.0f}M", f"{megabytes:,.0f}", f"{middle:.2f}", f"{megabytes / middle:,.0f}"])
     print("\n### Handing over weights\n\n" + markdown(["weights", "MB", "seconds", "MB/s"], rows), flush=True)
@@ -210,15 +211,16 @@ def started(
     order = BuildOrder(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
-    crew = build_crew(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
-    engine = start_engine(config, servers, crew, tokenizer=inputs.tokenizer, folder=folder, note=lambda text: None)
+    worker = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
+    workers = WorkerGroup(worker, ALONE)
+    engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=lambda text: None)
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(id=i, epoch=0, content="", token_ids=rng.integers(5, shape.vocab, PROMPT_TOKENS), columns={})
         for i in range(PROMPTS)
     ]
     try:
-        yield engine, crew, prompts
+        yield engine, workers, prompts
     finally:
         engine.close()
 

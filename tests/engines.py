@@ -144,7 +144,7 @@ def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int,
         return Prefetcher(*args, **{**options, "max_staleness": max_staleness, "drop_stale": drop_stale})
 
     def engine(sample: Any, tokenizer: Any) -> ThreadEngine:
-        return ThreadEngine(sample.__self__.policy, tokenizer)  # of the crew whose method it is
+        return ThreadEngine(sample.args[0].local.policy, tokenizer)  # of the workers that sample
 
     patch("cohort.trainer.gather.Prefetcher", prefetcher)
     patch("cohort.trainer.setup.LocalEngine", engine)

@@ -16,9 +16,11 @@ from cohort.metrics import PeakMemory
 from cohort.policy import Collectives, LoadRequest, load_critic, load_policy, load_tokenizer
 from cohort.records import Estimates, TrainSequence
 from cohort.rollout import Sampler
-from cohort.trainer.crew import Crew
-from rank_crew import commanded
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import compute_estimates, pack_batches
+from cohort.trainer.worker_group import WorkerGroup
 from rank_engine import CPU, LONG, SHORT, begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
+from rank_workers import commanded
 from test_laws import random_groups
 
 STEPS = {"uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT), "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG)}
@@ -52,7 +54,7 @@ def critic_sequences(
     return with_returns(assign_advantages(groups, ALGORITHM, Estimates(values=values)))
 
 
-def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: Path | None = None) -> Crew:
+def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: Path | None = None) -> Worker:
     """Of a policy, and a critic of the same model whose values are not 0; or of both from a checkpoint."""
     model = str(checkpoint or model)
     collectives = Collectives()
@@ -77,7 +79,7 @@ def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: P
             "ranks": ranks,
         }
 
-    crew = Crew(
+    worker = Worker(
         ranks=ranks,
         policy=policy,
         algorithm=ALGORITHM,
@@ -88,18 +90,18 @@ def make_crew(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: P
         memory=PeakMemory(CPU),
     )
     if checkpoint is not None:
-        state = crew.engine_state()
+        state = worker.engine_state()
         load_engine_state(checkpoint, state, ranks)
-        crew.load_engine_state(state)
-    return crew
+        worker.load_engine_state(state)
+    return worker
 
 
-def critic_gradient(crew: Crew, sequences: list[TrainSequence], budget: int) -> tuple[Any, dict[str, torch.Tensor]]:
+def critic_gradient(worker: Worker, sequences: list[TrainSequence], budget: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """The result and the whole gradient of one pass, under a budget, from old values by a formula."""
-    critic = crew.critic
+    critic = worker.critic
     assert critic is not None and ALGORITHM.critic is not None
     critic.micro_batch_tokens = budget
-    batch = crew.pack_for_critic(sequences)[crew.ranks.rank]
+    batch = pack_batches(critic, sequences)[worker.ranks.rank]
     old = {s.index: torch.from_numpy(values_of(s.num_completion_tokens, s.index)) for s in sequences}
     result = critic.forward_backward(batch, ALGORITHM.critic.loss, old_logprobs=old)
     return result, whole_gradients(critic)
@@ -107,20 +109,20 @@ def critic_gradient(crew: Crew, sequences: list[TrainSequence], budget: int) -> 
 
 def run_critic_gradients(ranks: Ranks, model: str) -> dict[str, Any]:
     """Every step and budget; and memory that runs out on one rank, at every place."""
-    crew = make_crew(model, ranks)
-    assert crew.critic is not None
+    worker = make_worker(model, ranks)
+    assert worker.critic is not None
     results: dict[str, Any] = {}
     for step, lengths in STEPS.items():
         sequences = critic_sequences(*lengths, seed=3)
         for budget in (20, 10_000):
-            result, gradient = critic_gradient(crew, sequences, budget)
+            result, gradient = critic_gradient(worker, sequences, budget)
             results[f"{step}/{budget}"] = (result.metrics["loss"], gradient)
     sequences = critic_sequences(*STEPS["uneven"], seed=3)
     for place in PLACES:
         unlucky = ranks.rank == ranks.world_size - 1
-        memory = out_of_memory_over(14, place, crew.critic) if unlucky else nothing()
+        memory = out_of_memory_over(14, place, worker.critic) if unlucky else nothing()
         results[f"memory/{place}"] = begun_again(
-            crew.critic, lambda budget: critic_gradient(crew, sequences, budget), 10_000, memory
+            worker.critic, lambda budget: critic_gradient(worker, sequences, budget), 10_000, memory
         )
     return results
 
@@ -130,25 +132,27 @@ def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> d
 
     With `resume` the third alone, from that checkpoint.
     """
-    crew = make_crew(model, ranks, checkpoint=Path(root) / "step-2" if resume else None)
+    worker = make_worker(model, ranks, checkpoint=Path(root) / "step-2" if resume else None)
+    assert worker.critic is not None
+    workers = WorkerGroup(worker, ranks)
 
     def command() -> dict[str, Any]:
         metrics = []
         for update in range(2 if resume else 0, 3):
             groups = random_groups([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=3 + update)
-            estimates = crew.estimate(bare_sequences(groups), ALGORITHM.estimates)
+            estimates = compute_estimates(workers, bare_sequences(groups), ALGORITHM.estimates)
             sequences = assign_advantages(groups, ALGORITHM, estimates)
-            critic = crew.train_critic(crew.pack_for_critic(with_returns(sequences)))
-            losses = crew.forward_backward(crew.pack(sequences), Coefficients(kl=0.0, entropy=0.0))
-            crew.optim_step()
+            critic = workers.scatter(Worker.train_critic, pack_batches(worker.critic, with_returns(sequences)))[0]
+            batches = pack_batches(worker.engine, sequences)
+            losses = workers.scatter(Worker.forward_backward, batches, Coefficients(kl=0.0, entropy=0.0))[0]
+            workers.call(Worker.optim_step)
             metrics.append((critic.metrics, losses.metrics["loss"]))
             if update == 1:
-                crew.save(Path(root), STATE, keep=1)
+                workers.call(Worker.save, Path(root), STATE, keep=1)
         return {"metrics": metrics}
 
-    done = commanded(crew, command)
-    assert crew.critic is not None
-    return {**done, "policy": whole_weights(crew.engine), "critic": whole_weights(crew.critic)}
+    done = commanded(workers, command)
+    return {**done, "policy": whole_weights(worker.engine), "critic": whole_weights(worker.critic)}
 
 
 JOBS = {"critic_gradients": run_critic_gradients, "critic_steps": run_critic_steps}

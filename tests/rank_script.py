@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import rank_adapter
-import rank_crew
 import rank_critic
 import rank_engine
 import rank_loading
@@ -16,6 +15,7 @@ import rank_moe
 import rank_offload
 import rank_optimizer
 import rank_saving
+import rank_workers
 from cohort.distributed import join_ranks, leave_ranks
 from waiting import PATIENCE_S
 
@@ -23,7 +23,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     **rank_engine.JOBS,
     **rank_loading.JOBS,
     **rank_saving.JOBS,
-    **rank_crew.JOBS,
+    **rank_workers.JOBS,
     **rank_adapter.JOBS,
     **rank_critic.JOBS,
     **rank_offload.JOBS,

@@ -24,7 +24,7 @@ from cohort.policy import Critic, LoadRequest, load_critic, save_policy
 from cohort.policy.layout import Layout
 from cohort.records import Estimates
 from critics import CPU, PPO, engine_of, make_critic, naive_values
-from rank_critic import critic_sequences, make_crew
+from rank_critic import critic_sequences, make_worker
 from rank_engine import SHARE, out_of_memory_over
 from runs import changed, make_inputs
 from selection import examples
@@ -265,10 +265,10 @@ def test_a_critic_begins_at_0_and_comes_back_as_it_was_saved(tmp_path: Path, kin
 
 def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What both need and do not have yet is there while one of them is tried; one budget is found for both."""
-    crew = make_crew(str(save_model_folder(tmp_path / "m")), ALONE)
-    assert crew.critic is not None
+    worker = make_worker(str(save_model_folder(tmp_path / "m")), ALONE)
+    assert worker.critic is not None
     asked: list[tuple[str, int]] = []
-    for engine in (crew.engine, crew.critic):
+    for engine in (worker.engine, worker.critic):
         fits = type(engine).fits
 
         def told(self: Any, sequences: Any, loss: Any, *, reserved_bytes: int = 0, fits: Any = fits) -> bool:
@@ -276,14 +276,14 @@ def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, m
             return fits(self, sequences, loss, reserved_bytes=reserved_bytes)
 
         monkeypatch.setattr(engine, "fits", told.__get__(engine))
-    with out_of_memory_over(200, "backward mlp 1", crew.critic):
-        found = crew.find_budget(SHARE, 2000)
+    with out_of_memory_over(200, "backward mlp 1", worker.critic):
+        found = worker.find_budget(SHARE, 2000)
     assert 0.9 * 200 / 1.1 <= found <= 200
-    assert crew.engine.micro_batch_tokens == crew.critic.micro_batch_tokens == found
-    rooms = {("Policy", crew.critic.num_state_bytes), ("Critic", crew.engine.num_state_bytes)}
+    assert worker.engine.micro_batch_tokens == worker.critic.micro_batch_tokens == found
+    rooms = {("Policy", worker.critic.num_state_bytes), ("Critic", worker.engine.num_state_bytes)}
     assert rooms <= set(asked) <= rooms | {("Policy", 0), ("Critic", 0)}  # 0 where what is kept is measured
-    assert all(p.grad is None for e in (crew.engine, crew.critic) for p in e.policy.model.parameters())
-    assert find_budget(crew.critic, crew.algorithm.critic.loss, share=SHARE, most_tokens=2000) == 2000
+    assert all(p.grad is None for e in (worker.engine, worker.critic) for p in e.policy.model.parameters())
+    assert find_budget(worker.critic, worker.algorithm.critic.loss, share=SHARE, most_tokens=2000) == 2000
 
 
 def test_a_critic_learns_what_its_returns_are():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cohort.distributed import ALONE
-from rank_critic import PLACES, STEPS, critic_gradient, critic_sequences, make_crew, run_critic_steps
+from rank_critic import PLACES, STEPS, critic_gradient, critic_sequences, make_worker, run_critic_steps
 from ranks import RanksOnDemand
 from selection import slow
 from tiny import relative_error, save_model_folder
@@ -29,15 +29,15 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> RanksOnDemand:
 
 def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: str):
     """Any budget, streams, ranks with nothing to do, and one that runs out of memory at every place."""
-    crew, three = make_crew(model, ALONE), on(3, "critic_gradients", model)
+    worker, three = make_worker(model, ALONE), on(3, "critic_gradients", model)
     for step, lengths in STEPS.items():
         sequences = critic_sequences(*lengths, seed=3)
-        result, expected = critic_gradient(crew, sequences, 10_000)
+        result, expected = critic_gradient(worker, sequences, 10_000)
         for budget in (20, 10_000):
             loss, actual = three[f"{step}/{budget}"]
             assert loss == pytest.approx(result.metrics["loss"], rel=1e-6)
             assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, (step, budget)
-    _, expected = critic_gradient(crew, critic_sequences(*STEPS["uneven"], seed=3), 10_000)
+    _, expected = critic_gradient(worker, critic_sequences(*STEPS["uneven"], seed=3), 10_000)
     for place in PLACES:
         again = three[f"memory/{place}"]
         assert again.num_out_of_memory >= 1 and not again.different, place

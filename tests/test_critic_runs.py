@@ -13,8 +13,9 @@ from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.distributed import ALONE
 from cohort.errors import UserError
-from cohort.trainer.crew import Crew
-from rank_critic import critic_sequences, make_crew
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import pack_batches
+from rank_critic import critic_sequences, make_worker
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
 from selection import slow
 from tiny import save_model_folder
@@ -83,20 +84,21 @@ def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
 def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
     """As many passes over the same returns, of which the first has the old values."""
     folder = save_model_folder(tmp_path / "m")
-    once, thrice = (replace_updates(make_crew(str(folder), ALONE, dtype="float32"), updates) for updates in (1, 3))
-    batches = once.pack_for_critic(critic_sequences([[3, 14, 9]], seed=0))
-    single = [once.train_critic(None if update else batches) for update in range(3)]
-    done = thrice.train_critic(batches)
+    once, thrice = (replace_updates(make_worker(str(folder), ALONE, dtype="float32"), updates) for updates in (1, 3))
+    assert once.critic is not None
+    (batch,) = pack_batches(once.critic, critic_sequences([[3, 14, 9]], seed=0))
+    single = [once.train_critic(None if update else batch) for update in range(3)]
+    done = thrice.train_critic(batch)
     for name, value in done.metrics.items():
         assert value == pytest.approx(np.mean([result.metrics[name] for result in single]), rel=1e-12), name
     assert done.num_inputs == sum(result.num_inputs for result in single)
-    actual, expected = (crew.critic.policy.model.state_dict() for crew in (thrice, once) if crew.critic)
+    actual, expected = (worker.critic.policy.model.state_dict() for worker in (thrice, once) if worker.critic)
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-def replace_updates(crew: Crew, updates: int) -> Crew:
-    crew.critic_updates = updates
-    return crew
+def replace_updates(worker: Worker, updates: int) -> Worker:
+    worker.critic_updates = updates
+    return worker
 
 
 def test_a_critic_that_does_not_fit_the_policy(tmp_path: Path):

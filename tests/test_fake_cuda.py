@@ -28,8 +28,9 @@ from cohort.policy.export import weight_specs
 from cohort.records import Prompt
 from cohort.rollout import SampleRequest, SamplingParams, StreamKey
 from cohort.staging import to_device
-from cohort.trainer.build import BuildOrder, build_crew
-from cohort.trainer.crew import Crew
+from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import pack_batches
 from fake_cuda import fake_cuda
 from runs import changed, make_inputs, metric, train
 from selection import mostly_slow
@@ -91,7 +92,7 @@ VARIANTS = {
     "streams": Variant(config={"model": {"gradient_checkpointing": True}}, budget=60),
     # its gradient's norm, and the values of each sequence
     "critic": Variant(
-        config={"algorithm": {"name": "ppo"}}, per_step={"engine/engine.py": 2, "trainer/crew.py": len(SEQUENCES)}
+        config={"algorithm": {"name": "ppo"}}, per_step={"engine/engine.py": 2, "trainer/worker.py": len(SEQUENCES)}
     ),
     "padded": Variant(config={}, model=make_gemma2, layout="padded", in_micro_batches={"engine/passes.py": 2}),
     # autograd looks for padding among the tokens before it makes a sparse gradient
@@ -126,7 +127,7 @@ def folders(tmp_path_factory) -> Callable[[Any], Path]:
     return folder
 
 
-def build(variant: Variant, folder: Path, run: Path) -> Crew:
+def build(variant: Variant, folder: Path, run: Path) -> Worker:
     """All that a rank has, with its models loaded."""
     base = {
         "model": {"path": str(folder)},
@@ -140,15 +141,16 @@ def build(variant: Variant, folder: Path, run: Path) -> Crew:
     order = BuildOrder(
         folder=run, num_steps=2, checkpoint=None, micro_batch_tokens=variant.budget, longest_sequence_tokens=256
     )
-    return build_crew(config, ALONE, order, device=DEVICE, tokenizer=make_tokenizer())
+    return build_worker(config, ALONE, order, device=DEVICE, tokenizer=make_tokenizer())
 
 
-def update(crew: Crew) -> tuple[TrainResult, OptimResult]:
+def update(worker: Worker) -> tuple[TrainResult, OptimResult]:
     """What a step of the loop makes of its sequences."""
-    crew.estimate(SEQUENCES, crew.algorithm.estimates)
-    crew.train_critic(crew.pack_for_critic(SEQUENCES))
-    coefficients = Coefficients(kl=0.1 if crew.algorithm.needs_reference else 0.0, entropy=0.0)
-    return crew.forward_backward(crew.pack(SEQUENCES), coefficients), crew.optim_step()
+    worker.estimate(SEQUENCES, worker.algorithm.estimates)
+    if worker.critic is not None:
+        worker.train_critic(*pack_batches(worker.critic, SEQUENCES))
+    coefficients = Coefficients(kl=0.1 if worker.algorithm.needs_reference else 0.0, entropy=0.0)
+    return worker.forward_backward(*pack_batches(worker.engine, SEQUENCES), coefficients), worker.optim_step()
 
 
 def by_file(waits: dict[str, int]) -> Counter[str]:
@@ -165,16 +167,16 @@ def test_a_step_stays_on_its_device_and_waits_where_it_says(name: str, tmp_path:
     if "adapter" in variant.config.get("model", {}):
         importlib.import_module("peft")  # what it imports looks for CUDA's own functions where there is a GPU
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE, capability=variant.capability) as cuda:
-        crew = build(variant, folder, tmp_path)
-        policy = crew.policy
+        worker = build(variant, folder, tmp_path)
+        policy = worker.policy
         assert policy.layout == variant.layout and policy.has_plain_head, policy.notes()
         for _ in range(2):  # the second one finds gradients' and optimizer's state
             cuda.crossings.clear()
-            result, optim = update(crew)
+            result, optim = update(worker)
             waits = by_file(cuda.waits())
         assert result.num_out_of_memory == 0 and optim.grad_norm == 1
         assert {p.device for p in policy.model.parameters()} == {DEVICE}
-        assert {x.device for x in crew.engine.old_outputs.values()} == {DEVICE}
+        assert {x.device for x in worker.engine.old_outputs.values()} == {DEVICE}
         assert waits.pop("engine/totals.py") <= 20  # sums over all of the step, once it is computed
         per_micro_batch = Counter({"policy/logprobs.py": variant.live_rows, **variant.in_micro_batches})
         expected = Counter({file: n * result.num_micro_batches for file, n in per_micro_batch.items()})
@@ -185,9 +187,9 @@ def test_a_step_stays_on_its_device_and_waits_where_it_says(name: str, tmp_path:
 def test_a_micro_batch_takes_few_copies(tmp_path: Path, folders):
     """None of which anything waits for, as the tests above say."""
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE) as cuda:
-        crew = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
+        worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
         cuda.crossings.clear()
-        result, _ = update(crew)
+        result, _ = update(worker)
         assert result.num_micro_batches == 1
         assert sum(c.way == "in" for c in cuda.crossings) <= MOST_COPIES
 
@@ -198,17 +200,17 @@ def test_activations_wait_in_their_size_of_pinned_memory_which_is_used_again(tmp
     monkeypatch.setattr(activations, "Tensor", FakeTensor)  # no other subclass is moved
     monkeypatch.setattr(pinning, "BLOCK_BYTES", block := 4096)
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE) as cuda:
-        crew = build(Variant(config={"model": {"activation_offload": True}}), folders(without_padding), tmp_path)
+        worker = build(Variant(config={"model": {"activation_offload": True}}), folders(without_padding), tmp_path)
         cuda.crossings.clear()
         for _ in range(3):
-            result, _ = update(crew)
+            result, _ = update(worker)
             moved = [c for c in cuda.crossings if c.where.startswith("policy/activations.py")]
             ways = {way: sum(c.num_bytes for c in moved if c.way == way) for way in ("out", "in")}
             assert result.num_micro_batches == 1 and not any(c.waits for c in moved)
             assert ways["in"] == ways["out"] > 100 * block
             assert ways["out"] <= sum(cuda.registered.values()) <= 1.01 * ways["out"] + block
             cuda.crossings.clear()
-        del crew
+        del worker
         gc.collect()
         assert not cuda.registered
 
@@ -216,18 +218,18 @@ def test_activations_wait_in_their_size_of_pinned_memory_which_is_used_again(tmp
 @pytest.mark.parametrize("name", ["autocast", "masters"])
 def test_weights_are_published_from_the_device_without_waiting(name: str, tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE) as cuda:
-        crew = build(VARIANTS[name], folders(VARIANTS[name].model), tmp_path)
+        worker = build(VARIANTS[name], folders(VARIANTS[name].model), tmp_path)
         cuda.crossings.clear()
-        specs = weight_specs(crew.policy, torch.bfloat16)
-        sent = list(stream_weights(crew.policy, torch.bfloat16))
+        specs = weight_specs(worker.policy, torch.bfloat16)
+        sent = list(stream_weights(worker.policy, torch.bfloat16))
         assert [(s.name, s.shape, s.dtype) for s in specs] == [(n, tuple(x.shape), x.dtype) for n, x in sent]
         assert {x.device for _, x in sent} == {DEVICE} and not cuda.crossings
 
 
 def test_the_budget_is_looked_for(tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
-        crew = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
-        assert crew.find_budget(SHARE, 800) >= 800  # nothing runs out of memory
+        worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
+        assert worker.find_budget(SHARE, 800) >= 800  # nothing runs out of memory
 
 
 def test_a_whole_run_on_the_first_gpu(tmp_path: Path):
@@ -262,9 +264,9 @@ def test_the_sampler_waits_once_for_each_token(tmp_path: Path, folders):
     for num_tokens in (3, 5):
         answers = PROBES_AGREE | {"rollout/sampler.py": sampler_answers(num_tokens)}
         with fake_cuda(index=DEVICE.index, answers=answers, nothing_found=SAMPLER) as cuda:
-            crew = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
+            worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
             cuda.crossings.clear()
-            crew.sample([SampleRequest(prompt=prompt, indices=range(12))], sampling, KEY)
+            worker.sample([SampleRequest(prompt=prompt, indices=range(12))], sampling, KEY)
             waits.append(sum(by_file(cuda.waits()).values()))
     assert waits[1] - waits[0] == 2
 
@@ -272,9 +274,9 @@ def test_the_sampler_waits_once_for_each_token(tmp_path: Path, folders):
 def test_a_tensor_that_is_left_on_the_host_is_found(tmp_path: Path, folders, monkeypatch):
     monkeypatch.setattr(passes, "to_device", lambda x, *to: replace(to_device(x, *to), targets=x.targets))
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
-        crew = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
+        worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
         with pytest.raises((RuntimeError, AssertionError), match="cpu"):
-            update(crew)
+            update(worker)
 
 
 def test_a_device_without_a_number_is_another_one_where_the_current_one_is_not_it(tmp_path: Path, folders):

@@ -97,7 +97,7 @@ def test_a_disk_that_gets_full_while_the_final_model_is_written(tmp_path, cohort
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cohort.trainer.crew.save_model", save_model)
+        patch.setattr("cohort.trainer.worker.save_model", save_model)
         assert_refused(cohort("train", path), f"error: {tmp_path}/run/final: no space left on the disk.", code=1)
     assert not [p.name for p in (tmp_path / "run").iterdir() if "final" in p.name]
     assert cohort("train", path).code == 0

@@ -245,7 +245,7 @@ def test_a_rank_that_fails_again_and_again_is_left_out(
     assert metric(run, "processes") == [2]
 
 
-@slow("it waits for deadlines; test_crew has one that passes")
+@slow("it waits for deadlines; test_workers has one that passes")
 def test_a_rank_that_hangs_is_named_within_the_deadline(tmp_path: Path, start: Start):
     config = inputs(tmp_path, 3, train={"steps": 1000}, eval={"every": 0}, hardware={"timeout_s": 30})
     process = start(tmp_path, config)

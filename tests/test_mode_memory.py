@@ -73,12 +73,12 @@ def test_a_copy_that_nobody_foresaw_is_found(model: Path, monkeypatch: pytest.Mo
     copies = []
 
     def build(*args: object, **how: object) -> object:
-        crew = built(*args, **how)
-        copies.extend(p.detach().clone() for p in crew.policy.model.parameters())
-        return crew
+        worker = built(*args, **how)
+        copies.extend(p.detach().clone() for p in worker.policy.model.parameters())
+        return worker
 
-    built = modes.build_crew
-    monkeypatch.setattr(modes, "build_crew", build)
+    built = modes.build_worker
+    monkeypatch.setattr(modes, "build_worker", build)
     with pytest.raises(AssertionError, match="weights"):
         compare(measure(configuration({}, SIZE, model), SIZE))
 

@@ -80,14 +80,14 @@ def test_a_saved_folder_is_as_large_as_foreseen(folder: str, tmp_path: Path, mod
 def test_the_disk_has_room_for_masters_and_their_moments(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Literal: three checkpoints of 12 bytes for each weight, and the final model of 4."""
     engine = make_engine(folder, ALONE, "mixed, offloaded")
-    crew: Any = SimpleNamespace(engine=engine, critic=None, policy=engine.policy, ranks=ALONE)
+    worker: Any = SimpleNamespace(engine=engine, critic=None, policy=engine.policy, ranks=ALONE)
     config = parsed(run={"checkpoint_every": 1, "keep_checkpoints": 2})
     needed = 40 * sum(p.numel() for p in engine.policy.model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
-    setup.check_disk_space(config, crew, tmp_path)
+    setup.check_disk_space(config, worker, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(UserError, match="3 checkpoints and the final model"):
-        setup.check_disk_space(config, crew, tmp_path)
+        setup.check_disk_space(config, worker, tmp_path)
 
 
 def test_weights_of_several_dtypes_are_updated_each_in_its_own():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,12 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey, generate
 from cohort.trainer import vllm
-from cohort.trainer.crew import Crew
 from cohort.trainer.inputs import Inputs, read_inputs
 from cohort.trainer.parity import check_parity, make_probe
-from rank_crew import crew_of
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import sample
+from cohort.trainer.worker_group import WorkerGroup
+from rank_workers import workers_of
 from runs import changed, make_inputs
 from test_laws import make_engine
 from tiny import make_policy, make_tokenizer
@@ -35,15 +38,15 @@ def prompts(*lengths: int) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def crew() -> Crew:
-    return crew_of(make_engine(make_policy()), ALONE)
+def workers() -> WorkerGroup[Worker]:
+    return workers_of(make_engine(make_policy()), ALONE)
 
 
 @pytest.fixture(scope="module")
-def groups(crew: Crew) -> list[RolloutGroup]:
+def groups(workers: WorkerGroup[Worker]) -> list[RolloutGroup]:
     """What a server that has the trainer's weights gives: three groups of eight."""
     key = StreamKey(purpose="parity", seed=0, step=0)
-    return generate(LocalEngine(crew.sample, make_tokenizer()), prompts(4, 9, 2), SAMPLING, key)
+    return generate(LocalEngine(partial(sample, workers), make_tokenizer()), prompts(4, 9, 2), SAMPLING, key)
 
 
 def shifted(groups: list[RolloutGroup], by: float, *, tokens: slice = slice(None)) -> list[RolloutGroup]:
@@ -61,15 +64,17 @@ def num_tokens(groups: list[RolloutGroup]) -> int:
     return sum(len(c.token_ids) for group in groups for c in group.completions)
 
 
-def test_equal_logprobs_pass(crew: Crew, groups: list[RolloutGroup]):
-    metrics = check_parity(crew, {"http://a": groups}, tolerance=1e-4, steps_done=0)
+def test_equal_logprobs_pass(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
+    metrics = check_parity(workers, {"http://a": groups}, tolerance=1e-4, steps_done=0)
     assert 0 <= metrics["sampling/parity/mean"] <= metrics["sampling/parity/max"] < 1e-4
 
 
 @pytest.mark.parametrize(("by", "said"), [(0.1, "0.1"), (-0.1, "0.1"), (math.nan, "nan"), (-math.inf, "inf")])
-def test_other_logprobs_stop_the_run_with_the_numbers(crew: Crew, groups: list[RolloutGroup], by: float, said: str):
+def test_other_logprobs_stop_the_run_with_the_numbers(
+    workers: WorkerGroup[Worker], groups: list[RolloutGroup], by: float, said: str
+):
     with pytest.raises(TrainingError) as error:
-        check_parity(crew, {"http://a:8000": shifted(groups, by)}, tolerance=0.05, steps_done=150)
+        check_parity(workers, {"http://a:8000": shifted(groups, by)}, tolerance=0.05, steps_done=150)
     assert str(error.value).startswith(
         f"parity: after step 150 the logprobs of http://a:8000 differ from the trainer's by {said} nats in the mean "
         f"and {said} at most, over {num_tokens(groups)} tokens of 24 completions; 0.05 in the mean is allowed. What it "
@@ -78,30 +83,30 @@ def test_other_logprobs_stop_the_run_with_the_numbers(crew: Crew, groups: list[R
     assert "raise rollout.parity_tolerance" in str(error.value)
 
 
-def test_one_logprob_that_is_nan_is_enough(crew: Crew, groups: list[RolloutGroup]):
+def test_one_logprob_that_is_nan_is_enough(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
     group = replace(groups[2], completions=(*groups[2].completions[1:], shifted(groups, math.nan)[2].completions[0]))
     with pytest.raises(TrainingError, match="by nan nats"):
-        check_parity(crew, {"http://a": [*groups[:2], group]}, tolerance=1e9, steps_done=0)
+        check_parity(workers, {"http://a": [*groups[:2], group]}, tolerance=1e9, steps_done=0)
 
 
-def test_the_mean_is_over_tokens_and_decides(crew: Crew, groups: list[RolloutGroup]):
+def test_the_mean_is_over_tokens_and_decides(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
     """The first token of each completion alone is off, by 0.1."""
     mean = 0.1 * 24 / num_tokens(groups)
     sampled = {"http://a": shifted(groups, 0.1, tokens=slice(1))}
-    metrics = check_parity(crew, sampled, tolerance=mean + 1e-4, steps_done=0)
+    metrics = check_parity(workers, sampled, tolerance=mean + 1e-4, steps_done=0)
     assert metrics["sampling/parity/mean"] == pytest.approx(mean, abs=1e-4)
     assert metrics["sampling/parity/max"] == pytest.approx(0.1, abs=1e-4)
     with pytest.raises(TrainingError):
-        check_parity(crew, sampled, tolerance=mean - 1e-4, steps_done=0)
+        check_parity(workers, sampled, tolerance=mean - 1e-4, steps_done=0)
 
 
-def test_of_several_servers_the_worst_counts(crew: Crew, groups: list[RolloutGroup]):
+def test_of_several_servers_the_worst_counts(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
     sampled = {"http://a": groups, "http://b": shifted(groups, 0.02), "http://c": shifted(groups, 0.01)}
-    metrics = check_parity(crew, sampled, tolerance=0.03, steps_done=0)
+    metrics = check_parity(workers, sampled, tolerance=0.03, steps_done=0)
     assert metrics["sampling/parity/mean"] == pytest.approx(0.02, abs=1e-4)
     assert metrics["sampling/parity/max"] == pytest.approx(0.02, abs=1e-4)
     with pytest.raises(TrainingError, match="the logprobs of http://b differ"):
-        check_parity(crew, sampled, tolerance=0.015, steps_done=0)
+        check_parity(workers, sampled, tolerance=0.015, steps_done=0)
 
 
 def test_a_probe_is_of_the_longest_prompt_and_others_and_of_the_whole_distribution():
@@ -177,16 +182,18 @@ def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytes
     ],
 )
 def test_the_tolerance_is_that_of_the_coarsest_dtype(
-    run: Any, crew: Crew, servers_dtype, dtype, compute_dtype, overrides, expected
+    run: Any, workers: WorkerGroup[Worker], servers_dtype, dtype, compute_dtype, overrides, expected
 ):
     config, inputs = run(*overrides)
     servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=servers_dtype)
     policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
-    gate = vllm.make_parity_gate(config, servers, inputs, replace(crew, policy=policy), engine=None)
+    gate = vllm.make_parity_gate(
+        config, servers, inputs, WorkerGroup(replace(workers.local, policy=policy), ALONE), engine=None
+    )
     assert gate is not None and gate.tolerance == expected
 
 
-def test_when_the_gate_compares(run: Any, crew: Crew, groups: list[RolloutGroup]):
+def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
     class Engine:
         def sample_on_each_server(self, *asked: Any) -> dict[str, list[RolloutGroup]]:
             self.asked = asked
@@ -195,12 +202,12 @@ def test_when_the_gate_compares(run: Any, crew: Crew, groups: list[RolloutGroup]
     engine: Any = Engine()
     config, inputs = run("rollout.parity_every=3", "rollout.temperature=0.9", "rollout.top_p=0.5", "train.seed=5")
     servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=torch.float32)
-    gate = vllm.make_parity_gate(config, servers, inputs, crew, engine)
+    gate = vllm.make_parity_gate(config, servers, inputs, workers, engine)
     assert gate is not None
-    assert [gate.due(n, first=n == 1) for n in range(1, 7)] == [True, False, True, False, False, True]
+    assert [gate.due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
     assert engine.asked == (gate.probe.prompts, gate.probe.sampling, StreamKey(purpose="parity", seed=5, step=3))
     assert (gate.probe.sampling.temperature, gate.probe.sampling.top_p) == (0.9, 1.0)
     off = run("rollout.parity_every=0")
-    assert vllm.make_parity_gate(off[0], servers, off[1], crew, engine) is None
+    assert vllm.make_parity_gate(off[0], servers, off[1], workers, engine) is None

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -31,10 +32,10 @@ PARTS = {
     "sampling": ("cohort.rollout.sampler.sample_tokens", False),
     "rewards": ("cohort.trainer.gather.RewardRunner.score", False),
     "forward": ("cohort.engine.passes.Passes.compute", False),
-    "before the update": ("cohort.trainer.crew.Crew.optim_step", True),
-    "publishing": ("cohort.trainer.loop.Training._publish", True),
+    "before the update": ("cohort.trainer.worker.Worker.optim_step", True),
+    "publishing": ("cohort.trainer.loop.publish_weights", True),
     "evaluation": ("cohort.trainer.loop.evaluate", True),
-    "saving": ("cohort.trainer.crew.Crew.save", True),
+    "saving": ("cohort.trainer.worker.Worker.save", True),
 }
 
 
@@ -58,6 +59,7 @@ def trained_with(config: dict[str, Any], part: str, steps_done: int, *numbers: i
     original = resolve_name(name)
     moments = ["once"]
 
+    @wraps(original)
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if display.steps_done == steps_done and moments:
             moments.clear()

@@ -56,7 +56,7 @@ class WeightTaker(FakeVllm):
         return tensor
 
 
-@slow("a run of two processes that waits for 20 s; test_crew has the waiting")
+@slow("a run of two processes that waits for 20 s; test_workers has the waiting")
 def test_the_other_ranks_do_not_give_up_while_a_server_hangs(tmp_path: Path):
     """They wait inside of the gathering of weights, for as long as rank 0 waits for the server, and not longer."""
     server = ThreadServer(make=WeightTaker)

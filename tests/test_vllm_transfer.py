@@ -22,6 +22,7 @@ from cohort.rollout.vllm.lending import Lender, allocate, handle_of, portions
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.transfer import WeightChannel
 from cohort.trainer import vllm
+from cohort.trainer.worker_group import WorkerGroup
 from fake_vllm import ThreadServer
 from waiting import PATIENCE_S
 from weight_servers import EngineServer, FakeNccl, load_worker
@@ -322,11 +323,11 @@ def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, m
     monkeypatch.setattr(vllm, "weight_specs", lambda policy, dtype: SPECS)
 
     def publish_in_run(value: float, version: int) -> Any:
-        def send_weights(_: Any, send: Any, *, lend: bool) -> None:
+        def send_weights(send: Any, dtype: torch.dtype, *, lend: bool) -> None:
             machine.send_weights(value, send, lend=lend)
 
-        crew: Any = SimpleNamespace(policy=None, send_weights=send_weights)
-        return vllm._publish(crew, torch.bfloat16, pytest.fail, machine.channels, version)
+        worker: Any = SimpleNamespace(policy=None, send_weights=send_weights)
+        return vllm._publish(WorkerGroup(worker, ALONE), torch.bfloat16, pytest.fail, machine.channels, version)
 
     def broken(channels: Any, weights: Iterator[Any], *rest: Any) -> Any:
         def stream() -> Iterator[Any]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cohort.errors import OutOfStepError, TrainingError, UserError
 
@@ -47,6 +48,25 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Axes of the device mesh with their sizes, outermost first. `dp` is data parallel: FSDP2 shards over it."""
+        return {"dp": self.world_size}
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks or groups of ranks that compute different sequences."""
+        return self.mesh_axes["dp"]
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's position on the axis `dp`."""
+        return self.rank * self.dp_size // self.world_size
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """Make the mesh of all ranks. Every rank calls this, after the process group is there (`join_ranks`)."""
+        return init_device_mesh(device_type, tuple(self.mesh_axes.values()), mesh_dim_names=tuple(self.mesh_axes))
 
     def broadcast(self, value: T | None = None) -> T:
         """Rank 0's value, on every rank."""

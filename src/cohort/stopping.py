@@ -28,6 +28,8 @@ LAUNCHER = "COHORT_LAUNCHER"  # environment variable of ranks: the process id of
 CODES = frozenset(128 + number for number in SIGNALS)  # exit codes of processes that a signal has ended in good order
 
 LATER_S = 5  # than the end of the grace, which ranks keep themselves, a launcher kills them
+# Between the end of a server or a worker and the news of the signal that has ended it and asked the run to end.
+SAME_SIGNAL_S = 0.5
 _TICK_S = 0.2
 _OTHERS_LATER_S = 2.0  # after rank 0, which tells what has become of the run
 _KEY = "cohort/stop"

@@ -25,7 +25,7 @@ from cohort.demo import task
 from cohort.errors import TrainingError
 from cohort.policy import Policy, stream_weights
 from cohort.rollout.vllm import ServerProcess, VllmEngine
-from cohort.trainer import crew
+from cohort.trainer import worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.vllm import find_servers
 from selection import slow
@@ -148,7 +148,7 @@ def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, 
             yield name, tensor * 1.05 if len(updates) == 3 and name.endswith("0.mlp.down_proj.weight") else tensor
 
     updates: list[int] = []
-    monkeypatch.setattr(crew, "stream_weights", tampered)
+    monkeypatch.setattr(worker, "stream_weights", tampered)
     config = run_config(tmp_path) | {"eval": None}
     config["rollout"] |= {"engine": "vllm", "urls": [url], "parity_every": 1}
     with pytest.raises(

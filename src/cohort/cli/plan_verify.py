@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cohort.batch import MicroBatch
 from cohort.config import AdamwConfig, AdapterConfig, Config, ModelConfig
+from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.packing import collate
 from cohort.plan.backward import CPU_BLOCK
@@ -177,6 +178,7 @@ def _sharded_policy(config: ModelConfig, kind: type[Policy], reshard_after_forwa
     sharding = Sharding(
         model,
         Collectives(),
+        mesh=Ranks(world_size=dist.get_world_size()).device_mesh("cpu"),
         device=torch.device("cpu"),
         compute_dtype=compute_dtype,
         on_host=config.parameter_offload,

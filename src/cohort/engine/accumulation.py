@@ -82,10 +82,10 @@ class AloneAccumulation:
 
 
 class ShardedAccumulation:
-    """FSDP2 reduces each group's gradient over all ranks, of which there may be one, and takes the mean of them."""
+    """FSDP2 reduces each group's gradient over the mesh axis `dp`, which may have one rank, and takes the mean."""
 
-    def __init__(self, collectives: Collectives, world_size: int):
-        self.scale = float(world_size)
+    def __init__(self, collectives: Collectives, dp_size: int):
+        self.scale = float(dp_size)
         self._collectives = collectives
 
     def begin(self) -> None:

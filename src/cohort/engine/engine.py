@@ -93,7 +93,7 @@ class TrainEngine:
         self._accumulation: Accumulation = (
             AloneAccumulation(*policy.tables_and_head())
             if policy.sharding is None
-            else ShardedAccumulation(policy.sharding.collectives, ranks.world_size)
+            else ShardedAccumulation(policy.sharding.collectives, ranks.dp_size)
         )
         forward_only = partial(ForwardOnly, accumulation=self._accumulation, ranks=ranks, temperature=temperature)
         self._policy_forward = forward_only(policy)
@@ -168,7 +168,7 @@ class TrainEngine:
         """For the way through a step from its first micro-batch on."""
         self.policy.model.train()
         # dropout, where a model has it, depends on the update and the rank alone
-        torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.rank))
+        torch.manual_seed(_seed(self._config.seed, self.updates_done, self.ranks.dp_rank))
         return Passes(self._step_loss(per_token_loss, is_old=is_old), self._accumulation, self._balance)
 
     def _count_choices(self, may_stop: bool) -> tuple[dict[str, float], int]:

@@ -36,7 +36,7 @@ def packed_again(
         batches = pack(
             sequences,
             micro_batch_tokens=micro_batch_tokens,
-            world_size=ranks.world_size,
+            world_size=ranks.dp_size,
             share_prompts=policy.shares_prompts,
             padded=policy.layout == "padded",
         )

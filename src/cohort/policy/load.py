@@ -148,6 +148,7 @@ def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterStart |
     sharding = Sharding(
         model,
         request.collectives or Collectives(),
+        mesh=ranks.device_mesh(device.type),
         device=device,
         compute_dtype=request.compute_dtype,
         on_host=request.config.parameter_offload,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -122,6 +122,7 @@ class Sharding:
         model: Any,
         collectives: Collectives,
         *,
+        mesh: DeviceMesh,
         device: torch.device,
         compute_dtype: torch.dtype,
         on_host: bool = False,
@@ -132,6 +133,7 @@ class Sharding:
         Args:
             model: a Hugging Face model. Each of its layers is gathered when it computes and freed afterwards.
             collectives: of the run.
+            mesh: weights are sharded over its axis `dp`.
             device: where the model computes.
             compute_dtype: dtype of the gathered weights. The shards, the gradients' reduction and the optimizer's
                 state keep the model's own dtype.
@@ -145,7 +147,6 @@ class Sharding:
             reduce_dtype=torch.promote_types(dtype, torch.float32),
             cast_forward_inputs=False,  # a micro-batch has numbers that must stay as they are
         )
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self.model = model
         self.collectives = collectives
         self.on_host = on_host
@@ -156,13 +157,13 @@ class Sharding:
         for module in layers:
             fully_shard(
                 module,
-                mesh=mesh,
+                mesh=mesh["dp"],
                 mp_policy=precision,
                 offload_policy=offload,
                 reshard_after_forward=reshard_after_forward,
             )
         # what is in no layer is needed from the first to the last moment
-        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
         if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
             # an expert that no token of this rank has chosen still has its place in what is reduced
             model.set_reduce_scatter_unused_params(True)

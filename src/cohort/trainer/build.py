@@ -27,7 +27,7 @@ from cohort.policy import (
     load_policy,
 )
 from cohort.rollout import Sampler
-from cohort.trainer.crew import Crew
+from cohort.trainer.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class BuildOrder:
     longest_sequence_tokens: int  # that there can be
 
 
-def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch.device, tokenizer: Any) -> Crew:
+def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch.device, tokenizer: Any) -> Worker:
     """Load the weights, from the model or from a checkpoint, and make everything that uses them. On every rank.
 
     Args:
@@ -80,7 +80,7 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
     reference = build_reference(config, algorithm, policy, request)
     critic = _load_critic(critic_config, policy, order, request) if algorithm.critic else None
     ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
-    crew = Crew(
+    worker = Worker(
         ranks=ranks,
         policy=policy,
         algorithm=algorithm,
@@ -93,10 +93,10 @@ def build_crew(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch
         saving=Saving(max_shard_bytes=parse_size(config.run.max_shard_size)),
     )
     if order.checkpoint is not None:
-        engine_state = crew.engine_state()
+        engine_state = worker.engine_state()
         load_engine_state(order.checkpoint, engine_state, ranks)
-        crew.load_engine_state(engine_state)
-    return crew
+        worker.load_engine_state(engine_state)
+    return worker
 
 
 def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder, request: LoadRequest) -> Critic:

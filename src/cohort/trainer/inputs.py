@@ -44,13 +44,13 @@ class Inputs:
         """Input tokens of the longest training prompt with the longest completion."""
         return self.largest_share(1).sequence_tokens
 
-    def largest_share(self, world_size: int) -> LargestShare:
-        """The most that one of so many ranks computes of a step."""
+    def largest_share(self, dp_size: int) -> LargestShare:
+        """The most that a rank computes of a step that `dp_size` ranks share."""
         return LargestShare(
             prompt_tokens=max(len(p.token_ids) for p in self.prompts.prompts),
             completion_tokens=self.plan.max_completion_tokens,
             num_generations=self.plan.num_generations,
-            num_sequences=math.ceil(self.plan.completions_per_step / world_size),
+            num_sequences=math.ceil(self.plan.completions_per_step / dp_size),
         )
 
     @property

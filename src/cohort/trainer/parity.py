@@ -13,7 +13,9 @@ from cohort.algorithms import bare_sequences
 from cohort.errors import TrainingError
 from cohort.records import FloatArray, Prompt, RolloutGroup, TrainSequence
 from cohort.rollout import SamplingParams, StreamKey
-from cohort.trainer.crew import Crew
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import compute_estimates
+from cohort.trainer.worker_group import WorkerGroup
 
 _NUM_PROMPTS, _NUM_COMPLETIONS, _MOST_TOKENS = 4, 2, 64
 
@@ -56,12 +58,16 @@ def make_probe(prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
 
 
 def check_parity(
-    crew: Crew, sampled: Mapping[str, Sequence[RolloutGroup]], *, tolerance: float, steps_done: int
+    workers: WorkerGroup[Worker],
+    sampled: Mapping[str, Sequence[RolloutGroup]],
+    *,
+    tolerance: float,
+    steps_done: int,
 ) -> dict[str, float]:
     """Compare what servers have sampled with the trainer's own numbers.
 
     Args:
-        crew: computes the logprobs with the weights as they are.
+        workers: compute the logprobs with the weights as they are.
         sampled: by server, of the weights that were published last.
         tolerance: largest mean difference, in nats.
         steps_done: for the message.
@@ -72,7 +78,7 @@ def check_parity(
     Raises:
         TrainingError: a server's logprobs are others than the trainer's.
     """
-    differences = {server: _differences(crew, groups) for server, groups in sampled.items()}
+    differences = {server: _differences(workers, groups) for server, groups in sampled.items()}
     for server, (_, difference) in differences.items():
         if not difference.mean() <= tolerance:  # NaN is no parity either
             raise TrainingError(_story(server, *differences[server], tolerance=tolerance, steps_done=steps_done))
@@ -82,10 +88,12 @@ def check_parity(
     }
 
 
-def _differences(crew: Crew, groups: Sequence[RolloutGroup]) -> tuple[list[TrainSequence], FloatArray]:
+def _differences(
+    workers: WorkerGroup[Worker], groups: Sequence[RolloutGroup]
+) -> tuple[list[TrainSequence], FloatArray]:
     """The completions of some groups, and the absolute difference of each one's tokens' logprobs, one after another."""
     sequences = bare_sequences(groups)
-    ours = crew.estimate(sequences, {"logprobs"}).logprobs
+    ours = compute_estimates(workers, sequences, {"logprobs"}).logprobs
     return sequences, np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs) for s in sequences])
 
 

@@ -17,10 +17,11 @@ from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.policy import resolve_device
 from cohort.run_files import goes_on_from
 from cohort.startup import resume_collection
-from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.resume import VerifyOrder
 from cohort.trainer.run import train
 from cohort.trainer.setup import rank_device
+from cohort.trainer.worker_group import WorkerGroup
 
 # What the libraries that carry the collectives say when another process is gone or silent.
 _SIGNS_OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset", "Timed out", "timed out", "NCCL")
@@ -104,7 +105,7 @@ def work(config: Config, ranks: Ranks) -> None:
         while isinstance(order := ranks.command(), VerifyOrder):
             order.carry_out(ranks)
         if order is not None:
-            build_crew(config, ranks, order, device=device, tokenizer=None).serve()
+            WorkerGroup(build_worker(config, ranks, order, device=device, tokenizer=None), ranks).serve()
     except Stopped:
         pass
 

@@ -15,19 +15,20 @@ from cohort.run_files import goes_on_from
 from cohort.run_folder import REWARD_MARKER, RunFolder
 from cohort.startup import resume_collection
 from cohort.stopping import RunStopped
-from cohort.trainer.build import BuildOrder, build_crew
+from cohort.trainer.budget import first_budget
+from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.foresee import compared, foresee
 from cohort.trainer.inputs import read_inputs
-from cohort.trainer.loop import Training
+from cohort.trainer.loop import Trainer
 from cohort.trainer.resume import find_checkpoint
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
     check_steps,
-    first_budget,
     rank_device,
 )
 from cohort.trainer.vllm import find_servers
+from cohort.trainer.worker_group import WorkerGroup
 
 
 def train(config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = ALONE) -> RunResult:
@@ -68,22 +69,23 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 folder=folder.path,
                 num_steps=inputs.plan.num_steps,
                 checkpoint=checkpoint,
-                micro_batch_tokens=first_budget(config, inputs, state, ranks.world_size),
+                micro_batch_tokens=first_budget(config, inputs, state, ranks),
                 longest_sequence_tokens=inputs.longest_path_tokens,
             )
             stopping.check()
             with others.taking_part():
                 ranks.command(order)
-                crew = build_crew(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
-            check_disk_space(config, crew, folder.path)
-            for note in crew.policy.notes():
+                worker = build_worker(config, ranks, order, device=device, tokenizer=inputs.tokenizer)
+            workers = WorkerGroup(worker, ranks)
+            check_disk_space(config, worker, folder.path)
+            for note in worker.policy.notes():
                 display.note(note)
             folder.rewind(state.steps_done if state else 0, display.note)
-            run = build_run(config, inputs, crew, state, servers=servers, folder=folder.path, note=display.note)
+            run = build_run(config, inputs, workers, state, servers=servers, folder=folder.path, note=display.note)
             if foreseen is not None:
                 folder.write_plan(foreseen.as_json())
             with closing(run.rollout):
-                result = Training(config, run, folder, display).run()
+                result = Trainer(config, run, folder, display).run()
             if foreseen is not None and (told := compared(foreseen, folder.metric_history("memory/peak_bytes"))):
                 display.note(told)
             return result

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,10 +26,12 @@ from cohort.policy import (
 )
 from cohort.rollout import LocalEngine, RolloutEngine
 from cohort.run_files import DAMAGED
-from cohort.trainer.crew import Crew
 from cohort.trainer.gather import Gatherer, build_gatherer
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.vllm import ParityGate, Servers, make_parity_gate, start_engine
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import sample
+from cohort.trainer.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class Run:
     """Everything that the loop needs. The loop is rank 0's."""
 
     inputs: Inputs
-    crew: Crew
+    workers: WorkerGroup[Worker]
     data: PromptStream
     rollout: RolloutEngine
     gatherer: Gatherer
@@ -47,7 +50,7 @@ class Run:
 def build_run(
     config: Config,
     inputs: Inputs,
-    crew: Crew,
+    workers: WorkerGroup[Worker],
     state: TrainerState | None,
     *,
     servers: Servers | None,
@@ -59,7 +62,7 @@ def build_run(
     Args:
         config: of the run.
         inputs: of the run.
-        crew: that trains.
+        workers: that train.
         state: of the checkpoint that the run goes on from.
         servers: that sample; None where the training processes do.
         folder: of the run.
@@ -69,7 +72,9 @@ def build_run(
         UserError: the data do not go with the model, or with the checkpoint.
         TrainingError: no server can be started.
     """
-    check_vocabulary(crew.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())])
+    check_vocabulary(
+        workers.local.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())]
+    )
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:
         data.restore(state.data)
@@ -77,19 +82,19 @@ def build_run(
         engine: RolloutEngine
         parity = None
         if servers is None:
-            engine = LocalEngine(crew.sample, inputs.tokenizer)
-            engine.load_weights(policy_version=crew.engine.updates_done)
+            engine = LocalEngine(partial(sample, workers), inputs.tokenizer)
+            engine.load_weights(policy_version=workers.local.engine.updates_done)
         else:
-            engine = start_engine(config, servers, crew, tokenizer=inputs.tokenizer, folder=folder, note=note)
+            engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=note)
             if_it_fails.callback(engine.close)
-            parity = make_parity_gate(config, servers, inputs, crew, engine)
+            parity = make_parity_gate(config, servers, inputs, workers, engine)
         gatherer = build_gatherer(config, inputs.plan, engine, data, inputs.rewards)
         if state is not None:
             gatherer.prefetcher.restore(state.pending)
         if_it_fails.pop_all()
     return Run(
         inputs=inputs,
-        crew=crew,
+        workers=workers,
         data=data,
         rollout=engine,
         gatherer=gatherer,
@@ -147,33 +152,17 @@ def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None
         )
 
 
-def knows_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
-    """Whether the budget of a checkpoint is what the configuration asks for: with `auto`, on as many processes."""
-    return state.micro_batch_tokens_wanted == wanted and (wanted != "auto" or state.processes == world_size)
-
-
-def first_budget(config: Config, inputs: Inputs, state: TrainerState | None, world_size: int) -> int:
-    """The token budget that a run begins or goes on with. With `auto` it is the most that can be of use."""
-    wanted = config.train.micro_batch_tokens
-    if state is not None and knows_budget(state, wanted, world_size):
-        return state.micro_batch_tokens
-    if wanted == "auto":
-        share = inputs.largest_share(world_size)
-        return share.num_sequences * share.sequence_tokens
-    return wanted
-
-
-def check_disk_space(config: Config, crew: Crew, folder: Path) -> None:
+def check_disk_space(config: Config, worker: Worker, folder: Path) -> None:
     """Refuse to start a run whose checkpoints and final model cannot fit on the disk.
 
     Raises:
         UserError: names what is needed and what is free.
     """
-    learning = (crew.engine,) if crew.critic is None else (crew.engine, crew.critic)
-    weights = saved_bytes(crew.policy)
+    learning = (worker.engine,) if worker.critic is None else (worker.engine, worker.critic)
+    weights = saved_bytes(worker.policy)
     # A checkpoint is the model or its adapter, the optimizer's state, and a reference that is refreshed; one more is
     # being written while the kept ones are there.
-    states = sum(engine.num_state_bytes for engine in learning) * crew.ranks.world_size
+    states = sum(engine.num_state_bytes for engine in learning) * worker.ranks.dp_size
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
     checkpoint = sum(saved_bytes(engine.policy) for engine in learning) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1

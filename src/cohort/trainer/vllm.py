@@ -38,9 +38,11 @@ from cohort.rollout.vllm import (
     server_options,
 )
 from cohort.run_folder import ADAPTERS, LOGS
-from cohort.trainer.crew import Crew
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.parity import Probe, check_parity, make_probe
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import keep_waiting
+from cohort.trainer.worker_group import WorkerGroup
 
 Engine = VllmEngine[WeightChannel] | VllmEngine[AdapterChannel]
 _MEET_TIMEOUT_S = 60.0  # making and trying a way of weights takes seconds where it works
@@ -94,14 +96,20 @@ def find_servers(config: Config, inputs: Inputs) -> Servers | None:
 
 
 def start_engine(
-    config: Config, servers: Servers, crew: Crew, *, tokenizer: object, folder: Path, note: Callable[[str], None]
+    config: Config,
+    servers: Servers,
+    workers: WorkerGroup[Worker],
+    *,
+    tokenizer: object,
+    folder: Path,
+    note: Callable[[str], None],
 ) -> Engine:
     """Start the servers. They get the trainer's weights when they are up.
 
     Args:
         config: of the run.
         servers: that it samples with.
-        crew: whose weights.
+        workers: whose weights.
         tokenizer: of the model.
         folder: of the run; the servers' logs go into it.
         note: told how the start goes, and later what becomes of servers.
@@ -109,17 +117,17 @@ def start_engine(
     Raises:
         TrainingError: no server can be started.
     """
-    rollout = config.rollout
+    rollout, policy = config.rollout, workers.local.policy
     assert isinstance(rollout, VllmRolloutConfig)
     logs = folder / LOGS
     for text in _announcements(servers, logs):
         note(text)
-    ends = end_token_ids(crew.policy, tokenizer)
+    ends = end_token_ids(policy, tokenizer)
     client = partial(
         GenerateClient,
         model=POLICY_NAME,
         end_token_ids=ends,
-        vocab_size=crew.policy.model.config.get_text_config().vocab_size,
+        vocab_size=policy.model.config.get_text_config().vocab_size,
         timeout_s=rollout.request_timeout_s,
     )
     limits = FleetLimits(
@@ -133,21 +141,21 @@ def start_engine(
     common: dict[str, Any] = {
         "tokenizer": tokenizer,
         "note": note,
-        "while_waiting": crew.keep_waiting,
+        "while_waiting": partial(keep_waiting, workers),
         "sleeps": shared,
-        "make_room": crew.free_cache,
+        "make_room": partial(workers.call, Worker.free_cache),
     }
     engine: Engine
-    if crew.policy.adapter is None:
-        lenders = frozenset(crew.gpus()) if shared else frozenset()
-        connect = partial(_connect, config, crew.policy.device, sleeps=shared, lenders=lenders, note=note)
-        send = partial(_publish, crew, servers.dtype, note)
+    if policy.adapter is None:
+        lenders = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if shared else frozenset()
+        connect = partial(_connect, config, policy.device, sleeps=shared, lenders=lenders, note=note)
+        send = partial(_publish, workers, servers.dtype, note)
         engine = VllmEngine(fleet, connect=connect, publish=send, **common)
     else:
-        share = partial(_publish_adapter, crew, folder / ADAPTERS)
+        share = partial(_publish_adapter, workers, folder / ADAPTERS)
         engine = VllmEngine(fleet, connect=partial(_connect_adapter, config), publish=share, **common)
     try:
-        engine.load_weights(policy_version=crew.engine.updates_done)
+        engine.load_weights(policy_version=workers.local.engine.updates_done)
         engine.wait([], count=0)  # where GPUs are shared, training finds their memory free from here on
     except BaseException:
         engine.close()
@@ -217,23 +225,32 @@ def _connect_adapter(config: Config, url: str) -> AdapterChannel:
 
 
 def _publish_adapter(
-    crew: Crew, folder: Path, channels: Sequence[AdapterChannel], version: int
+    workers: WorkerGroup[Worker], folder: Path, channels: Sequence[AdapterChannel], version: int
 ) -> Mapping[AdapterChannel, ServerError]:
     """Hand the adapter as it is to servers. All ranks take part."""
-    return publish_adapter(channels, crew.save_adapter, folder, version)
+
+    def save(path: Path) -> None:
+        workers.call(Worker.save_adapter, path)
+
+    return publish_adapter(channels, save, folder, version)
 
 
 def _publish(
-    crew: Crew, dtype: torch.dtype, note: Callable[[str], None], channels: Sequence[WeightChannel], version: int
+    workers: WorkerGroup[Worker],
+    dtype: torch.dtype,
+    note: Callable[[str], None],
+    channels: Sequence[WeightChannel],
+    version: int,
 ) -> Mapping[WeightChannel, ServerError]:
     """Hand the weights as they are to servers. All ranks take part."""
     failed: dict[WeightChannel, ServerError] = {}
-    specs = weight_specs(crew.policy, dtype)
+    specs = weight_specs(workers.local.policy, dtype)
 
     def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
         failed.update(publish(channels, weights, specs, version, handles))
 
-    crew.send_weights(dtype, send, lend=any(channel.may_borrow for channel in channels))
+    lend = any(channel.may_borrow for channel in channels)
+    workers.call_with_local(Worker.send_weights, send, dtype, lend=lend)
     _tell(channels, note)
     return failed
 
@@ -250,14 +267,14 @@ class ParityGate:
     """Compares the servers' numbers with the trainer's, after the first publish and every so many steps."""
 
     engine: Engine
-    crew: Crew
+    workers: WorkerGroup[Worker]
     probe: Probe
     every: int
     tolerance: float  # nats, in the mean
 
-    def due(self, steps_done: int, *, first: bool) -> bool:
+    def due(self, steps_done: int) -> bool:
         """Whether to compare after so many steps."""
-        return first or steps_done % self.every == 0
+        return steps_done % self.every == 0
 
     def check(self, steps_done: int) -> dict[str, float]:
         """Sample on every server, and compare.
@@ -267,10 +284,12 @@ class ParityGate:
         """
         key = self.probe.key(steps_done)
         sampled = self.engine.sample_on_each_server(self.probe.prompts, self.probe.sampling, key)
-        return check_parity(self.crew, sampled, tolerance=self.tolerance, steps_done=steps_done)
+        return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)
 
 
-def make_parity_gate(config: Config, servers: Servers, inputs: Inputs, crew: Crew, engine: Engine) -> ParityGate | None:
+def make_parity_gate(
+    config: Config, servers: Servers, inputs: Inputs, workers: WorkerGroup[Worker], engine: Engine
+) -> ParityGate | None:
     """The gate of a run; None where it has none."""
     rollout = config.rollout
     assert isinstance(rollout, VllmRolloutConfig)
@@ -278,7 +297,8 @@ def make_parity_gate(config: Config, servers: Servers, inputs: Inputs, crew: Cre
         return None
     tolerance = rollout.parity_tolerance
     if tolerance == "auto":
-        rounds = torch.bfloat16 in (servers.dtype, crew.policy.dtype, crew.policy.compute_dtype)
+        policy = workers.local.policy
+        rounds = torch.bfloat16 in (servers.dtype, policy.dtype, policy.compute_dtype)
         tolerance = 0.05 if rounds else 1e-3
     sampling = SamplingParams(
         num_generations=rollout.num_generations,
@@ -287,7 +307,7 @@ def make_parity_gate(config: Config, servers: Servers, inputs: Inputs, crew: Cre
     )
     return ParityGate(
         engine=engine,
-        crew=crew,
+        workers=workers,
         probe=make_probe(inputs.prompts.prompts, sampling, seed=config.train.seed),
         every=rollout.parity_every,
         tolerance=tolerance,

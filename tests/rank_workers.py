@@ -1,4 +1,4 @@
-"""What ranks do together in the tests of the crew: rank 0 commands, the others serve."""
+"""What ranks do together in the tests of workers: rank 0 commands, the others serve."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +17,17 @@ from cohort.errors import TrainingError
 from cohort.metrics import PeakMemory
 from cohort.policy import Policy, stream_weights
 from cohort.rollout import Sampler
-from cohort.trainer.crew import Crew
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import compute_estimates, keep_waiting
+from cohort.trainer.worker_group import WorkerGroup
 from rank_engine import STEPS, make_engine, step_sequences
 from test_laws import ALGORITHMS
 
 TIMEOUT_S = 5.0
 
 
-def crew_of(engine: TrainEngine, ranks: Ranks) -> Crew:
-    return Crew(
+def workers_of(engine: TrainEngine, ranks: Ranks) -> WorkerGroup[Worker]:
+    worker = Worker(
         ranks=ranks,
         policy=engine.policy,
         algorithm=build_algorithm(ALGORITHMS["grpo"], max_completion_tokens=32),
@@ -34,33 +36,34 @@ def crew_of(engine: TrainEngine, ranks: Ranks) -> Crew:
         tokenizer=None,
         memory=PeakMemory(engine.policy.device),
     )
+    return WorkerGroup(worker, ranks)
 
 
 def sequences() -> Any:
-    """Of the tests of the crew's logprobs: three groups, uneven lengths."""
+    """Of the tests of logprobs: three groups, uneven lengths."""
     return step_sequences("grpo", *STEPS["uneven"])[1]
 
 
-def commanded(crew: Crew, command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def commanded(workers: WorkerGroup[Any], command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What rank 0 makes of its commands; {} on the others, which do them."""
-    if not crew.ranks.is_first:
-        crew.serve()
+    if not workers.ranks.is_first:
+        workers.serve()
         return {}
     try:
         return command()
     finally:
-        crew.stop()
+        workers.stop()
 
 
 def run_logprobs(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """The logprobs of a step, by index."""
-    crew = crew_of(make_engine(model, ranks, reference=reference), ranks)
-    return commanded(crew, lambda: {"logprobs": crew.estimate(sequences(), {"logprobs"}).logprobs})
+    workers = workers_of(make_engine(model, ranks, reference=reference), ranks)
+    return commanded(workers, lambda: {"logprobs": compute_estimates(workers, sequences(), {"logprobs"}).logprobs})
 
 
 def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """Weights for a receiver that takes all, for one that fails at the second, and lent: what came by on each rank."""
-    crew = crew_of(make_engine(model, ranks, reference=reference), ranks)
+    workers = workers_of(make_engine(model, ranks, reference=reference), ranks)
     came: list[str] = []
 
     def counted(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,10 +77,11 @@ def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
 
     def command() -> dict[str, Any]:
         received: dict[str, torch.Tensor] = {}
-        crew.send_weights(torch.float32, lambda weights, _: received.update(weights))
+        workers.call_with_local(Worker.send_weights, lambda weights, _: received.update(weights), torch.float32)
         with pytest.raises(TrainingError, match="the receiver has failed"):
-            crew.send_weights(torch.float32, fail)
-        crew.send_weights(torch.float32, lambda *_: None)  # they are in step still, and the failed one is forgotten
+            workers.call_with_local(Worker.send_weights, fail, torch.float32)
+        # the ranks are still in step
+        workers.call_with_local(Worker.send_weights, lambda *_: None, torch.float32)
         lent: dict[str, torch.Tensor] = {}
         handles: dict[str, Any] = {}
 
@@ -85,15 +89,15 @@ def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
             handles.update(of_gpus)
             lent.update((name, tensor.clone()) for name, tensor in weights)  # the memory is used again
 
-        crew.send_weights(torch.float32, borrow, lend=True)
+        workers.call_with_local(Worker.send_weights, borrow, torch.float32, lend=True)
         return {"received": received, "lent": lent, "handles": sorted(handles)}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.trainer.crew.stream_weights", counted)
+        patch.setattr("cohort.trainer.worker.stream_weights", counted)
         patch.setattr("cohort.rollout.vllm.lending.gpu_uuid", lambda _: f"GPU-{ranks.rank}")
         patch.setattr("cohort.rollout.vllm.lending.handle_of", lambda _: {})
         patch.setattr("cohort.rollout.vllm.lending.PORTION_BYTES", 4096)
-        done = commanded(crew, command)
+        done = commanded(workers, command)
     return {**done, "came": ranks.gather(came)}
 
 
@@ -106,23 +110,62 @@ def run_waiting(ranks: Ranks, model: str, reference: str, keeps_waiting: str) ->
         control_group=dist.new_group(backend="gloo", timeout=deadline),
         command_group=dist.new_group(backend="gloo", timeout=deadline),
     )
-    crew = crew_of(make_engine(model, ranks, reference=reference), impatient)
+    workers = workers_of(make_engine(model, ranks, reference=reference), impatient)
 
     def command() -> dict[str, Any]:
         began, counts = time.monotonic(), 0
         while time.monotonic() - began < 2 * TIMEOUT_S:
             if keeps_waiting == "yes":
-                crew.keep_waiting()
+                keep_waiting(workers)
                 counts += 1
             time.sleep(0.01)
-        return {"counts": counts, "logprobs": len(crew.estimate(sequences(), {"logprobs"}).logprobs)}
+        return {"counts": counts, "logprobs": len(compute_estimates(workers, sequences(), {"logprobs"}).logprobs)}
 
     said, done = "", {}
     try:
-        done = commanded(crew, command)
+        done = commanded(workers, command)
     except PeerError as error:
         said = str(error)
     return {**done, "said": ranks.gather(said)}
 
 
-JOBS = {"logprobs": run_logprobs, "send_weights": run_send_weights, "waiting": run_waiting}
+def run_mesh(ranks: Ranks, model: str) -> dict[str, Any]:
+    """This rank's place in the device mesh, and the mesh that the weights are sharded over."""
+    weight: Any = next(make_engine(model, ranks, reference=model).policy.model.parameters())
+    mesh = weight.device_mesh
+    where = {"dp": (ranks.dp_rank, ranks.dp_size), "weights": (mesh.get_local_rank("dp"), mesh["dp"].size())}
+    return {"axes": mesh.mesh_dim_names, "where": ranks.gather(where)}
+
+
+class Failing:
+    """A worker of which one rank fails."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def add(self, shard: int, number: int, *, fails: int = -1) -> int:
+        if self.rank == fails:
+            raise TrainingError(f"rank {self.rank} has failed")
+        return 100 * self.rank + shard + number
+
+
+def run_calls(ranks: Ranks) -> dict[str, Any]:
+    """Calls with shards and without, of which one fails on the last rank."""
+    workers = WorkerGroup(Failing(ranks.rank), ranks)
+
+    def command() -> dict[str, Any]:
+        sharded = workers.scatter(Failing.add, [1, 2, 3], 10)
+        with pytest.raises(TrainingError) as error:
+            workers.call(Failing.add, 1, 2, fails=2)
+        return {"sharded": sharded, "error": str(error.value), "same": workers.call(Failing.add, 1, number=2)}
+
+    return commanded(workers, command)
+
+
+JOBS = {
+    "calls": run_calls,
+    "mesh": run_mesh,
+    "logprobs": run_logprobs,
+    "send_weights": run_send_weights,
+    "waiting": run_waiting,
+}

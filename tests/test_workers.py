@@ -1,4 +1,4 @@
-"""What all ranks do at rank 0's word, for the servers that sample: logprobs, weights, and patience."""
+"""Calls of workers on several ranks: results and errors, logprobs, weights, and deadlines."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from cohort.distributed import ALONE
 from cohort.records import Estimates
-from rank_crew import crew_of, sequences
+from cohort.trainer.worker_calls import compute_estimates
 from rank_engine import make_engine
+from rank_workers import sequences, workers_of
 from ranks import run_ranks
 from selection import slow
 from tiny import naive_logprobs, save_model_folder
@@ -27,6 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def three(tmp_path_factory: pytest.TempPathFactory, model: str) -> dict[str, dict[str, Any]]:
     """What three ranks made of each job."""
     jobs = {
+        "calls": ("calls",),
+        "mesh": ("mesh", model),
         "logprobs": ("logprobs", model, model),
         "send_weights": ("send_weights", model, model),
         "patient": ("waiting", model, model, "yes"),
@@ -46,7 +49,9 @@ def assert_right(logprobs: dict[int, np.ndarray], path: str) -> None:
 
 def test_estimates_of_one_rank_are_the_engines_own(model: str):
     engine = make_engine(model, ALONE, reference=model)
-    estimates = crew_of(engine, ALONE).estimate(sequences(), {"logprobs", "entropies", "reference_logprobs"})
+    estimates = compute_estimates(
+        workers_of(engine, ALONE), sequences(), {"logprobs", "entropies", "reference_logprobs"}
+    )
     own = engine.estimate(sequences(), {"logprobs"})["logprobs"]
     assert all(np.array_equal(estimates.logprobs[s.index], own[s.index].numpy()) for s in sequences())
     for logprobs in (estimates.logprobs, estimates.reference_logprobs):
@@ -60,7 +65,18 @@ def test_estimates_of_one_rank_are_the_engines_own(model: str):
 
 
 def test_nothing_is_computed_for_an_algorithm_that_asks_for_nothing(model: str):
-    assert crew_of(make_engine(model, ALONE, reference=model), ALONE).estimate(sequences(), frozenset()) == Estimates()
+    workers = workers_of(make_engine(model, ALONE, reference=model), ALONE)
+    assert compute_estimates(workers, sequences(), frozenset()) == Estimates()
+
+
+def test_calls_on_three_ranks_return_by_rank_and_raise_what_one_raised(three: dict[str, dict[str, Any]]):
+    assert three["calls"] == {"sharded": [11, 112, 213], "error": "rank 2 has failed", "same": [3, 103, 203]}
+
+
+def test_weights_are_sharded_over_the_data_parallel_axis_of_the_mesh(three: dict[str, dict[str, Any]]):
+    assert three["mesh"]["axes"] == ("dp",)
+    assert three["mesh"]["where"] == [{"dp": (rank, 3), "weights": (rank, 3)} for rank in range(3)]
+    assert (ALONE.dp_rank, ALONE.dp_size) == (0, 1)
 
 
 def test_logprobs_over_three_ranks_are_those_of_one(three: dict[str, dict[str, Any]], model: str):

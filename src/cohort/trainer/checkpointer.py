@@ -1,0 +1,100 @@
+"""Save checkpoints: every so many steps, and when a signal asks the run to end."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cohort import stopping
+from cohort.checkpoint import TrainerState, write_folder_atomically
+from cohort.config import RunConfig
+from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
+from cohort.run_files import goes_on_from
+from cohort.run_folder import RunFolder
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_group import WorkerGroup
+
+
+class Checkpointer:
+    """Keeps the state after the last finished step, and saves it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workers: WorkerGroup[Worker],
+        folder: RunFolder,
+        *,
+        state: TrainerState | None,
+        note: Callable[[str], None],
+    ):
+        self.first_step = state.steps_done if state else 0
+        self._config = config
+        self._workers = workers
+        self._folder = folder
+        self._note = note
+        self._state = state  # after the last finished step; None before the first one
+        self._saved_steps = self.first_step  # of the last checkpoint
+        self._is_updating = False  # weights may have changed since
+
+    def begin_update(self) -> None:
+        """Weights may change from here on: the step, also the first one, is finished before the run ends."""
+        self._is_updating = True
+        stopping.can_save()
+
+    def finish_step(self, state: TrainerState) -> None:
+        """Take the state after a step, which can be saved until weights change again."""
+        self._state, self._is_updating = state, False
+        stopping.can_save()
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step.
+
+        Raises:
+            TrainingError: the disk is full, or the run folder is gone.
+        """
+        assert self._state is not None, "a step has been finished"
+        self._folder.check_is_there()
+        self._workers.call(Worker.save, self._folder.checkpoints_path, self._state, keep=self._config.keep_checkpoints)
+        self._saved_steps = self._state.steps_done
+
+    def save_final_model(self) -> None:
+        """Write the trained model."""
+
+        def save(folder: Path) -> None:
+            self._workers.call(Worker.save_model, folder)
+
+        write_folder_atomically(self._folder.final_path, save)
+
+    @contextmanager
+    def saving_when_stopped(self) -> Iterator[None]:
+        """Save the last finished step if a signal asks the run to end inside.
+
+        Raises:
+            RunStopped: in that case, once there is a checkpoint.
+            StopRequested: in that case, if there is nothing to save.
+        """
+        try:
+            yield
+        except OutOfStepError:
+            raise  # the other ranks are elsewhere: nothing can be saved with them
+        except (UserError, TrainingError) as error:
+            # what has ended with this process may be noticed before the signal is
+            asked = stopping.requested(within_s=stopping.SAME_SIGNAL_S)
+            if asked is None or (self._is_updating and not isinstance(error, StopRequested)):
+                raise
+            self._save_and_stop(asked)
+
+    def _save_and_stop(self, number: signal.Signals) -> None:
+        """Drop the unfinished step, save what was there before it, and end the run."""
+        if self._state is None or self._state.steps_done == self.first_step:
+            raise StopRequested("nothing to save")
+        steps_done, kept = self._state.steps_done, "the same command continues"
+        if self._config.checkpoint_every == 0:
+            kept = f"run.checkpoint_every: 0, so nothing is saved; {goes_on_from(self._folder.path)}"
+        elif self._saved_steps < steps_done:
+            self.save()
+            kept = f"saved; {kept}"
+        else:
+            kept = f"saved before; {kept}"
+        self._note(f"stopped by {number.name} after step {steps_done}: {kept}")
+        raise stopping.RunStopped(number)

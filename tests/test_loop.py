@@ -1,0 +1,10 @@
+"""The training loop reads on one screen."""
+
+import inspect
+
+from cohort.trainer.loop import Trainer
+
+
+def test_the_loop_and_its_step_fit_on_one_screen():
+    sources = [inspect.getsource(method) for method in (Trainer.train, Trainer.step)]
+    assert sum(len(source.splitlines()) for source in sources) <= 45
