@@ -25,8 +25,8 @@ from cohort.display import Display
 from cohort.launch import train
 from cohort.plan.defaults import memory_share
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import SamplingParams
-from cohort.rollout.vllm import VllmEngine, check_vllm
+from cohort.rollout import RolloutCollector, SamplingParams
+from cohort.rollout.vllm import check_vllm
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import compute_estimates
 from cohort.trainer.worker_group import WorkerGroup
@@ -110,15 +110,15 @@ def servers(device: torch.device, tiny: bool) -> dict[str, Any]:
     start = time.perf_counter()
     shape = SHAPES["3M" if tiny else "45M"]
     with tempfile.TemporaryDirectory() as folder, started(Path(folder), shape, device.type, max_tokens=64) as parts:
-        engine, workers, prompts = parts
-        _sample(engine, workers, prompts[:1], 0)  # waits until the server is up, and warms it up
+        collector, workers, prompts = parts
+        _sample(collector, workers, prompts[:1], 0)  # waits until the server is up, and warms it up
         weights = sum(p.numel() for p in workers.local.policy.model.parameters())
         measured = {"start_s": time.perf_counter() - start, "published_weights": float(weights)}
         groups: list[RolloutGroup] = []
         for version in (1, 2):
             if groups:
                 checks.append(_change_weights(workers, groups))
-            groups, found = _sample(engine, workers, prompts, version)
+            groups, found = _sample(collector, workers, prompts, version)
             measured |= {f"{name}, weights {version}": value for name, value in found.items()}
             checks += attempt(
                 f"vLLM, weights {version}",
@@ -130,19 +130,19 @@ def servers(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def _sample(
-    engine: VllmEngine, workers: WorkerGroup[Worker], prompts: list[Prompt], version: int
+    collector: RolloutCollector, workers: WorkerGroup[Worker], prompts: list[Prompt], version: int
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Publish the weights and sample with them: the groups, times, and the memory that the server then gives back."""
     workers.call(Worker.free_cache)
     chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=64, temperature=1.0)
     start = time.perf_counter()
-    engine.load_weights(policy_version=version)  # wakes a server that sleeps
+    collector.load_weights(policy_version=version)  # wakes a server that sleeps
     published = time.perf_counter()
-    futures = engine.submit(prompts, chosen, key(version))
+    tasks = collector.submit(prompts, chosen, key(version))
     free = _free_bytes(workers.local.policy.device)
-    engine.wait(futures, count=len(futures))  # on a GPU it lets the server sleep
+    collector.wait(tasks, count=len(tasks))  # on a GPU it lets the server sleep
     sampled = time.perf_counter()
-    groups = [future.result() for future in futures]
+    groups = [task.result() for task in tasks]
     tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
     return groups, {
         "publish_s": published - start,

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +44,7 @@ from cohort.errors import UserError
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
 from cohort.records import Prompt, TrainSequence
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from families import FAMILIES, VOCABULARY, save_folder
 
 CPU = torch.device("cpu")
@@ -216,13 +217,11 @@ def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
         for n, length in enumerate((3, 11, 1))
     ]
     try:
-        engine = LocalEngine(
-            Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8).sample,
-            AutoTokenizer.from_pretrained(folder),
-        )
+        engine = LocalEngine(Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8).sample)
         key = StreamKey(purpose="train", seed=0, step=0)
         sampling = SamplingParams(num_generations=3, max_completion_tokens=20, temperature=1.0)
-        groups = generate(engine, prompts, sampling, key)
+        with closing(RolloutCollector(engine, AutoTokenizer.from_pretrained(folder))) as collector:
+            groups = collector.collect(prompts, sampling, key)
     except UserError as problem:
         print(f"  sampler: {problem}", file=sys.stderr)
         return math.nan

@@ -27,7 +27,7 @@ from cohort.demo import task
 from cohort.demo.base_model import BASE_PATH
 from cohort.policy import LoadRequest, Policy, end_token_ids, load_policy
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 
 MAX_TOKENS = 64
 
@@ -51,11 +51,11 @@ def main() -> None:
         policy, prompts, generations = long_prompts(args.prompt_tokens, len(tokenizer), device)
     ends = end_token_ids(policy, tokenizer)
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=len(prompts) * generations)
-    engine = LocalEngine(sampler.sample, tokenizer)
+    collector = RolloutCollector(LocalEngine(sampler.sample), tokenizer)
     speeds: dict[str, list[float]] = {"cohort": [], "transformers": []}
     worst = 0.0
     for repeat in range(-1, args.repeats):  # the first round warms up
-        seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(engine, prompts, generations, repeat))
+        seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(collector, prompts, generations, repeat))
         num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
         worst = max(worst, largest_difference(policy, groups[0]))
         hf_seconds, completions = timed(
@@ -103,9 +103,9 @@ def timed(work):
     return time.perf_counter() - start, result
 
 
-def sample_with_cohort(engine: LocalEngine, prompts: tuple[Prompt, ...], generations: int, repeat: int):
+def sample_with_cohort(collector: RolloutCollector, prompts: tuple[Prompt, ...], generations: int, repeat: int):
     sampling = SamplingParams(num_generations=generations, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    return generate(engine, prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
+    return collector.collect(prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
 
 
 def sample_with_transformers(

@@ -32,7 +32,7 @@ from cohort.config import Config, load_config, to_yaml
 from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks, join_ranks, leave_ranks
-from cohort.rollout import LocalEngine, Sampler, SamplingParams, StreamKey, generate
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.worker import Worker
@@ -144,7 +144,7 @@ def run_rank(config: Config, out: Path) -> None:
 
 def time_steps(config: Config, inputs, workers, ranks: Ranks) -> list[dict[str, float]]:
     data = PromptStream(inputs.prompts, seed=0, shuffle=True)
-    engine = LocalEngine(partial(sample, workers), inputs.tokenizer)
+    collector = RolloutCollector(LocalEngine(partial(sample, workers)), inputs.tokenizer)
     sampling = SamplingParams(num_generations=16, max_completion_tokens=48, temperature=1.0)
     rng = np.random.default_rng(0)
     algorithm = workers.local.algorithm
@@ -153,7 +153,7 @@ def time_steps(config: Config, inputs, workers, ranks: Ranks) -> list[dict[str, 
         workers.seconds_moving()
         times = [time.perf_counter()]
         key = StreamKey(purpose="train", seed=0, step=step)
-        groups = generate(engine, data.take(config.train.prompts_per_step), sampling, key)
+        groups = collector.collect(data.take(config.train.prompts_per_step), sampling, key)
         times.append(time.perf_counter())
         scored = inputs.rewards.score(groups)
         scored = [replace(group, rewards=rng.random(16)) for group in scored]

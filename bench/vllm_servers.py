@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,13 +36,12 @@ from cohort.demo.base_model import BASE_PATH
 from cohort.distributed import ALONE
 from cohort.policy import end_token_ids, load_tokenizer
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, RolloutEngine, Sampler, SamplingParams, StreamKey, generate
-from cohort.rollout.vllm import VllmEngine
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
+from cohort.rollout.vllm import engine as engine_module
 from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import rank_device
 from cohort.trainer.vllm import find_servers, start_engine
-from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 
 SHAPES = {
@@ -76,13 +74,13 @@ def sampling(folder: Path, device: str, repeats: int) -> None:
     """Tokens per second of three engines."""
     rows = []
     for limit in (64, 256):
-        with started(folder / f"{limit}", SHAPES["3M"], device, max_tokens=limit) as (engine, workers, prompts):
+        with started(folder / f"{limit}", SHAPES["3M"], device, max_tokens=limit) as (collector, workers, prompts):
             ends = end_token_ids(workers.local.policy, workers.local.tokenizer)
             sampler = Sampler(workers.local.policy, end_token_ids=ends, max_num_seqs=PROMPTS * GENERATIONS)
-            local = LocalEngine(sampler.sample, workers.local.tokenizer)
+            local = RolloutCollector(LocalEngine(sampler.sample), workers.local.tokenizer)
             chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=limit, temperature=1.0)
             ways: dict[str, Callable[[int], int]] = {
-                "vLLM server": partial(by_engine, engine, prompts, chosen),
+                "vLLM server": partial(by_engine, collector, prompts, chosen),
                 "local engine": partial(by_engine, local, prompts, chosen),
                 "transformers": partial(by_transformers, workers.local.policy.model, prompts, limit, ends),
             }
@@ -99,13 +97,13 @@ def publishing(folder: Path, device: str, repeats: int) -> None:
     """Seconds of a publish."""
     rows = []
     for name, shape in SHAPES.items():
-        with started(folder / name, shape, device, max_tokens=16) as (engine, workers, prompts):
+        with started(folder / name, shape, device, max_tokens=16) as (collector, workers, prompts):
             few = SamplingParams(num_generations=1, max_completion_tokens=4, temperature=1.0)
-            generate(engine, prompts[:1], few, key(0))  # waits until the server has the first weights
+            collector.collect(prompts[:1], few, key(0))  # waits until the server has the first weights
             times = []
             for version in range(1, repeats + 2):
                 start = time.perf_counter()
-                engine.load_weights(policy_version=version)
+                collector.load_weights(policy_version=version)
                 times.append(time.perf_counter() - start)
             weights = sum(p.numel() for p in workers.local.policy.model.parameters())
             megabytes = weights * workers.local.policy.dtype.itemsize / 1e6
@@ -170,38 +168,20 @@ def run(folder: Path, device: str, *, max_staleness: int, hold_back_s: float) ->
 
 @contextmanager
 def held_back(seconds: float) -> Iterator[None]:
-    """Every group is handed over so much later."""
-    submit = VllmEngine.submit
-
-    def slow(self: Any, *args: Any) -> list[Future[Any]]:
-        return [later(group, seconds) for group in submit(self, *args)]
-
-    VllmEngine.submit = slow if seconds else submit  # type: ignore[method-assign]
+    """Every answer of a server is handed over so much later."""
+    answer = engine_module._answer_soon
+    if seconds:
+        engine_module._answer_soon = lambda *answered: threading.Timer(seconds, answer, answered).start()
     try:
         yield
     finally:
-        VllmEngine.submit = submit  # type: ignore[method-assign]
-
-
-def later(group: Future[Any], seconds: float) -> Future[Any]:
-    """The same group, or its error, after a while."""
-    outer: Future[Any] = Future()
-
-    def hand_over() -> None:
-        error = group.exception()
-        if error:
-            outer.set_exception(error)
-        else:
-            outer.set_result(group.result())
-
-    group.add_done_callback(lambda _: threading.Timer(seconds, hand_over).start())
-    return outer
+        engine_module._answer_soon = answer
 
 
 @contextmanager
 def started(
     folder: Path, shape: ModelShape, device: str, *, max_tokens: int
-) -> Iterator[tuple[VllmEngine, Any, list[Prompt]]]:
+) -> Iterator[tuple[RolloutCollector, Any, list[Prompt]]]:
     """A server of a random model, the trainer's parts, and random prompts."""
     config = random_run(folder, shape, device, max_tokens)
     inputs = read_inputs(config)
@@ -211,18 +191,18 @@ def started(
     order = BuildOrder(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
-    worker = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
-    workers = WorkerGroup(worker, ALONE)
+    workers = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
     engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=lambda text: None)
+    collector = RolloutCollector(engine, inputs.tokenizer)
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(id=i, epoch=0, content="", token_ids=rng.integers(5, shape.vocab, PROMPT_TOKENS), columns={})
         for i in range(PROMPTS)
     ]
     try:
-        yield engine, workers, prompts
+        yield collector, workers, prompts
     finally:
-        engine.close()
+        collector.close()
 
 
 def random_run(folder: Path, shape: ModelShape, device: str, max_tokens: int) -> Config:
@@ -247,8 +227,8 @@ def minimal(model: str, folder: Path) -> dict[str, Any]:
     return {"model": {"path": model}, "data": data, "rewards": [{"use": "exact"}]}
 
 
-def by_engine(engine: RolloutEngine, prompts: list[Prompt], chosen: SamplingParams, step: int) -> int:
-    return sum(len(c.token_ids) for g in generate(engine, prompts, chosen, key(step)) for c in g.completions)
+def by_engine(collector: RolloutCollector, prompts: list[Prompt], chosen: SamplingParams, step: int) -> int:
+    return sum(len(c.token_ids) for g in collector.collect(prompts, chosen, key(step)) for c in g.completions)
 
 
 def by_transformers(model: Any, prompts: list[Prompt], limit: int, ends: frozenset[int], step: int) -> int:

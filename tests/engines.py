@@ -1,18 +1,38 @@
 """Rollout engines of the tests: one that answers by a script, and one that samples in a thread as a server does."""
 
+import asyncio
 import copy
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from cohort.policy import Policy, end_token_ids
-from cohort.records import Completion, Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, StreamKey
-from waiting import PATIENCE_S
+from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
+from cohort.rollout import (
+    CallKey,
+    Prefetcher,
+    RolloutCollector,
+    RolloutEngine,
+    Sampled,
+    Sampler,
+    SampleRequest,
+    SamplingParams,
+    StreamKey,
+)
+from cohort.rollout.calls import CallQueue, WaitingCall
+from tiny import make_tokenizer
+
+
+def generate(
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+) -> list[RolloutGroup]:
+    """One group per prompt, by a collector that ends with it."""
+    with closing(RolloutCollector(engine, make_tokenizer())) as collector:
+        return collector.collect(prompts, sampling, key)
 
 
 class ScriptedEngine:
@@ -21,7 +41,8 @@ class ScriptedEngine:
     def __init__(self, turns: Callable[[], int], *, version: int = 0):
         self._turns = turns
         self._version = version
-        self._left: dict[Future[RolloutGroup], tuple[int, RolloutGroup]] = {}
+        # calls of a prompt, by epoch and id, with the turns that are left
+        self._left: dict[tuple[int, int], tuple[int, list[asyncio.Future[ModelCall]]]] = {}
         self.asked: list[tuple[int, int, int]] = []  # step of the key, prompt, epoch
 
     @property
@@ -29,32 +50,37 @@ class ScriptedEngine:
         """Groups asked for that are not there."""
         return len(self._left)
 
-    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[Future[RolloutGroup]]:
-        groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
-        for group, prompt in zip(groups, prompts, strict=True):
-            self.asked.append((key.step, prompt.id, prompt.epoch))
-            done = Completion(
-                token_ids=np.array([1]),
-                sampling_logprobs=np.zeros(1),
-                finish_reason="stop",
-                policy_version=self._version,
-                text="",
-            )
-            self._left[group] = (self._turns(), RolloutGroup(prompt=prompt, completions=(done,)))
-        return groups
+    async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
+        if key.index == 0:
+            self.asked.append((key.step, key.prompt_id, key.epoch))
+            self._left[key.epoch, key.prompt_id] = (self._turns(), [])
+        done: asyncio.Future[ModelCall] = asyncio.get_running_loop().create_future()
+        self._left[key.epoch, key.prompt_id][1].append(done)
+        version = self._version
+        await done
+        return ModelCall(
+            context_ids=token_ids,
+            token_ids=np.array([1]),
+            sampling_logprobs=np.zeros(1),
+            finish_reason="stop",
+            policy_version=version,
+        )
 
-    def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
-        assert count <= len(groups)
-        while sum(group.done() for group in groups) < count:
-            self.turn()
+    def advance(self) -> bool:
+        self.turn()
+        return True
 
     def turn(self) -> None:
         """As if one was waited for."""
-        self._left = {future: (turns - 1, group) for future, (turns, group) in self._left.items()}
-        for future, (turns, group) in [*self._left.items()]:
+        self._left = {prompt: (turns - 1, calls) for prompt, (turns, calls) in self._left.items()}
+        for prompt, (turns, calls) in [*self._left.items()]:
             if turns <= 0:
-                del self._left[future]
-                future.set_result(group)
+                del self._left[prompt]
+                for call in calls:
+                    call.set_result(None)  # type: ignore[arg-type]
+
+    def release_gpus(self) -> None:
+        pass
 
     def load_weights(self, *, policy_version: int) -> None:
         self._version = policy_version
@@ -73,62 +99,68 @@ class ThreadEngine:
     def __init__(self, policy: Policy, tokenizer: Any, *, max_num_seqs: int = 64, one_in: int = 4):
         self._trained = policy
         self._policy = copy.deepcopy(policy)
-        sampler = Sampler(self._policy, end_token_ids=end_token_ids(policy, tokenizer), max_num_seqs=max_num_seqs)
-        self._engine = LocalEngine(sampler.sample, tokenizer)
+        self._sampler = Sampler(self._policy, end_token_ids=end_token_ids(policy, tokenizer), max_num_seqs=max_num_seqs)
+        self._policy_version = 0
         self._one_in = one_in
         self._weights = threading.Lock()
-        self._changed = threading.Condition()
-        self._num_computing = 0
+        self._calls = CallQueue()
+        self._num_computing = 0  # groups
         self._num_loaded = 0
-        self._held_back: list[tuple[int, Future[RolloutGroup], RolloutGroup]] = []
+        self._held_back: list[tuple[int, list[WaitingCall], tuple[Sampled, ...], int]] = []
         self._asked: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[Future[RolloutGroup]]:
-        groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
-        with self._changed:
-            self._num_computing += len(prompts)
-        for prompt, group in zip(prompts, groups, strict=True):
-            self._asked.put((prompt, sampling, key, group))
-        return groups
+    async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
+        return await self._calls.put(token_ids, sampling, key)
 
-    def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
-        with self._changed:
-            while sum(group.done() for group in groups) < count:
-                if self._num_computing == 0:
-                    self._let_go(self._held_back[:1])
-                else:
-                    assert self._changed.wait(timeout=PATIENCE_S)
+    def advance(self) -> bool:
+        groups: dict[tuple[int, int], list[WaitingCall]] = {}
+        for call in self._calls.take():
+            groups.setdefault((call.key.epoch, call.key.prompt_id), []).append(call)
+        self._num_computing += len(groups)
+        for calls in groups.values():
+            self._asked.put(calls)
+        if not groups and self._num_computing == 0 and self._held_back:
+            self._let_go(self._held_back[:1])
+            return True
+        return bool(groups)
+
+    def release_gpus(self) -> None:
+        pass
 
     def load_weights(self, *, policy_version: int) -> None:
         with self._weights:
             self._policy.model.load_state_dict(self._trained.model.state_dict())
-            self._engine.load_weights(policy_version=policy_version)
-        with self._changed:
-            self._num_loaded += 1
-            self._let_go([entry for entry in self._held_back if entry[0] <= self._num_loaded])
+            self._policy_version = policy_version
+        self._num_loaded += 1
+        self._let_go([entry for entry in self._held_back if entry[0] <= self._num_loaded])
 
     def close(self) -> None:
         self._asked.put(None)
         self._thread.join()
 
     def _serve(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            prompt, sampling, key, future = asked
+        while (calls := self._asked.get()) is not None:
+            request = SampleRequest(
+                token_ids=calls[0].token_ids, sampling=calls[0].sampling, keys=tuple(call.key for call in calls)
+            )
             with self._weights:
-                (group,) = (done.result() for done in self._engine.submit([prompt], sampling, key))
-            with self._changed:
-                self._num_computing -= 1
-                self._held_back.append((self._num_loaded + 2, future, group))
-                if prompt.id % self._one_in:
-                    self._let_go(self._held_back[-1:])
-                self._changed.notify_all()
+                version = self._policy_version
+                (group,) = self._sampler.sample([request])
+            calls[0].result.get_loop().call_soon_threadsafe(self._sampled, calls, group, version)
 
-    def _let_go(self, entries: list[tuple[int, Future[RolloutGroup], RolloutGroup]]) -> None:
+    def _sampled(self, calls: list[WaitingCall], group: tuple[Sampled, ...], version: int) -> None:
+        self._num_computing -= 1
+        self._held_back.append((self._num_loaded + 2, calls, group, version))
+        if calls[0].key.prompt_id % self._one_in:
+            self._let_go(self._held_back[-1:])
+
+    def _let_go(self, entries: list[tuple[int, list[WaitingCall], tuple[Sampled, ...], int]]) -> None:
         for entry in entries:
             self._held_back.remove(entry)
-            entry[1].set_result(entry[2])
+            for call, sampled in zip(entry[1], entry[2], strict=True):
+                call.answer(sampled, policy_version=entry[3])
 
 
 def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int, drop_stale: bool = False) -> None:
@@ -143,8 +175,9 @@ def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int,
     def prefetcher(*args: Any, **options: Any) -> Prefetcher:
         return Prefetcher(*args, **{**options, "max_staleness": max_staleness, "drop_stale": drop_stale})
 
-    def engine(sample: Any, tokenizer: Any) -> ThreadEngine:
-        return ThreadEngine(sample.args[0].local.policy, tokenizer)  # of the workers that sample
+    def engine(sample: Any) -> ThreadEngine:
+        worker = sample.args[0].local  # of the workers that sample
+        return ThreadEngine(worker.policy, worker.tokenizer)
 
     patch("cohort.trainer.gather.Prefetcher", prefetcher)
     patch("cohort.trainer.setup.LocalEngine", engine)

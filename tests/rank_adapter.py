@@ -203,10 +203,13 @@ def run_adapter_sampling(ranks: Ranks, model: str, current: str) -> dict[str, An
     policy = make_engine(ranks, model, None, current, adapter=KINDS["lora"]).policy
     prompts = [Prompt(id=n, epoch=0, content="", token_ids=np.arange(3, 8 + n), columns={}) for n in range(3)]
     sampler = Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8)
+    sampling = SamplingParams(num_generations=4, max_completion_tokens=10, temperature=1.0)
+    key = StreamKey(purpose="train", seed=0, step=0)
     sampled = sampler.sample(
-        [SampleRequest(prompt=prompt, indices=range(4)) for prompt in prompts],
-        SamplingParams(num_generations=4, max_completion_tokens=10, temperature=1.0),
-        StreamKey(purpose="train", seed=0, step=0),
+        [
+            SampleRequest(token_ids=p.token_ids, sampling=sampling, keys=tuple(key.call(p, i) for i in range(4)))
+            for p in prompts
+        ]
     )
     tokens = [[s.token_ids.tolist() for s in group] for group in sampled]
     return {"tokens": ranks.gather(tokens), "layout": policy.layout}

@@ -266,7 +266,8 @@ def test_the_sampler_waits_once_for_each_token(tmp_path: Path, folders):
         with fake_cuda(index=DEVICE.index, answers=answers, nothing_found=SAMPLER) as cuda:
             worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
             cuda.crossings.clear()
-            worker.sample([SampleRequest(prompt=prompt, indices=range(12))], sampling, KEY)
+            keys = tuple(KEY.call(prompt, index) for index in range(12))
+            worker.sample([SampleRequest(token_ids=prompt.token_ids, sampling=sampling, keys=keys)], KEY.purpose)
             waits.append(sum(by_file(cuda.waits()).values()))
     assert waits[1] - waits[0] == 2
 

@@ -25,7 +25,7 @@ from cohort.display import Display
 from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
-from cohort.rollout import LocalEngine, Prefetcher, Sampler, SamplingParams, StreamKey, generate
+from cohort.rollout import LocalEngine, Prefetcher, RolloutCollector, Sampler, SamplingParams, StreamKey
 from cohort.run_files import checkpoints
 from cohort.trainer.gather import Gathered, Gatherer
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
@@ -47,7 +47,7 @@ def stream(num_prompts: int, *, shuffle: bool = False) -> PromptStream:
 
 def prefetch(engine: Any, prompts: PromptStream, **options: Any) -> Prefetcher:
     settings = {"seed": 7, "prompts_per_step": 3, "num_steps": 100, "updates_per_step": 1, **options}
-    return Prefetcher(engine, prompts, SAMPLING, **settings)
+    return Prefetcher(RolloutCollector(engine, make_tokenizer()), prompts, SAMPLING, **settings)
 
 
 def visits(groups: list[RolloutGroup]) -> list[tuple[int, int]]:
@@ -187,11 +187,11 @@ class SynchronousGatherer(Gatherer):
     """The naive way: ask for a step's prompts, wait for all, judge them."""
 
     def gather(self, step: int, phase: Any) -> Gathered:
-        data, engine = self.prefetcher._prompts, self.prefetcher._engine
+        data, collector = self.prefetcher._prompts, self.prefetcher._collector
         prompts = data.take(self._prompts_per_step)
         with phase("rollout"):
             key = StreamKey(purpose="train", seed=self.prefetcher._seed, step=step)
-            groups = generate(engine, prompts, self.prefetcher._sampling, key)
+            groups = collector.collect(prompts, self.prefetcher._sampling, key)
         with phase("reward"):
             scored = self._rewards.score(groups)
         return Gathered(groups=scored, replaced=[], metrics={"rollout/staleness_max": 0.0})
@@ -303,7 +303,7 @@ def only_odd_ones_differ(completions: list[str], n: list[int], **_: Any) -> list
 
 def local_engine() -> LocalEngine:
     sampler = Sampler(make_policy(), end_token_ids=frozenset({1}), max_num_seqs=16)
-    return LocalEngine(sampler.sample, make_tokenizer())
+    return LocalEngine(sampler.sample)
 
 
 def places(groups: Any) -> list[int]:

@@ -15,17 +15,18 @@ from cohort.config import Config, config_from_dict
 from cohort.distributed import ALONE
 from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, SamplingParams, StreamKey, generate
+from cohort.rollout import LocalEngine, SamplingParams, StreamKey
 from cohort.trainer import vllm
 from cohort.trainer.inputs import Inputs, read_inputs
 from cohort.trainer.parity import check_parity, make_probe
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import sample
 from cohort.trainer.worker_group import WorkerGroup
+from engines import generate
 from rank_workers import workers_of
 from runs import changed, make_inputs
 from test_laws import make_engine
-from tiny import make_policy, make_tokenizer
+from tiny import make_policy
 
 SAMPLING = SamplingParams(num_generations=8, max_completion_tokens=6, temperature=0.9)  # the engine's temperature
 
@@ -46,7 +47,7 @@ def workers() -> WorkerGroup[Worker]:
 def groups(workers: WorkerGroup[Worker]) -> list[RolloutGroup]:
     """What a server that has the trainer's weights gives: three groups of eight."""
     key = StreamKey(purpose="parity", seed=0, step=0)
-    return generate(LocalEngine(partial(sample, workers), make_tokenizer()), prompts(4, 9, 2), SAMPLING, key)
+    return generate(LocalEngine(partial(sample, workers)), prompts(4, 9, 2), SAMPLING, key)
 
 
 def shifted(groups: list[RolloutGroup], by: float, *, tokens: slice = slice(None)) -> list[RolloutGroup]:
@@ -187,9 +188,8 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype(
     config, inputs = run(*overrides)
     servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=servers_dtype)
     policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
-    gate = vllm.make_parity_gate(
-        config, servers, inputs, WorkerGroup(replace(workers.local, policy=policy), ALONE), engine=None
-    )
+    probed = WorkerGroup(replace(workers.local, policy=policy), ALONE)
+    gate = vllm.make_parity_gate(config, servers, inputs, probed, engine=None, collector=None)
     assert gate is not None and gate.tolerance == expected
 
 
@@ -200,14 +200,16 @@ def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: 
             return {"http://a": shifted(groups, 0.5)}
 
     engine: Any = Engine()
+    collector: Any = object()
     config, inputs = run("rollout.parity_every=3", "rollout.temperature=0.9", "rollout.top_p=0.5", "train.seed=5")
     servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=torch.float32)
-    gate = vllm.make_parity_gate(config, servers, inputs, workers, engine)
+    gate = vllm.make_parity_gate(config, servers, inputs, workers, engine, collector)
     assert gate is not None
     assert [gate.due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
-    assert engine.asked == (gate.probe.prompts, gate.probe.sampling, StreamKey(purpose="parity", seed=5, step=3))
+    key = StreamKey(purpose="parity", seed=5, step=3)
+    assert engine.asked == (collector, gate.probe.prompts, gate.probe.sampling, key)
     assert (gate.probe.sampling.temperature, gate.probe.sampling.top_p) == (0.9, 1.0)
     off = run("rollout.parity_every=0")
-    assert vllm.make_parity_gate(off[0], servers, off[1], workers, engine) is None
+    assert vllm.make_parity_gate(off[0], servers, off[1], workers, engine, collector) is None

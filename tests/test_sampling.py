@@ -1,6 +1,7 @@
 """Law 3 and the local engine: streams that belong to completions, and logprobs that a plain forward pass confirms."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, 
 from cohort.policy import Policy, end_token_ids
 from cohort.policy.attention import decoding
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey, decoders, generate
+from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey, decoders
 from cohort.rollout.decoders import CacheDecoder, SharedPromptDecoder
 from cohort.rollout.sampling import sample_tokens, uniform_stream
+from engines import generate
 from selection import examples
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
@@ -34,7 +36,7 @@ def prompts(lengths: Sequence[int], *, epoch: int = 0) -> list[Prompt]:
 
 def make_engine(policy: Policy, *, max_num_seqs: int = 64, ends: tuple[int, ...] = (1, 5, 9)) -> LocalEngine:
     sampler = Sampler(policy, end_token_ids=frozenset(ends), max_num_seqs=max_num_seqs)
-    return LocalEngine(sampler.sample, make_tokenizer())
+    return LocalEngine(sampler.sample)
 
 
 def sampling(**changes) -> SamplingParams:
@@ -56,7 +58,7 @@ def naive_log_p(policy: Policy, prompt: Prompt, completion_ids: np.ndarray, temp
 def naive_completion(policy: Policy, prompt: Prompt, index: int, limit: int) -> tuple[list[int], list[float]]:
     """Tokens and logprobs of one completion by a whole forward pass for every token: the ground truth."""
     ids, logprobs = prompt.token_ids.tolist(), []
-    for u in uniform_stream(KEY, prompt, index, limit):
+    for u in uniform_stream(KEY.call(prompt, index), limit):
         with torch.no_grad(), policy.autocast():
             logits = policy.model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -164,7 +166,7 @@ def test_a_prompt_is_held_once_and_never_repeated():
     policy = make_policy()
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, key heads, dimension, float32
     decoder = SharedPromptDecoder(policy, limit=100)
-    decoder.start(prompts([400, 400, 60, 30]), [8, 2, 4, 4])
+    decoder.start([p.token_ids for p in prompts([400, 400, 60, 30])], [8, 2, 4, 4])
     (wave,) = decoder.waves
     assert wave.num_bytes == (per_token * (2 * 400 + 2 * 60), 0)
     decoder.step(torch.full((18,), 7))
@@ -198,7 +200,7 @@ def test_no_copy_of_a_prompt_is_made_in_decoding():
     made = {}
     for decoder in (SharedPromptDecoder(policy, limit=8), CacheDecoder(policy)):
         with torch.no_grad():
-            decoder.start(prompts([400]), [8])
+            decoder.start([prompts([400])[0].token_ids], [8])
             with Largest() as largest:
                 decoder.step(torch.full((8,), 7))
                 decoder.keep(torch.tensor([0, 1, 2, 5]))
@@ -285,7 +287,7 @@ def test_a_model_with_a_sliding_window():
 
 def test_a_share_without_requests():
     for policy in (make_policy(), policy_of(make_gemma2())):
-        assert Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=4).sample([], sampling(), KEY) == []
+        assert Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=4).sample([]) == []
 
 
 def test_greedy_takes_the_likeliest_token():
@@ -327,17 +329,28 @@ def test_a_completion_depends_on_seed_step_prompt_and_index_alone(order, max_num
 def test_streams_differ_by_each_part_of_their_name():
     (prompt, other) = prompts([3, 3])
     (next_epoch,) = prompts([3], epoch=1)
-    base = uniform_stream(KEY, prompt, 0, 4).tolist()
-    assert base == uniform_stream(KEY, prompt, 0, 9)[:4].tolist()
-    names = [
-        (StreamKey(purpose="eval", seed=3, step=5), prompt, 0),
-        (StreamKey(purpose="train", seed=4, step=5), prompt, 0),
-        (StreamKey(purpose="train", seed=3, step=6), prompt, 0),
-        (KEY, other, 0),
-        (KEY, next_epoch, 0),
-        (KEY, prompt, 1),
+    base = uniform_stream(KEY.call(prompt, 0), 4).tolist()
+    assert base == uniform_stream(KEY.call(prompt, 0), 9)[:4].tolist()
+    keys = [
+        StreamKey(purpose="eval", seed=3, step=5).call(prompt, 0),
+        StreamKey(purpose="train", seed=4, step=5).call(prompt, 0),
+        StreamKey(purpose="train", seed=3, step=6).call(prompt, 0),
+        KEY.call(other, 0),
+        KEY.call(next_epoch, 0),
+        KEY.call(prompt, 1),
+        KEY.call(prompt, 0, turn=1),
+        KEY.call(prompt, 0, turn=2),
+        KEY.call(prompt, 1, turn=1),
     ]
-    assert all(uniform_stream(*name, 4).tolist() != base for name in names)
+    streams = {tuple(uniform_stream(key, 4)) for key in keys}
+    assert len(streams) == len(keys) and tuple(base) not in streams
+
+
+def test_streams_of_a_first_turn_stay_as_they_are():
+    """A run that goes on with another version samples the same completions."""
+    (prompt,) = prompts([3], epoch=2)
+    stream = uniform_stream(KEY.call(replace(prompt, id=41), 6), 3)
+    assert stream.tolist() == [0.3690576791237342, 0.8788213584399942, 0.28884455522892205]
 
 
 def test_every_end_token_ends_a_completion():
@@ -390,8 +403,10 @@ def test_a_window_that_decoding_would_leave_is_refused():
     policy = Policy(model, device=torch.device("cpu"), compute_dtype=None, pad_token_id=0, longest_sequence_tokens=16)
     assert policy.shares_prompts
     sampler = Sampler(policy, end_token_ids=frozenset({-1}), max_num_seqs=8)
-    request = SampleRequest(prompt=prompts([5])[0], indices=range(2))
-    key = StreamKey(purpose="train", seed=0, step=0)
-    assert len(sampler.sample([request], sampling(num_generations=2, max_completion_tokens=11), key)[0]) == 2
+    (prompt,) = prompts([5])
+    short = sampling(num_generations=2, max_completion_tokens=11)
+    keys = (KEY.call(prompt, 0), KEY.call(prompt, 1))
+    request = SampleRequest(token_ids=prompt.token_ids, sampling=short, keys=keys)
+    assert len(sampler.sample([request])[0]) == 2
     with pytest.raises(ValueError, match="a sequence of 17 tokens does not fit a window of 16"):
-        sampler.sample([request], sampling(num_generations=2, max_completion_tokens=20), key)
+        sampler.sample([replace(request, sampling=replace(short, max_completion_tokens=20))])

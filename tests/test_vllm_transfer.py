@@ -192,7 +192,7 @@ class Machine:
         return failed
 
     def send_weights(self, value: float, send: Callable[[Iterator[tuple[str, Tensor]], Any], None], *, lend: bool):
-        """As `Crew.send_weights`: both ranks take part to the end, whatever becomes of `send`."""
+        """As `Worker.send_weights`: both ranks take part to the end, whatever becomes of `send`."""
         together = Together(2)
 
         def rank(number: int) -> None:

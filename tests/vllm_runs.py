@@ -10,9 +10,9 @@ from urllib.request import Request, urlopen
 import numpy as np
 
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import SamplingParams, StreamKey, generate
+from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
 from cohort.rollout.vllm import Fleet, FleetLimits, GenerateClient, ServerError, ServerHandle, VllmEngine
-from cohort.rollout.vllm.client import requests_for
+from cohort.rollout.vllm.client import seed_of
 from fake_vllm import END, VOCAB_SIZE, logprob_of, sampled
 from tiny import make_tokenizer
 from waiting import PATIENCE_S
@@ -85,15 +85,15 @@ class Run:
         self.fleet = Fleet(handles, lambda: make_client(limits.request_timeout_s), limits)
         self.engine = VllmEngine(
             self.fleet,
-            tokenizer=TOKENIZER,
             connect=Channel,
             publish=self.published,
             note=self.notes.append,
             sleeps=sleeps,
         )
+        self.collector = RolloutCollector(self.engine, TOKENIZER)
 
     def generate(self, count: int = 4, sampling: SamplingParams = SAMPLING, **options: Any) -> list[RolloutGroup]:
-        return generate(self.engine, prompts(count, **options), sampling, KEY)
+        return self.collector.collect(prompts(count, **options), sampling, KEY)
 
 
 def make_client(timeout_s: float) -> GenerateClient:
@@ -109,17 +109,15 @@ def run_with(
         run.engine.load_weights(policy_version=version)
         yield run
     finally:
-        run.engine.close()
+        run.collector.close()
 
 
 def assert_right(groups: Sequence[RolloutGroup], sampling: SamplingParams = SAMPLING, *, version: int = 7) -> None:
     """Each prompt has its n completions, in order, with the tokens that its seeds give."""
     for group in groups:
-        request = requests_for(group.prompt, sampling, KEY, max_num_seqs=1000)[0]
-        prompt = request.token_ids.tolist()
-        expected = [
-            sampled(prompt, request.seed + i, sampling.max_completion_tokens) for i in range(sampling.num_generations)
-        ]
+        seeds = [seed_of(KEY.call(group.prompt, i), sampling) for i in range(sampling.num_generations)]
+        token_ids = group.prompt.token_ids.tolist()
+        expected = [sampled(token_ids, seed, sampling.max_completion_tokens) for seed in seeds]
         assert [c.token_ids.tolist() for c in group.completions] == expected
         for completion, tokens in zip(group.completions, expected, strict=True):
             assert completion.sampling_logprobs.tolist() == [logprob_of(t) for t in tokens]

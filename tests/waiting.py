@@ -1,10 +1,8 @@
-"""What tests of other processes need: to wait for them, to have them be slow, and a port for them to listen on."""
+"""What tests of other processes need: to wait for them, and a port for them to listen on."""
 
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,6 @@ def until(condition: Callable[[], Any], *, timeout_s: float = PATIENCE_S, every_
 def num_lines(file: Path) -> int:
     """Whole lines of a file that another process writes; 0 before it is there."""
     return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def later(group: "Future[Any]", seconds: float) -> "Future[Any]":
-    """The same result or error, so many seconds after it is there."""
-    outer: Future[Any] = Future()
-
-    def hand_over() -> None:
-        error = group.exception()
-        if error:
-            outer.set_exception(error)
-        else:
-            outer.set_result(group.result())
-
-    group.add_done_callback(lambda _: threading.Timer(seconds, hand_over).start())
-    return outer
 
 
 def free_port() -> int:

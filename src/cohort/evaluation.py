@@ -12,7 +12,7 @@ from cohort.errors import UserError
 from cohort.metrics import rollout_metrics
 from cohort.records import Prompt, ScoredGroup
 from cohort.rewards import RewardRunner
-from cohort.rollout import RolloutEngine, SamplingParams, StreamKey, generate
+from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class EvalResult:
 
 def evaluate(
     evaluation: Evaluation,
-    engine: RolloutEngine,
+    collector: RolloutCollector,
     rewards: RewardRunner,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -50,7 +50,7 @@ def evaluate(
 
     Args:
         evaluation: what and how.
-        engine: samples from the current policy.
+        collector: samples from the current policy.
         rewards: scores; must have the part that decides success.
         on_progress: called with prompts done and prompts in all.
     """
@@ -60,7 +60,7 @@ def evaluate(
     on_progress(0, total)
     for start in range(0, total, evaluation.prompts_at_a_time):
         chunk = evaluation.prompts[start : start + evaluation.prompts_at_a_time]
-        groups += rewards.score(generate(engine, chunk, evaluation.sampling, key), during="an evaluation")
+        groups += rewards.score(collector.collect(chunk, evaluation.sampling, key), during="an evaluation")
         on_progress(len(groups), total)
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
     k = evaluation.sampling.num_generations

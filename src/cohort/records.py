@@ -3,7 +3,8 @@
 Each record is frozen and adds knowledge to the one before it. Tokens are the only record of what was said: text is a
 view of them, and nothing is tokenised a second time.
 
-G generations of one prompt, C completion tokens, S tokens of prompt and completion together.
+G generations of one prompt, K context tokens and C completion tokens of a model call, S tokens of prompt and completion
+together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,18 @@ class Prompt:
     content: str | Sequence[Message]  # the prompt column as the user wrote it; rewards see this
     token_ids: IntArray  # [P] after the chat template
     columns: Mapping[str, Any]  # the row's other columns, passed to the rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """One call of the policy: exact tokens in, exact tokens out."""
+
+    context_ids: IntArray  # [K] everything the model saw
+    token_ids: IntArray  # [C] what it sampled, with the end-of-turn token if it produced one
+    sampling_logprobs: FloatArray  # [C] under the distribution sampled from
+    finish_reason: FinishReason
+    policy_version: int  # optimizer steps done when the oldest token was sampled
+    trained: bool = True  # False for a simulated user or an opponent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +25,12 @@ from cohort.demo import run as demo
 from cohort.demo import task
 from cohort.errors import TrainingError
 from cohort.policy import Policy, stream_weights
-from cohort.rollout.vllm import ServerProcess, VllmEngine
+from cohort.rollout.vllm import ServerProcess, engine
 from cohort.trainer import worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.vllm import find_servers
 from selection import slow
-from waiting import later, until
+from waiting import until
 
 STEPS, PROMPTS, GENERATIONS = 16, 16, 8
 # The engines draw from other random streams. Four seeds of the local engine end at 0.84 to 0.88, with a standard
@@ -165,12 +166,11 @@ def test_sampling_ahead_learns_as_much_in_less_time(
 ):
     """Sampling is made slow, so that training overtakes it: completions are of older weights, and corrected."""
 
-    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = submit(self, *args, **kwargs)
-        return [later(group, DELAY_S) for group in groups] if args[2].purpose == "train" else groups
+    def slow(calls: Any, future: Any) -> None:
+        threading.Timer(DELAY_S if calls[0].key.purpose == "train" else 0, answer, (calls, future)).start()
 
-    submit = VllmEngine.submit
-    monkeypatch.setattr(VllmEngine, "submit", slow)
+    answer = engine._answer_soon
+    monkeypatch.setattr(engine, "_answer_soon", slow)
     seconds = {}
     for max_staleness in (0, 1):
         config = run_config(tmp_path / f"{max_staleness}")

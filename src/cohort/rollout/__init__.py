@@ -1,22 +1,35 @@
-"""Prompts to groups of completions: one protocol, engines behind it."""
+"""Sample completions for prompts: rollouts are coroutines over one engine protocol."""
 
-from cohort.rollout.base import RolloutEngine, Sampled, SampleRequest, SamplingParams, StreamKey, generate
+from cohort.rollout.base import (
+    CallKey,
+    Generate,
+    Purpose,
+    RolloutEngine,
+    Sampled,
+    SampleRequest,
+    SamplingParams,
+    StreamKey,
+)
+from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.prefetch import Prefetcher, Prompts
 from cohort.rollout.sampler import Sampler
 from cohort.rollout.shares import merge_shares, split_requests
 
 __all__ = [
+    "CallKey",
+    "Generate",
     "LocalEngine",
     "Prefetcher",
     "Prompts",
+    "Purpose",
+    "RolloutCollector",
     "RolloutEngine",
     "SampleRequest",
     "Sampled",
     "Sampler",
     "SamplingParams",
     "StreamKey",
-    "generate",
     "merge_shares",
     "split_requests",
 ]

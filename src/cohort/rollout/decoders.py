@@ -1,6 +1,6 @@
-"""How tokens of many completions are computed, one each at a time: with prompts held once, or with the library's cache.
+"""Decoders: one token per completion and step, with shared-prompt or library KV caches.
 
-P prompts, N completions, R of them in flight, S positions, V vocabulary.
+P prompts (contexts of calls), N completions, R of them in flight, S positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from cohort.policy import Policy
 from cohort.policy.attention import KeyValues
 from cohort.policy.attention.decoding import PromptBlock, Wave, similar_lengths
-from cohort.records import Prompt
+from cohort.records import IntArray
 from cohort.rollout.kv_cache import make_cache
 from cohort.segments import ROOT, lay_out
 from cohort.staging import to_device
@@ -26,7 +26,7 @@ class Decoder(Protocol):
 
     can_join: bool  # whether completions can be started while others are in flight
 
-    def start(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> Tensor:
+    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
         """Logits [N, V] of the first token of so many completions of each prompt, which are now in flight."""
         ...
 
@@ -51,10 +51,10 @@ class SharedPromptDecoder:
         self.waves: list[Wave] = []
         self._positions = torch.zeros(0, dtype=torch.int64, device=policy.device)  # [R] of the next token
 
-    def start(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> Tensor:
+    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
         """Logits [N, V] of the first token of so many completions of each prompt."""
         device = self._policy.device
-        lengths = [len(p.token_ids) for p in prompts]
+        lengths = [len(p) for p in prompts]
         rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
         members = similar_lengths(lengths)
         blocks, logits = zip(*(self._prefill([prompts[n] for n in block]) for block in members), strict=True)
@@ -84,9 +84,9 @@ class SharedPromptDecoder:
                 wave.keep(part - start)
         self.waves = [wave for wave, part in zip(self.waves, parts, strict=True) if len(part)]
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[PromptBlock, Tensor]:
+    def _prefill(self, prompts: Sequence[IntArray]) -> tuple[PromptBlock, Tensor]:
         """A block of prompts, and the logits after each, [P, V]. They are computed in rows without padding."""
-        lengths = [len(p.token_ids) for p in prompts]
+        lengths = [len(p) for p in prompts]
         block = PromptBlock(lengths, device=self._policy.device)
         logits = []
         start = 0
@@ -98,12 +98,12 @@ class SharedPromptDecoder:
             start = stop
         return block, torch.cat(logits)
 
-    def _prefill_row(self, block: PromptBlock, first: int, prompts: Sequence[Prompt]) -> Tensor:
+    def _prefill_row(self, block: PromptBlock, first: int, prompts: Sequence[IntArray]) -> Tensor:
         """One row of prompts into their block: logits after each."""
-        lengths = [len(p.token_ids) for p in prompts]
+        lengths = [len(p) for p in prompts]
         captured = KeyValues()
         row = (
-            torch.from_numpy(np.concatenate([p.token_ids for p in prompts])),
+            torch.from_numpy(np.concatenate(prompts)),
             torch.cat([torch.arange(n) for n in lengths]),
             torch.tensor(lengths).cumsum(0) - 1,
         )
@@ -122,14 +122,14 @@ class CacheDecoder:
         """Decode with any policy whose model has a cache."""
         self._policy = policy
 
-    def start(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> Tensor:
+    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
         """Logits [N, V] of the first token of so many completions of each prompt; nothing may be in flight."""
-        device, width = self._policy.device, max(len(p.token_ids) for p in prompts)
+        device, width = self._policy.device, max(len(p) for p in prompts)
         input_ids = torch.full((len(prompts), width), self._policy.pad_token_id)
         self._mask = torch.zeros_like(input_ids)
         for i, prompt in enumerate(prompts):
-            input_ids[i, width - len(prompt.token_ids) :] = torch.from_numpy(prompt.token_ids)
-            self._mask[i, width - len(prompt.token_ids) :] = 1
+            input_ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
+            self._mask[i, width - len(prompt) :] = 1
         self._mask = self._mask.to(device)
         self._cache = make_cache(self._policy.model.config)
         self._positions = self._mask.sum(dim=-1)  # of the next token

@@ -1,62 +1,63 @@
-"""The `local` rollout engine: completions sampled by the training processes themselves."""
+"""The `local` rollout engine: the training processes sample, all waiting calls in one batch."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
 
-from cohort.records import Completion, Prompt, RolloutGroup
-from cohort.rollout.base import Sampled, SampleRequest, SamplingParams, StreamKey
+from cohort.records import IntArray, ModelCall
+from cohort.rollout.base import CallKey, Sampled, SampleRequest, SamplingParams
+from cohort.rollout.calls import CallQueue, WaitingCall
 
-Sample = Callable[[Sequence[SampleRequest], SamplingParams, StreamKey], list[tuple[Sampled, ...]]]
+Sample = Callable[[Sequence[SampleRequest]], list[tuple[Sampled, ...]]]
 
 
 class LocalEngine:
-    """Groups of completions from a sampler in this process, or from the samplers of all ranks."""
+    """Model calls answered by a sampler in this process, or by the samplers of all ranks."""
 
-    def __init__(self, sample: Sample, tokenizer: Any):
-        """Use `sample`, whose weights are the trainer's: loading weights only counts the version.
-
-        Args:
-            sample: `Sampler.sample`, or the same over all ranks.
-            tokenizer: gives the text of a completion.
-        """
+    def __init__(self, sample: Sample):
+        """Use `sample` (`Sampler.sample`, or the same over all ranks), whose weights are the trainer's."""
         self._sample = sample
-        self._tokenizer = tokenizer
+        self._calls = CallQueue()
         self._policy_version = 0
 
+    async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
+        """Sample a continuation of `token_ids` [K], together with all other calls that wait."""
+        return await self._calls.put(token_ids, sampling, key)
+
+    def advance(self) -> bool:
+        """Sample all waiting calls: one batch, unless they differ in purpose, temperature, top-p or top-k."""
+        batches: dict[object, list[WaitingCall]] = {}
+        for call in self._calls.take():
+            settings = (call.sampling.temperature, call.sampling.top_p, call.sampling.top_k)
+            batches.setdefault((call.key.purpose, settings), []).append(call)
+        for calls in batches.values():
+            self._answer(_by_context(calls))
+        return bool(batches)
+
+    def release_gpus(self) -> None:
+        """Do nothing: sampling is over when a wait ends."""
+
     def load_weights(self, *, policy_version: int) -> None:
-        """Note the version."""
+        """Note the version: the weights are the trainer's own."""
         self._policy_version = policy_version
 
-    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[Future[RolloutGroup]]:
-        """Sample: one group per prompt, in the order of the prompts, all of them there."""
-        requests = [SampleRequest(prompt=prompt, indices=range(sampling.num_generations)) for prompt in prompts]
-        groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
-        for future, prompt, sampled in zip(groups, prompts, self._sample(requests, sampling, key), strict=True):
-            versions = [self._policy_version] * len(sampled)
-            completions = completions_of(sampled, policy_versions=versions, tokenizer=self._tokenizer)
-            future.set_result(RolloutGroup(prompt=prompt, completions=completions))
-        return groups
-
-    def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
-        """They are there."""
-
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: nothing was started."""
+
+    def _answer(self, groups: Sequence[Sequence[WaitingCall]]) -> None:
+        """Sample groups of calls with the same context."""
+        requests = [
+            SampleRequest(
+                token_ids=calls[0].token_ids, sampling=calls[0].sampling, keys=tuple(call.key for call in calls)
+            )
+            for calls in groups
+        ]
+        for calls, group in zip(groups, self._sample(requests), strict=True):
+            for call, sampled in zip(calls, group, strict=True):
+                call.answer(sampled, policy_version=self._policy_version)
 
 
-def completions_of(
-    group: Sequence[Sampled], *, policy_versions: Sequence[int], tokenizer: Any
-) -> tuple[Completion, ...]:
-    """Completions with the texts of their tokens, whichever engine has sampled them."""
-    texts = tokenizer.batch_decode([s.token_ids.tolist() for s in group], skip_special_tokens=True)
-    return tuple(
-        Completion(
-            token_ids=s.token_ids,
-            sampling_logprobs=s.sampling_logprobs,
-            finish_reason=s.finish_reason,
-            policy_version=version,
-            text=text,
-        )
-        for s, version, text in zip(group, policy_versions, texts, strict=True)
-    )
+def _by_context(calls: Sequence[WaitingCall]) -> list[list[WaitingCall]]:
+    """Group calls with equal context and sampling parameters, in order of the first of each group."""
+    groups: dict[object, list[WaitingCall]] = {}
+    for call in calls:
+        groups.setdefault((call.token_ids.tobytes(), call.sampling), []).append(call)
+    return list(groups.values())

@@ -4,14 +4,15 @@ A step gets the groups that are there first. One that takes long is left to a la
 up, so that a step may train on groups whose prompts were given out in different steps.
 """
 
+from asyncio import Task
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
 from cohort.records import Completion, Prompt, RolloutGroup
-from cohort.rollout.base import RolloutEngine, SamplingParams, StreamKey
+from cohort.rollout.base import SamplingParams, StreamKey
+from cohort.rollout.collector import RolloutCollector
 
 
 class Prompts(Protocol):
@@ -33,18 +34,18 @@ class _Pending:
     number: int  # in the order in which groups are asked for
     step: int  # that it was first asked for in; names its random streams, also when it has to be sampled again
     prompt: Prompt
-    group: Future[RolloutGroup]
+    group: Task[RolloutGroup]
 
 
 class Prefetcher:
-    """The groups of a step from any rollout engine, which is kept busy with the prompts of `max_staleness` more steps.
+    """Takes the groups of a step from a collector that samples the prompts of up to `max_staleness` more steps.
 
     With `max_staleness` 0 a step asks for its groups, waits for all of them, and gets them in the order of the prompts.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        collector: RolloutCollector,
         prompts: Prompts,
         sampling: SamplingParams,
         *,
@@ -55,10 +56,10 @@ class Prefetcher:
         max_staleness: int = 0,
         drop_stale: bool = False,
     ):
-        """Ask nothing of the engine yet.
+        """Start no rollout yet.
 
         Args:
-            engine: samples; weights reach it by other ways.
+            collector: samples.
             prompts: where they come from.
             sampling: of every completion.
             seed: of the run.
@@ -69,7 +70,7 @@ class Prefetcher:
             drop_stale: leave out groups whose weights are older than `max_staleness` steps; their prompts are given up,
                 and new ones take their places.
         """
-        self._engine = engine
+        self._collector = collector
         self._prompts = prompts
         self._sampling = sampling
         self._seed = seed
@@ -100,7 +101,7 @@ class Prefetcher:
         while True:
             wanted = count + steps_ahead * self._prompts_per_step
             self._ask(step, self._prompts.take(max(0, wanted - len(self._pending))))
-            self._engine.wait([p.group for p in self._pending], count=count)
+            self._collector.wait([p.group for p in self._pending], count=count)
             ready = [p for p in self._pending if p.group.done()]
             stale = [p for p in ready if self._is_too_old(p.group.result())]
             if not stale:
@@ -146,7 +147,7 @@ class Prefetcher:
         if not prompts:
             return
         key = StreamKey(purpose="train", seed=self._seed, step=step)
-        for prompt, group in zip(prompts, self._engine.submit(prompts, self._sampling, key), strict=True):
+        for prompt, group in zip(prompts, self._collector.submit(prompts, self._sampling, key), strict=True):
             self._pending.append(_Pending(number=self._num_asked, step=step, prompt=prompt, group=group))
             self._num_asked += 1
 

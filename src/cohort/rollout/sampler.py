@@ -1,13 +1,13 @@
-"""Sampling with torch in the training process, on any device, from the training weights themselves.
+"""Sample with torch in the training process, on any device, from the training weights themselves.
 
-A prompt is computed once for all its completions. Completions that have ended leave the batch and others join it.
+A request's context is prefilled once. Completions that have ended leave the batch and others join it.
 N completions.
 """
 
 import inspect
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from cohort import stopping
 from cohort.errors import UserError
 from cohort.policy import Policy
-from cohort.rollout.base import Sampled, SampleRequest, SamplingParams, StreamKey
+from cohort.rollout.base import Sampled, SampleRequest
 from cohort.rollout.decoders import CacheDecoder, Decoder, SharedPromptDecoder
 from cohort.rollout.sampling import sample_tokens, uniform_stream
 
@@ -44,7 +44,8 @@ class Sampler:
         Args:
             policy: shared with the trainer, never copied.
             end_token_ids: each of them ends a completion.
-            max_num_seqs: rows in flight at a time; at least one request is.
+            max_num_seqs: rows in flight at a time; the completions of one prompt are started together, even if they
+                are more.
 
         Raises:
             UserError: the model has no key/value cache.
@@ -57,10 +58,11 @@ class Sampler:
         self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
         self._max_num_seqs = max_num_seqs
 
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
-    ) -> list[tuple[Sampled, ...]]:
-        """The completions of each request, in order.
+    def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+        """Sample a completion for each call of each request, in order.
+
+        Args:
+            requests: with equal temperature, top-p and top-k.
 
         Raises:
             StopRequested: the run was asked to end.
@@ -72,19 +74,14 @@ class Sampler:
             # one autocast around all: it casts the weights once. Not inference mode: what a model caches of such
             # tensors, like the tables of its rotary embedding, could not be used in training.
             with torch.no_grad(), self._policy.whole(), self._policy.autocast():
-                return self._sampled(requests, sampling, key)
+                return self._sampled(requests)
         finally:
             model.train(was_training)
 
-    def _sampled(
-        self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
-    ) -> list[tuple[Sampled, ...]]:
+    def _sampled(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
         if not requests:
             return []  # a rank's share may be empty
-        uniforms = np.stack(
-            [uniform_stream(key, r.prompt, i, sampling.max_completion_tokens) for r in requests for i in r.indices]
-        )
-        raw = self._rows(requests, sampling, torch.from_numpy(uniforms).to(self._policy.device))
+        raw = self._rows([part for request in requests for part in self._parts(request)])
         ends = frozenset(self._end_ids.tolist())
         sampled = [
             Sampled(
@@ -94,12 +91,26 @@ class Sampler:
             )
             for tokens, logprobs, length in zip(raw.tokens, raw.logprobs, raw.lengths, strict=True)
         ]
-        stops = np.cumsum([len(r.indices) for r in requests])
-        return [tuple(sampled[stop - len(r.indices) : stop]) for r, stop in zip(requests, stops, strict=True)]
+        stops = np.cumsum([len(r.keys) for r in requests])
+        return [tuple(sampled[stop - len(r.keys) : stop]) for r, stop in zip(requests, stops, strict=True)]
 
-    def _rows(self, requests: Sequence[SampleRequest], sampling: SamplingParams, uniforms: Tensor) -> _Rows:
+    def _parts(self, request: SampleRequest) -> Iterator[SampleRequest]:
+        """Divide a request that joins the calls of several prompts and exceeds `max_num_seqs`."""
+        most = max(self._max_num_seqs, request.sampling.num_generations)
+        for start in range(0, len(request.keys), most):
+            yield replace(request, keys=request.keys[start : start + most])
+
+    def _rows(self, requests: Sequence[SampleRequest]) -> _Rows:
         """Decode, starting further requests as others end, until every completion has ended."""
-        device, limit, total = self._policy.device, sampling.max_completion_tokens, len(uniforms)
+        device, sampling = self._policy.device, requests[0].sampling
+        limit = max(request.sampling.max_completion_tokens for request in requests)
+        uniforms = torch.from_numpy(np.stack([uniform_stream(key, limit) for r in requests for key in r.keys])).to(
+            device
+        )
+        unused = torch.tensor(
+            [limit - r.sampling.max_completion_tokens for r in requests for _ in r.keys], device=device
+        )
+        total = len(uniforms)
         decoder: Decoder = (
             SharedPromptDecoder(self._policy, limit=limit)
             if self._policy.shares_prompts
@@ -116,8 +127,8 @@ class Sampler:
         while waiting or len(row):
             stopping.check()
             if joining := self._joining(waiting, len(row), decoder):
-                counts = [len(request.indices) for request in joining]
-                logits.append(decoder.start([request.prompt for request in joining], counts))
+                counts = [len(request.keys) for request in joining]
+                logits.append(decoder.start([request.token_ids for request in joining], counts))
                 new = torch.arange(num_started, num_started + sum(counts), device=device)
                 num_started += len(new)
                 row, t = torch.cat([row, new]), torch.cat([t, torch.zeros_like(new)])
@@ -131,10 +142,11 @@ class Sampler:
             )
             tokens[row, t], logprobs[row, t] = chosen, tokens_logprobs.double()
             t = t + 1
-            ends = running & (torch.isin(chosen, self._end_ids) | (t == limit))
+            age = t + unused[row]  # `limit` at the last token that a call may have
+            ends = running & (torch.isin(chosen, self._end_ids) | (age == limit))
             lengths[row] = torch.where(ends, t, lengths[row])  # of a mask the host would have to know the size
             running &= ~ends
-            num_running, oldest = torch.stack([running.sum(), t.max()]).tolist()
+            num_running, oldest = torch.stack([running.sum(), age.max()]).tolist()
             if num_running <= (1 - _DROP_WHEN_ENDED) * len(row) or oldest == limit:
                 keep = running.nonzero().squeeze(-1)
                 decoder.keep(keep)
@@ -148,7 +160,7 @@ class Sampler:
         if num_rows and not (decoder.can_join and free >= _JOIN_WHEN_FREE * self._max_num_seqs):
             return []
         joining: list[SampleRequest] = []
-        while waiting and (len(waiting[0].indices) <= free or not (num_rows or joining)):
+        while waiting and (len(waiting[0].keys) <= free or not (num_rows or joining)):
             joining.append(waiting.popleft())
-            free -= len(joining[-1].indices)
+            free -= len(joining[-1].keys)
         return joining

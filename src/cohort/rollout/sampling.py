@@ -1,4 +1,4 @@
-"""Choosing tokens: one uniform number per token, from a stream that belongs to the completion alone.
+"""Token sampling by inverse CDF, with one random stream per model call.
 
 N rows, V vocabulary.
 """
@@ -8,22 +8,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cohort.records import Prompt
-from cohort.rollout.base import StreamKey
+from cohort.rollout.base import CallKey
 
-PURPOSES = {"train": 0, "eval": 1, "parity": 2}
+_PURPOSES = {"train": 0, "eval": 1, "parity": 2}
 
 
-def uniform_stream(key: StreamKey, prompt: Prompt, index: int, count: int) -> NDArray[np.float64]:
-    """The first `count` uniform numbers in [0, 1) of one completion's stream (Philox, counter-based)."""
-    name = (PURPOSES[key.purpose], key.seed, key.step, prompt.epoch, prompt.id, index)
+def prompt_name(key: CallKey) -> tuple[int, ...]:
+    """What a call's key has in common with those of the prompt's other rollouts, as entropy for a `SeedSequence`."""
+    return _PURPOSES[key.purpose], key.seed, key.step, key.epoch, key.prompt_id
+
+
+def turn_name(key: CallKey) -> tuple[int, ...]:
+    """What tells turns apart, as further entropy: nothing in the first one."""
+    return (key.turn,) if key.turn else ()
+
+
+def uniform_stream(key: CallKey, count: int) -> NDArray[np.float64]:
+    """Return the first `count` uniform numbers in [0, 1) of a call's random stream (Philox, counter-based)."""
+    name = (*prompt_name(key), key.index, *turn_name(key))
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(name))).random(count)
 
 
 def sample_tokens(
     logits_NV: Tensor, uniforms_N: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """One token per row by inversion of the cumulative distribution.
+    """Sample one token per row by inversion of the cumulative distribution.
 
     Args:
         logits_NV: [N, V], float32 or wider.

@@ -1,6 +1,7 @@
 """`cohort eval`: one model, one data file, no training."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from cohort.config import Config
@@ -15,7 +16,7 @@ from cohort.policy import (
     with_base,
 )
 from cohort.rewards import RewardRunner, build_rewards
-from cohort.rollout import LocalEngine, Sampler
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler
 from cohort.startup import resume_collection
 from cohort.trainer.inputs import (
     check_eval_lengths,
@@ -53,4 +54,5 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     check_vocabulary(policy, evaluation.prompts)
     ends = end_token_ids(policy, tokenizer)
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=config.rollout.max_num_seqs)
-    return evaluate(evaluation, LocalEngine(sampler.sample, tokenizer), rewards, on_progress=on_progress)
+    with closing(RolloutCollector(LocalEngine(sampler.sample), tokenizer)) as collector:
+        return evaluate(evaluation, collector, rewards, on_progress=on_progress)

@@ -12,7 +12,7 @@ from cohort.metrics import has_equal_rewards, rollout_metrics
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
 from cohort.rewards import RewardRunner
-from cohort.rollout import Prefetcher, Prompts, RolloutEngine, SamplingParams
+from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +121,14 @@ class Gatherer:
 def build_gatherer(
     config: Config,
     plan: RunPlan,
-    engine: RolloutEngine,
+    collector: RolloutCollector,
     prompts: Prompts,
     rewards: RewardRunner,
 ) -> Gatherer:
     """What `config` says of sampling ahead and of groups that teach nothing."""
     rollout = config.rollout
     prefetcher = Prefetcher(
-        engine,
+        collector,
         prompts,
         SamplingParams(
             num_generations=rollout.num_generations,

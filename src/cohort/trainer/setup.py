@@ -24,7 +24,7 @@ from cohort.policy import (
     resolve_device,
     saved_bytes,
 )
-from cohort.rollout import LocalEngine, RolloutEngine
+from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine
 from cohort.run_files import DAMAGED
 from cohort.trainer.gather import Gatherer, build_gatherer
 from cohort.trainer.inputs import Inputs
@@ -41,7 +41,7 @@ class Run:
     inputs: Inputs
     workers: WorkerGroup[Worker]
     data: PromptStream
-    rollout: RolloutEngine
+    rollout: RolloutCollector
     gatherer: Gatherer
     parity: ParityGate | None  # None where the sampler is the trainer itself
     state: TrainerState | None  # of the checkpoint that the run goes on from
@@ -82,13 +82,16 @@ def build_run(
         engine: RolloutEngine
         parity = None
         if servers is None:
-            engine = LocalEngine(partial(sample, workers), inputs.tokenizer)
+            engine = LocalEngine(partial(sample, workers))
             engine.load_weights(policy_version=workers.local.engine.updates_done)
+            collector = RolloutCollector(engine, inputs.tokenizer)
+            if_it_fails.callback(collector.close)
         else:
             engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=note)
-            if_it_fails.callback(engine.close)
-            parity = make_parity_gate(config, servers, inputs, workers, engine)
-        gatherer = build_gatherer(config, inputs.plan, engine, data, inputs.rewards)
+            collector = RolloutCollector(engine, inputs.tokenizer)
+            if_it_fails.callback(collector.close)
+            parity = make_parity_gate(config, servers, inputs, workers, engine, collector)
+        gatherer = build_gatherer(config, inputs.plan, collector, data, inputs.rewards)
         if state is not None:
             gatherer.prefetcher.restore(state.pending)
         if_it_fails.pop_all()
@@ -96,7 +99,7 @@ def build_run(
         inputs=inputs,
         workers=workers,
         data=data,
-        rollout=engine,
+        rollout=collector,
         gatherer=gatherer,
         parity=parity,
         state=state,

@@ -16,7 +16,7 @@ from cohort.placement import Placement, server_placement
 from cohort.plan.defaults import serving_dtype
 from cohort.plan.rollout_engine import why_not_sampled
 from cohort.policy import end_token_ids, resolve_device, weight_specs
-from cohort.rollout import SamplingParams
+from cohort.rollout import RolloutCollector, SamplingParams
 from cohort.rollout.vllm import (
     POLICY_NAME,
     AdapterChannel,
@@ -139,7 +139,6 @@ def start_engine(
     shared = servers.placement is not None and servers.placement.shared
     fleet = Fleet(servers.handles(logs), client, limits)
     common: dict[str, Any] = {
-        "tokenizer": tokenizer,
         "note": note,
         "while_waiting": partial(keep_waiting, workers),
         "sleeps": shared,
@@ -156,7 +155,7 @@ def start_engine(
         engine = VllmEngine(fleet, connect=partial(_connect_adapter, config), publish=share, **common)
     try:
         engine.load_weights(policy_version=workers.local.engine.updates_done)
-        engine.wait([], count=0)  # where GPUs are shared, training finds their memory free from here on
+        engine.release_gpus()  # training finds the memory of shared GPUs free from here on
     except BaseException:
         engine.close()
         raise
@@ -267,6 +266,7 @@ class ParityGate:
     """Compares the servers' numbers with the trainer's, after the first publish and every so many steps."""
 
     engine: Engine
+    collector: RolloutCollector
     workers: WorkerGroup[Worker]
     probe: Probe
     every: int
@@ -283,12 +283,17 @@ class ParityGate:
             TrainingError: a server's logprobs are others than the trainer's.
         """
         key = self.probe.key(steps_done)
-        sampled = self.engine.sample_on_each_server(self.probe.prompts, self.probe.sampling, key)
+        sampled = self.engine.sample_on_each_server(self.collector, self.probe.prompts, self.probe.sampling, key)
         return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)
 
 
 def make_parity_gate(
-    config: Config, servers: Servers, inputs: Inputs, workers: WorkerGroup[Worker], engine: Engine
+    config: Config,
+    servers: Servers,
+    inputs: Inputs,
+    workers: WorkerGroup[Worker],
+    engine: Engine,
+    collector: RolloutCollector,
 ) -> ParityGate | None:
     """The gate of a run; None where it has none."""
     rollout = config.rollout
@@ -307,6 +312,7 @@ def make_parity_gate(
     )
     return ParityGate(
         engine=engine,
+        collector=collector,
         workers=workers,
         probe=make_probe(inputs.prompts.prompts, sampling, seed=config.train.seed),
         every=rollout.parity_every,

@@ -18,7 +18,7 @@ from cohort.engine import CriticEngine, LargestShare, OptimResult, TrainEngine, 
 from cohort.metrics import PeakMemory
 from cohort.policy import Policy, Saving, stream_weights, weight_specs
 from cohort.records import Estimate, FloatArray, TrainSequence
-from cohort.rollout import Sampled, Sampler, SampleRequest, SamplingParams, StreamKey
+from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
 from cohort.rollout.vllm import Lender, describe_device
 
 SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]
@@ -39,12 +39,10 @@ class Worker:
     memory: PeakMemory
     saving: Saving = field(default_factory=Saving)  # how weights are written
 
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
-    ) -> list[tuple[Sampled, ...]]:
+    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[tuple[Sampled, ...]]:
         """Sample this rank's share of the completions of each request."""
         # sampling for an evaluation is no part of a step
-        phase = self.memory.phase("rollout") if key.purpose == "train" else nullcontext()
+        phase = self.memory.phase("rollout") if purpose == "train" else nullcontext()
         with (
             phase,
             must_fit(
@@ -52,7 +50,7 @@ class Worker:
                 "completions; lower rollout.max_num_seqs or rollout.max_completion_tokens"
             ),
         ):
-            return self.sampler.sample(requests, sampling, key)
+            return self.sampler.sample(requests)
 
     def ping(self) -> None:
         """Do nothing: receiving the call renews the deadline for the next one."""

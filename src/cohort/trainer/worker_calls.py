@@ -6,17 +6,15 @@ from cohort.batch import TrainBatch
 from cohort.engine import TrainEngine
 from cohort.packing import pack
 from cohort.records import Estimate, Estimates, TrainSequence
-from cohort.rollout import Sampled, SampleRequest, SamplingParams, StreamKey, merge_shares, split_requests
+from cohort.rollout import Sampled, SampleRequest, merge_shares, split_requests
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
 
-def sample(
-    workers: WorkerGroup[Worker], requests: Sequence[SampleRequest], sampling: SamplingParams, key: StreamKey
-) -> list[tuple[Sampled, ...]]:
-    """Sample each request's completions, in equal shares on all ranks."""
+def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+    """Sample the completions of requests that have one purpose, in equal shares on all ranks."""
     shares = split_requests(requests, workers.ranks.dp_size)
-    return merge_shares(requests, workers.scatter(Worker.sample, shares, sampling, key))
+    return merge_shares(requests, workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose))
 
 
 def pack_batches(engine: TrainEngine, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:

@@ -1,20 +1,21 @@
-"""One request for the completions of one prompt, and a strict look at what comes back.
+"""Request completions of one context from a server, and validate the answer strictly.
 
 C tokens of a completion.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import httpx2
 import numpy as np
 
 from cohort.errors import UserError
-from cohort.records import FinishReason, FloatArray, IntArray, Prompt
-from cohort.rollout.base import Sampled, SamplingParams, StreamKey
-from cohort.rollout.sampling import PURPOSES
+from cohort.records import FinishReason, FloatArray, IntArray
+from cohort.rollout.base import CallKey, Sampled, SamplingParams
+from cohort.rollout.calls import WaitingCall
+from cohort.rollout.sampling import prompt_name, turn_name
 from cohort.rollout.vllm.api import ServerError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -33,17 +34,17 @@ class BusyError(ServerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Completions of one prompt that are sampled together."""
+    """Completions of one context that are sampled together."""
 
-    prompt_id: int
-    token_ids: IntArray  # [P] of the prompt
+    prompt_id: int  # of the first call, for messages
+    token_ids: IntArray  # [K] the context
     num_completions: int
     sampling: SamplingParams
     seed: int  # completion i is sampled with seed + i
 
     @property
     def total_tokens(self) -> int:
-        """Of the prompt and the longest completion."""
+        """Of the context and the longest completion."""
         return len(self.token_ids) + self.sampling.max_completion_tokens
 
 
@@ -55,36 +56,54 @@ class GeneratedGroup:
     policy_versions: tuple[int, ...]  # [num_completions] the oldest one among each completion's tokens
 
 
-def requests_for(
-    prompt: Prompt, sampling: SamplingParams, key: StreamKey, *, max_num_seqs: int
-) -> list[GenerateRequest]:
-    """The requests that bring all completions of a prompt: one, unless there are more than a server samples at a time.
+def requests_for(calls: Sequence[WaitingCall], *, max_num_seqs: int) -> list[tuple[GenerateRequest, list[WaitingCall]]]:
+    """Join calls into requests, each with the calls that it answers.
 
-    Greedy completions are all the same, and vLLM samples one of them at a time: one is asked for.
+    A request has calls with the same context, sampling parameters and consecutive seeds, as many as a server samples at
+    a time. Greedy completions are all the same, and vLLM samples one of them at a time: one is asked for.
     """
-    total = 1 if sampling.temperature == 0 else sampling.num_generations
-    base = _first_seed(prompt, key, count=total)
-    return [
-        GenerateRequest(
-            prompt_id=prompt.id,
-            token_ids=prompt.token_ids,
-            num_completions=min(max_num_seqs, total - start),
-            sampling=sampling,
-            seed=base + start,
-        )
-        for start in range(0, total, max_num_seqs)
-    ]
+    joined: dict[object, list[WaitingCall]] = {}
+    for call in calls:
+        rollouts = None if call.sampling.temperature == 0 else replace(call.key, index=0)
+        joined.setdefault((call.token_ids.tobytes(), call.sampling, rollouts), []).append(call)
+    return [request for same in joined.values() for request in _requests_of(same, max_num_seqs)]
 
 
-def _first_seed(prompt: Prompt, key: StreamKey, *, count: int) -> int:
-    """The seed of the first of `count` completions; the others have those that follow, which are no other prompt's.
+def _requests_of(calls: Sequence[WaitingCall], max_num_seqs: int) -> list[tuple[GenerateRequest, list[WaitingCall]]]:
+    """The requests for calls that differ by the index at most."""
+    first = calls[0]
+    if first.sampling.temperature == 0:
+        return [(_request(first, num_completions=1), list(calls))]
+    parts: list[list[WaitingCall]] = []
+    for call in sorted(calls, key=lambda call: call.key.index):
+        if parts and call.key.index == parts[-1][-1].key.index + 1 and len(parts[-1]) < max_num_seqs:
+            parts[-1].append(call)
+        else:
+            parts.append([call])
+    return [(_request(part[0], num_completions=len(part)), part) for part in parts]
 
-    Below 2^63. The multiples of the smallest power of two that suffices, and not of a larger one, since generators on
-    the CPU see the lowest 32 bits of a seed alone.
+
+def _request(first: WaitingCall, *, num_completions: int) -> GenerateRequest:
+    return GenerateRequest(
+        prompt_id=first.key.prompt_id,
+        token_ids=first.token_ids,
+        num_completions=num_completions,
+        sampling=first.sampling,
+        seed=seed_of(first.key, first.sampling),
+    )
+
+
+def seed_of(key: CallKey, sampling: SamplingParams) -> int:
+    """The seed of a call, below 2^63. Rollouts of a prompt have consecutive seeds, which are no other prompt's.
+
+    The first seed is a multiple of the smallest power of two that suffices, and not of a larger one, since generators
+    on the CPU see the lowest 32 bits of a seed alone.
     """
-    name = (PURPOSES[key.purpose], key.seed, key.step, prompt.epoch, prompt.id)
+    total, index = (1, 0) if sampling.temperature == 0 else (sampling.num_generations, key.index)
+    assert index < total, key
+    name = (*prompt_name(key), *turn_name(key))
     hashed = int(np.random.SeedSequence(name).generate_state(1, np.uint64)[0]) >> 1
-    return hashed - hashed % (1 << (count - 1).bit_length())
+    return hashed - hashed % (1 << (total - 1).bit_length()) + index
 
 
 class GenerateClient:

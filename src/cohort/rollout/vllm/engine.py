@@ -1,15 +1,19 @@
-"""The `vllm` rollout engine: groups of completions from a fleet of servers that have the trainer's weights."""
+"""The `vllm` rollout engine: model calls answered by a fleet of servers that have the trainer's weights."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from itertools import cycle
+from typing import Generic, Protocol, TypeVar
 
 from cohort import stopping
 from cohort.errors import TrainingError
-from cohort.records import Prompt, RolloutGroup
-from cohort.rollout.base import SamplingParams, StreamKey
-from cohort.rollout.local import completions_of
+from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
+from cohort.rollout.base import CallKey, SamplingParams, StreamKey
+from cohort.rollout.calls import CallQueue, WaitingCall
+from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.vllm.api import ServerError
 from cohort.rollout.vllm.client import GeneratedGroup, GenerateRequest, requests_for
 from cohort.rollout.vllm.fleet import Fleet
@@ -39,17 +43,16 @@ C = TypeVar("C", bound=Channel)
 
 
 class VllmEngine(Generic[C]):
-    """Submits to the fleet, and brings the weights to its servers.
+    """Submits calls to the fleet, and brings the weights to its servers.
 
     Weights are handed over in the thread that calls, since all training ranks take part: in `load_weights`, and in
-    `wait` to servers that have come up since.
+    `advance` to servers that have come up since.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         *,
-        tokenizer: Any,
         connect: Callable[[str], C],
         publish: Callable[[Sequence[C], int], Mapping[C, ServerError]],
         note: Callable[[str], None],
@@ -61,7 +64,6 @@ class VllmEngine(Generic[C]):
 
         Args:
             fleet: of servers.
-            tokenizer: gives the text of a completion.
             connect: opens the way of weights to the server at an address; may raise `ServerError`.
             publish: hands the trainer's weights, as this version of the policy, to servers; says which ones failed.
             note: told what a person should know, in the thread that calls.
@@ -70,7 +72,7 @@ class VllmEngine(Generic[C]):
             make_room: called before they wake, to give back the GPU memory that training keeps for later.
         """
         self._fleet = fleet
-        self._tokenizer = copy.deepcopy(tokenizer)  # texts are made in the fleet's thread
+        self._waiting: defaultdict[RunningServer | None, CallQueue] = defaultdict(CallQueue)  # by who must answer
         self._connect = connect
         self._publish = publish
         self._note = note
@@ -81,22 +83,35 @@ class VllmEngine(Generic[C]):
         self._channels: dict[tuple[int, int], C] = {}  # by server and number of its start
         self._policy_version: int | None = None
 
-    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[Future[RolloutGroup]]:
-        """Begin to sample; weights must have been loaded."""
-        assert self._policy_version is not None, "nobody would ever be given work"
-        self._wake()
-        self._pump()
-        return self._submit(prompts, sampling, key)
-
-    def wait(self, groups: Sequence[Future[RolloutGroup]], *, count: int) -> None:
-        """Until `count` of these are there. Servers that have come up get their weights meanwhile.
+    async def generate(
+        self, token_ids: IntArray, sampling: SamplingParams, key: CallKey, *, only: RunningServer | None = None
+    ) -> ModelCall:
+        """Sample a continuation of `token_ids` [K], on this server `only` if one is given.
 
         Raises:
-            UserError: a prompt cannot be sampled.
+            UserError: the context cannot be sampled from.
+            ServerError: `only` has failed.
             TrainingError: no server is left, or a prompt makes one after the other fail.
         """
-        self._wait_until(lambda: _num_done(groups) >= count)
-        self._rest_if_idle()
+        self._fleet.on_change = partial(_wake_up, asyncio.get_running_loop())
+        return await self._waiting[only].put(token_ids, sampling, key)
+
+    def advance(self) -> bool:
+        """Request what waits from the servers. Those that have come up get their weights first.
+
+        Raises:
+            TrainingError: no server is left, or a prompt makes one after the other fail.
+        """
+        calls = {only: taken for only, queue in self._waiting.items() if (taken := queue.take())}
+        self._waiting.clear()  # servers come and go
+        if calls:
+            assert self._policy_version is not None, "nobody would ever be given work"
+            self._wake()
+        self._while_waiting()
+        self._pump()
+        for only, taken in calls.items():
+            self._submit(taken, only)
+        return bool(calls)
 
     def load_weights(self, *, policy_version: int) -> None:
         """Hand the trainer's weights to all servers that are up; the others get them when they are.
@@ -110,53 +125,56 @@ class VllmEngine(Generic[C]):
         self._pump()
 
     def sample_on_each_server(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+        self, collector: RolloutCollector, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
     ) -> dict[str, list[RolloutGroup]]:
-        """The same prompts on every server, by its address: servers in their first start are waited for.
+        """Sample the same prompts on every server; return the groups by its address.
 
-        A server that fails meanwhile is left out, but one at least is there.
+        Waits for servers in their first start. Servers that fail meanwhile are left out, but not all of them.
+
+        Args:
+            collector: of this engine.
+            prompts: to sample.
+            sampling: of every completion.
+            key: names the random streams, which are the same on every server.
 
         Raises:
             TrainingError: no server is left, or again and again none of them got through with it.
         """
-        self._wake()
+        failures: list[ServerError] = []
         for _ in range(self._fleet.limits.max_server_failures + 1):
+            self._wake()
             self._wait_until(self._all_serve)
-            submitted = {s.url: self._submit(prompts, sampling, key, only=s) for s in self._serving()}
-            for groups in submitted.values():
-                self._wait_until(lambda groups=groups: _num_done(groups, may_fail=True) == len(groups))  # type: ignore[misc]
-            sampled = {
-                url: [group.result() for group in groups]
-                for url, groups in submitted.items()
-                if not any(group.exception() for group in groups)
-            }
-            if sampled:
-                self._rest_if_idle()
+            tasks = {}
+            for server in self._serving():
+                generate = partial(self.generate, only=server)
+                groups = [collector.group(generate, prompt, sampling, key) for prompt in prompts]
+                tasks[server.url] = collector.start(_unless_server_fails(groups))
+            collector.wait(list(tasks.values()), count=len(tasks))
+            outcomes = {url: task.result() for url, task in tasks.items()}
+            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerError)]
+            if sampled := {url: o for url, o in outcomes.items() if not isinstance(o, ServerError)}:
                 return sampled
-        failures = [group.exception() for groups in submitted.values() for group in groups if group.exception()]
         raise TrainingError(f"every vLLM server has failed at the same few prompts again and again: {failures[0]}")
 
     def close(self) -> None:
-        """End the fleet; groups that are not there fail with a `TrainingError`."""
+        """End the fleet. Calls in flight fail with a `TrainingError`."""
         self._fleet.close()
         self._tell()
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
 
-    def _submit(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey, only: RunningServer | None = None
-    ) -> list[Future[RolloutGroup]]:
-        parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
-        groups = []
-        for prompt in prompts:
-            requests = requests_for(prompt, sampling, key, max_num_seqs=self._fleet.limits.max_num_seqs)
-            futures: list[Future[GeneratedGroup]] = [Future() for _ in requests]
-            groups.append(_Group(prompt, sampling.num_generations, futures, self._tokenizer).whole)
-            parts += zip(requests, futures, strict=True)
+    def _submit(self, calls: Sequence[WaitingCall], only: RunningServer | None) -> None:
         # evaluation and comparisons are waited for by themselves; what is for later steps is not
-        self._fleet.submit(parts, urgent=key.purpose != "train", only=only)
-        return groups
+        for urgent in (True, False):
+            chosen = [call for call in calls if (call.key.purpose != "train") == urgent]
+            parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
+            for request, answered in requests_for(chosen, max_num_seqs=self._fleet.limits.max_num_seqs):
+                future: Future[GeneratedGroup] = Future()
+                future.add_done_callback(partial(_answer_soon, answered))
+                parts.append((request, future))
+            if parts:
+                self._fleet.submit(parts, urgent=urgent, only=only)
 
     def _wait_until(self, there: Callable[[], bool]) -> None:
         self._pump()
@@ -216,8 +234,8 @@ class VllmEngine(Generic[C]):
             self._channels[started] = self._connect(server.url)
         return self._channels[started]
 
-    def _rest_if_idle(self) -> None:
-        """Servers that share their GPUs with training go to sleep, so that it finds the memory."""
+    def release_gpus(self) -> None:
+        """Let servers that share their GPUs with training sleep, unless requests are in flight."""
         if not self._sleeps or self._asleep or self._fleet.num_unfinished():
             return
         # one that came up while training runs would take the memory from it
@@ -239,43 +257,35 @@ class VllmEngine(Generic[C]):
             self._fleet.hold_starts(False)
 
 
-class _Group:
-    """The group of one prompt, whole once all of its requests are answered."""
-
-    def __init__(self, prompt: Prompt, num_generations: int, parts: Sequence[Future[GeneratedGroup]], tokenizer: Any):
-        self.whole: Future[RolloutGroup] = Future()
-        self._prompt = prompt
-        self._num_generations = num_generations
-        self._parts = parts
-        self._tokenizer = tokenizer
-        for part in parts:
-            part.add_done_callback(self._part_done)
-
-    def _part_done(self, part: Future[GeneratedGroup]) -> None:
-        """In the fleet's thread, which sets the parts one after the other."""
-        if self.whole.done() or not (part.exception() or all(p.done() for p in self._parts)):
-            return
-        try:
-            error = part.exception()
-            if error:
-                raise error
-            self.whole.set_result(self._put_together([p.result() for p in self._parts]))
-        except BaseException as error:  # no future may be left open
-            self.whole.set_exception(error)
-
-    def _put_together(self, answers: Sequence[GeneratedGroup]) -> RolloutGroup:
-        sampled = [s for answer in answers for s in answer.completions]
-        versions = [v for answer in answers for v in answer.policy_versions]
-        completions = completions_of(sampled, policy_versions=versions, tokenizer=self._tokenizer)
-        # one is enough where all are the same: greedy ones
-        return RolloutGroup(prompt=self._prompt, completions=completions * (self._num_generations // len(completions)))
+def _answer_soon(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> None:
+    """Hand a request's outcome to the calls in their event loop. Called in the fleet's thread."""
+    loop = calls[0].result.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(_answer, calls, future)
 
 
-def _num_done(groups: Sequence[Future[RolloutGroup]], *, may_fail: bool = False) -> int:
-    """How many are there. Raises what is in the way of one, but for the failure of its server where it may fail."""
-    done = [group for group in groups if group.done()]
-    for group in done:
-        error = group.exception()
-        if error and not (may_fail and isinstance(error, ServerError)):
-            raise error
-    return len(done)
+def _answer(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> None:
+    error = future.exception()
+    if error:
+        for call in calls:
+            call.fail(error)
+        return
+    group = future.result()
+    completions = zip(group.completions, group.policy_versions, strict=True)
+    # one is enough where all are the same: greedy ones
+    for call, (sampled, version) in zip(calls, cycle(completions), strict=False):
+        call.answer(sampled, policy_version=version)
+
+
+def _wake_up(loop: asyncio.AbstractEventLoop) -> None:
+    """End the event loop's wait for I/O, so that `advance` is called. Called in the fleet's thread."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: None)
+
+
+async def _unless_server_fails(groups: Sequence[Awaitable[RolloutGroup]]) -> list[RolloutGroup] | ServerError:
+    """Wait for the groups of one server, or for its failure."""
+    try:
+        return await asyncio.gather(*groups)
+    except ServerError as error:
+        return error

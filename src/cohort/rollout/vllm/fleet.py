@@ -67,6 +67,7 @@ class Fleet:
         self._target: int | None = None  # the version of the policy that a server must have to get work
         self._notes: deque[str] = deque()
         self._fatal: TrainingError | None = None
+        self.on_change: Callable[[], None] = lambda: None  # called in the fleet's thread when servers come, go or fail
         self._changed = threading.Event()
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-fleet", daemon=True)
@@ -228,7 +229,7 @@ class Fleet:
         ]
         async with self._make_client() as self._client:
             self._supervisor = Supervisor(
-                self._client, self.limits, note=self._note, on_up=self._changed.set, on_down=self._release
+                self._client, self.limits, note=self._note, on_up=self._tell_change, on_down=self._release
             )
             tasks = [asyncio.create_task(self._supervise(server)) for server in self._servers]
             for task in tasks:
@@ -363,7 +364,11 @@ class Fleet:
 
     def _note(self, text: str) -> None:
         self._notes.append(text)
+        self._tell_change()
+
+    def _tell_change(self) -> None:
         self._changed.set()
+        self.on_change()
 
     def _crashed(self, task: "asyncio.Task[Any]") -> None:
         """Sees to it that no task ends unseen."""
@@ -378,7 +383,7 @@ class Fleet:
             task.cancel()
         for job in list(self._unfinished):
             self._finish(job, self._fatal)
-        self._changed.set()
+        self._tell_change()
 
 
 def _too_long(request: GenerateRequest, server: Server) -> UserError:

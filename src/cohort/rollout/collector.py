@@ -1,0 +1,170 @@
+"""Run rollouts as coroutines on one event loop, in the thread of the training loop.
+
+The event loop runs while the training loop waits for rollouts, and stands still in between; what an engine does in
+threads or processes of its own goes on. When no coroutine can run, all of them wait for the engine, for a timer or for
+I/O: then the engine works on all calls that wait.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from cohort import stopping
+from cohort.records import Completion, ModelCall, Prompt, RolloutGroup
+from cohort.rollout.base import Generate, RolloutEngine, SamplingParams, StreamKey
+
+T = TypeVar("T")
+
+_TICK_S = 0.5  # how long to wait at most without asking whether the run should stop
+_CLOSE_TIMEOUT_S = 10.0  # for coroutines that clean up when they are cancelled
+
+
+async def answer_prompt(
+    generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey, index: int
+) -> ModelCall:
+    """Roll out a plain prompt: one call."""
+    return await generate(prompt.token_ids, sampling, key.call(prompt, index))
+
+
+class RolloutCollector:
+    """Collects groups of completions from an engine."""
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Any):
+        """Start nothing yet.
+
+        Args:
+            engine: answers model calls; closed with the collector.
+            tokenizer: decodes completions.
+        """
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._selector = _Selector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._selector.on_idle = self._loop.stop
+        self._rollouts: set[asyncio.Task[Any]] = set()
+
+    def submit(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+    ) -> list[asyncio.Task[RolloutGroup]]:
+        """Start sampling one group per prompt and return their tasks, in order. `wait` lets them run."""
+        return [self.start(self.group(self._engine.generate, prompt, sampling, key)) for prompt in prompts]
+
+    def start(self, rollout: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a coroutine. `wait` lets it run; it is cancelled when the collector is closed."""
+        task = self._loop.create_task(rollout)
+        self._rollouts.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def wait(self, tasks: Sequence[asyncio.Task[Any]], *, count: int) -> None:
+        """Run coroutines until `count` of these tasks are done.
+
+        Raises:
+            UserError: a prompt cannot be sampled.
+            TrainingError: the engine cannot go on.
+            StopRequested: the run was asked to end.
+        """
+        patience_s = 0.0
+        while True:
+            self._run(patience_s)
+            advanced = self._engine.advance()
+            self._run()
+            if _num_done(tasks) >= count:
+                break
+            stopping.check()
+            patience_s = 0.0 if advanced else _TICK_S
+        self._engine.release_gpus()
+
+    def collect(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[RolloutGroup]:
+        """Sample one group per prompt, in order. Raises as `wait` does."""
+        tasks = self.submit(prompts, sampling, key)
+        self.wait(tasks, count=len(tasks))
+        return [task.result() for task in tasks]
+
+    async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey) -> RolloutGroup:
+        """Sample the completions of one prompt at the same time."""
+        rollouts = (answer_prompt(generate, prompt, sampling, key, i) for i in range(sampling.num_generations))
+        return RolloutGroup(prompt=prompt, completions=completions_of(await asyncio.gather(*rollouts), self._tokenizer))
+
+    def load_weights(self, *, policy_version: int) -> None:
+        """Sample from the trainer's weights as they are now, known as `policy_version` from here on."""
+        self._engine.load_weights(policy_version=policy_version)
+
+    def close(self) -> None:
+        """Cancel all rollouts and close the engine. A second call does nothing."""
+        if self._loop.is_closed():
+            return
+        deadline = self._loop.time() + _CLOSE_TIMEOUT_S
+        for task in self._rollouts:
+            task.cancel()
+        self._run()
+        while self._rollouts and self._loop.time() < deadline:
+            self._run(_TICK_S)
+        try:
+            self._engine.close()
+        finally:
+            self._loop.close()
+
+    def _run(self, patience_s: float = 0.0) -> None:
+        """Let coroutines run until none can. If none can at once, wait up to `patience_s` for I/O and timers."""
+        self._selector.patience_s = patience_s
+        with _no_running_loop():
+            self._loop.run_forever()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._rollouts.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be waiting for it: asyncio would log that it was never retrieved
+
+
+def completions_of(calls: Sequence[ModelCall], tokenizer: Any) -> tuple[Completion, ...]:
+    """Turn rollouts of one call each into completions with their text."""
+    texts = tokenizer.batch_decode([call.token_ids.tolist() for call in calls], skip_special_tokens=True)
+    return tuple(
+        Completion(
+            token_ids=call.token_ids,
+            sampling_logprobs=call.sampling_logprobs,
+            finish_reason=call.finish_reason,
+            policy_version=call.policy_version,
+            text=text,
+        )
+        for call, text in zip(calls, texts, strict=True)
+    )
+
+
+class _Selector(selectors.DefaultSelector):
+    """Tells when the event loop would block: then no coroutine can run."""
+
+    on_idle: Callable[[], None]
+    patience_s = 0.0  # how long to block the next time before telling
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for I/O as the event loop asks, but at most once and for `patience_s`."""
+        if timeout is not None and timeout <= 0:  # callbacks are ready, or a timer has expired
+            return super().select(timeout)
+        patience_s, self.patience_s = self.patience_s, 0.0
+        events = super().select(patience_s if timeout is None else min(timeout, patience_s))
+        if not events:
+            self.on_idle()
+        return events
+
+
+@contextmanager
+def _no_running_loop() -> Iterator[None]:
+    """Allow an event loop to run inside of another one, as in a notebook: the outer one stands still meanwhile."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+def _num_done(tasks: Sequence[asyncio.Task[Any]]) -> int:
+    """Count tasks that are done. Raises the exception of the first one that failed."""
+    done = [task for task in tasks if task.done()]
+    for task in done:
+        task.result()
+    return len(done)
