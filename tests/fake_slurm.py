@@ -27,7 +27,11 @@ while [[ $1 == --* ]]; do
     shift
 done
 pids=()
-trap 'for pid in "${pids[@]}"; do kill -- "-$pid"; done' TERM
+stop() {  # a process that has not come to `setsid` yet has no group
+    stopped=1
+    for pid in "${pids[@]}"; do kill -- "-$pid" 2> /dev/null || kill "$pid"; done
+}
+trap stop TERM
 for (( node = 0; node < num_nodes; node++ )); do
     command=("$@")
     if (( node > 0 )) && [ -n "${HIDDEN_FROM_OTHERS:-}" ]; then
@@ -36,6 +40,7 @@ for (( node = 0; node < num_nodes; node++ )); do
     SLURM_NODEID=$node SLURM_PROCID=$node NAMES=${names:-} PET_LOCAL_ADDR=localhost setsid "${command[@]}" &
     pids+=($!)
 done
+[ -z "${stopped:-}" ] || stop  # what was started after the signal
 status=0
 for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 exit $status
