@@ -34,12 +34,12 @@ class Rows:
 
 def pad(sequences: Sequence[TrainSequence], device: torch.device) -> Rows:
     """The rows of some sequences."""
-    longest_prompt = max(s.num_prompt_tokens for s in sequences)
-    longest = max(s.num_completion_tokens for s in sequences)
+    longest_prompt = max(s.shared_prefix_tokens for s in sequences)
+    longest = max(s.num_loss_tokens for s in sequences)
     ids = torch.zeros(len(sequences), longest_prompt + longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for n, s in enumerate(sequences):
-        start = longest_prompt - s.num_prompt_tokens
+        start = longest_prompt - s.shared_prefix_tokens
         ids[n, start : start + len(s.token_ids)] = torch.from_numpy(s.token_ids)
         mask[n, start : start + len(s.token_ids)] = 1
     ids, mask = ids.to(device), mask.to(device)
@@ -48,7 +48,7 @@ def pad(sequences: Sequence[TrainSequence], device: torch.device) -> Rows:
         attention_mask=mask,
         completion_ids=ids[:, longest_prompt:],
         completion_mask=mask[:, longest_prompt:],
-        advantages=torch.tensor([s.advantages[0] for s in sequences], dtype=torch.float32, device=device),
+        advantages=torch.tensor([s.advantages[-1] for s in sequences], dtype=torch.float32, device=device),
     )
 
 

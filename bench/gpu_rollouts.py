@@ -143,7 +143,7 @@ def _sample(
     collector.wait(tasks, count=len(tasks))  # on a GPU it lets the server sleep
     sampled = time.perf_counter()
     groups = [task.result() for task in tasks]
-    tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+    tokens = sum(len(c.token_ids) for g in groups for c in g.trajectories)
     return groups, {
         "publish_s": published - start,
         "tokens_per_s": tokens / (sampled - published),
@@ -182,4 +182,4 @@ def _difference(workers: WorkerGroup[Worker], groups: list[RolloutGroup]) -> flo
     """Between the sampler's logprobs and those of the trainer's weights, in the mean over tokens."""
     sequences = bare_sequences(groups)
     ours = compute_estimates(workers, sequences, {"logprobs"}).logprobs
-    return float(np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs) for s in sequences]).mean())
+    return float(np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs)[s.loss_mask] for s in sequences]).mean())

@@ -187,7 +187,7 @@ def _our_step(
     """Cohort's training step, the whole group in one micro-batch, and how it lays out rows."""
     policy = Policy(model, device=model.device, compute_dtype=compute, pad_token_id=0)
     engine = make_engine(policy, micro_batch_tokens=1 << 30)
-    scored = sum(s.num_completion_tokens for s in sequences)
+    scored = sum(s.num_loss_tokens for s in sequences)
 
     def step() -> Operations:
         result = forward_backward(engine, sequences)
@@ -207,7 +207,7 @@ def _trl_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     lengths = [len(s.token_ids) - 1 for s in sequences]  # the last token is no input
     pairs = sum(n * (n + 1) // 2 for n in lengths)
-    scored = sum(s.num_completion_tokens for s in sequences)
+    scored = sum(s.num_loss_tokens for s in sequences)
 
     def step() -> Operations:
         with torch.autocast(model.device.type, dtype=compute, enabled=compute != model.dtype):

@@ -149,14 +149,14 @@ def make_group(prompt_tokens: int, completion_tokens: Sequence[int], vocab: int)
     prompt = rng.integers(2, vocab, prompt_tokens)
     count = len(completion_tokens)
     return [
-        TrainSequence(
-            token_ids=np.concatenate([prompt, rng.integers(2, vocab, length)]),
-            num_prompt_tokens=prompt_tokens,
+        TrainSequence.single_turn(
+            prompt,
+            rng.integers(2, vocab, length),
             index=n,
             group=0,
-            sampling_logprobs=np.full(length, -math.log(vocab)),
-            loss_weights=np.full(length, 1 / (count * length)),
-            advantages=np.full(length, 2 * (n + 0.5) / count - 1),
+            sampling_logprobs=-math.log(vocab),
+            loss_weights=1 / (count * length),
+            advantages=2 * (n + 0.5) / count - 1,
         )
         for n, length in enumerate(completion_tokens)
     ]

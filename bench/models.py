@@ -82,14 +82,13 @@ def random_sequences() -> list[TrainSequence]:
         prompt = rng.integers(2, VOCABULARY, p)
         for c in completions:
             sequences.append(
-                TrainSequence(
-                    token_ids=np.concatenate([prompt, rng.integers(2, VOCABULARY, c)]),
-                    num_prompt_tokens=p,
+                TrainSequence.single_turn(
+                    prompt,
+                    rng.integers(2, VOCABULARY, c),
                     index=len(sequences),
                     group=group,
-                    sampling_logprobs=np.zeros(c),
                     loss_weights=rng.random(c) / 30,
-                    advantages=np.full(c, rng.normal()),
+                    advantages=rng.normal(),
                 )
             )
     return sequences
@@ -110,9 +109,9 @@ def naive_logprobs(model: PreTrainedModel, token_ids: np.ndarray, num_prompt_tok
 def naive(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logprobs of each sequence, and the gradient of the same loss: of the model as it is sampled."""
     model.eval()
-    logprobs = [naive_logprobs(model, s.token_ids, s.num_prompt_tokens) for s in sequences]
+    logprobs = [naive_logprobs(model, s.token_ids, s.shared_prefix_tokens) for s in sequences]
     for s, values in zip(sequences, logprobs, strict=True):
-        weights = torch.from_numpy(-s.loss_weights * s.advantages).to(values)
+        weights = torch.from_numpy(-s.loss_weights * s.advantages)[s.shared_prefix_tokens :].to(values)
         (weights * values).sum().backward(retain_graph=True)
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -229,7 +228,7 @@ def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
     theirs.eval()
     with torch.no_grad():
         for group in groups:
-            for c in group.completions:
+            for c in group.trajectories:
                 ids = np.concatenate([group.prompt.token_ids, c.token_ids])
                 plain = naive_logprobs(theirs, ids, len(group.prompt.token_ids)).double().numpy()
                 worst = max(worst, np.abs(plain - c.sampling_logprobs).max())

@@ -274,11 +274,8 @@ def configuration(mode: Mapping[str, Any], size: Size, folder: Path) -> Config:
 def make_step(size: Size, num_groups: int) -> list[TrainSequence]:
     """The sequences of a step, with returns for a critic."""
     group = make_group(size.prompt_tokens, [size.completion_tokens] * size.num_completions, size.shape.vocab)
-    return [
-        replace(s, group=number, index=number * len(group) + s.index, returns=s.advantages)
-        for number in range(num_groups)
-        for s in group
-    ]
+    numbered = [(number, number * len(group) + s.index, s) for number in range(num_groups) for s in group]
+    return [replace(s, group=g, index=index, trajectory=index, returns=s.advantages) for g, index, s in numbered]
 
 
 def train(worker: Worker, sequences: Sequence[TrainSequence], counted: Counted | None, step: str) -> None:

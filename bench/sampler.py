@@ -56,7 +56,7 @@ def main() -> None:
     worst = 0.0
     for repeat in range(-1, args.repeats):  # the first round warms up
         seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(collector, prompts, generations, repeat))
-        num_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+        num_tokens = sum(len(c.token_ids) for g in groups for c in g.trajectories)
         worst = max(worst, largest_difference(policy, groups[0]))
         hf_seconds, completions = timed(
             lambda repeat=repeat: sample_with_transformers(policy, prompts, ends, generations, repeat)
@@ -138,7 +138,7 @@ def length_of(row: list[int], ends: frozenset[int]) -> int:
 
 def largest_difference(policy: Policy, group) -> float:
     worst = 0.0
-    for completion in group.completions:
+    for completion in group.trajectories:
         ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).unsqueeze(0)
         ids = ids.to(policy.device)
         with torch.no_grad():

@@ -228,7 +228,7 @@ def minimal(model: str, folder: Path) -> dict[str, Any]:
 
 
 def by_engine(collector: RolloutCollector, prompts: list[Prompt], chosen: SamplingParams, step: int) -> int:
-    return sum(len(c.token_ids) for g in collector.collect(prompts, chosen, key(step)) for c in g.completions)
+    return sum(len(c.token_ids) for g in collector.collect(prompts, chosen, key(step)) for c in g.trajectories)
 
 
 def by_transformers(model: Any, prompts: list[Prompt], limit: int, ends: frozenset[int], step: int) -> int:

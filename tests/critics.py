@@ -31,7 +31,7 @@ def naive_values(critic: Critic, sequence: TrainSequence) -> Tensor:
     """One unpadded row through the body: what it makes of the future before each token of the completion."""
     ids = torch.from_numpy(sequence.token_ids).unsqueeze(0)
     hidden = critic.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return critic.model.value_head(hidden)[sequence.num_prompt_tokens - 1 : -1, 0]
+    return critic.model.value_head(hidden)[:-1][torch.from_numpy(sequence.loss_mask[1:])][:, 0]
 
 
 def engine_of(critic: Critic, *, optim: AdamwConfig | None = None, **train_keys: Any) -> CriticEngine:

@@ -14,7 +14,7 @@ from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TrainEngine
 from cohort.metrics import PeakMemory
 from cohort.policy import Collectives, LoadRequest, load_critic, load_policy, load_tokenizer
-from cohort.records import Estimates, TrainSequence
+from cohort.records import Estimates, TrainSequence, scatter
 from cohort.rollout import Sampler
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import compute_estimates, pack_batches
@@ -49,8 +49,7 @@ def critic_sequences(
 ) -> list[TrainSequence]:
     """What a critic learns from, of random completions, one in eight not judged."""
     groups = random_groups(lengths_PG, seed, prompt_tokens)
-    completions = [completion for group in groups for completion in group.completions]
-    values = {n: values_of(len(c.token_ids), n) for n, c in enumerate(completions)}
+    values = {s.index: scatter(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in bare_sequences(groups)}
     return with_returns(assign_advantages(groups, ALGORITHM, Estimates(values=values)))
 
 
@@ -102,7 +101,7 @@ def critic_gradient(worker: Worker, sequences: list[TrainSequence], budget: int)
     assert critic is not None and ALGORITHM.critic is not None
     critic.micro_batch_tokens = budget
     batch = pack_batches(critic, sequences)[worker.ranks.rank]
-    old = {s.index: torch.from_numpy(values_of(s.num_completion_tokens, s.index)) for s in sequences}
+    old = {s.index: torch.from_numpy(values_of(s.num_loss_tokens, s.index)) for s in sequences}
     result = critic.forward_backward(batch, ALGORITHM.critic.loss, old_logprobs=old)
     return result, whole_gradients(critic)
 

@@ -64,9 +64,8 @@ def naive(model: PreTrainedModel, coefficient: float = COEFFICIENT) -> tuple[flo
     for s in sequences():
         ids = torch.from_numpy(s.token_ids).unsqueeze(0)
         out = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
-        log_p = torch.log_softmax(out.logits[0, s.num_prompt_tokens - 1 :], -1)
-        chosen = log_p.gather(-1, ids[0, s.num_prompt_tokens :, None]).squeeze(-1)
-        loss = loss - (torch.from_numpy(s.loss_weights * s.advantages).to(chosen) * chosen).sum()
+        chosen = torch.log_softmax(out.logits[0], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        loss = loss - (torch.from_numpy(s.loss_weights * s.advantages)[1:].to(chosen) * chosen).sum()
         logits.append(torch.stack([layer.reshape(-1, layer.shape[-1]) for layer in out.router_logits]))
     aux = switch_loss(torch.cat(logits, dim=1), model.config.num_experts_per_tok)
     (loss + coefficient * aux).backward()

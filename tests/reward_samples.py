@@ -2,23 +2,15 @@
 
 import numpy as np
 
-from cohort.records import Completion, Prompt, RolloutGroup
+from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardFunction, RewardRunner
+from samples import answer
 
 
 def group(content, texts, *, prompt_id=0, **columns):
     prompt = Prompt(id=prompt_id, epoch=0, content=content, token_ids=np.array([1, 2]), columns=columns)
-    completions = tuple(
-        Completion(
-            token_ids=np.array([10 + i, 20 + i]),
-            sampling_logprobs=np.zeros(2),
-            finish_reason="stop",
-            policy_version=0,
-            text=text,
-        )
-        for i, text in enumerate(texts)
-    )
-    return RolloutGroup(prompt=prompt, completions=completions)
+    trajectories = tuple(answer(prompt, [10 + i, 20 + i], text=text) for i, text in enumerate(texts))
+    return RolloutGroup(prompt=prompt, trajectories=trajectories)
 
 
 def reward(function, *, name="r", **settings):

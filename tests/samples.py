@@ -7,9 +7,30 @@ import torch
 
 from cohort.algorithms import AdvantageInputs
 from cohort.batch import LossInputs
-from cohort.records import Completion, FinishReason, Prompt, ScoredGroup
+from cohort.records import FinishReason, ModelCall, Prompt, ScoredGroup, Trajectory
 
 NAN = float("nan")
+
+
+def answer(
+    prompt: Prompt,
+    token_ids: Sequence[int] | np.ndarray,
+    *,
+    logprobs: Sequence[float] | np.ndarray | None = None,
+    finish: FinishReason = "stop",
+    version: int = 0,
+    text: str = "",
+) -> Trajectory:
+    """The trajectory of one call that answers a prompt; by default the sampler was sure of each token."""
+    ids = np.array(token_ids, dtype=np.int64)
+    call = ModelCall(
+        context_ids=prompt.token_ids,
+        token_ids=ids,
+        sampling_logprobs=np.zeros(len(ids)) if logprobs is None else np.array(logprobs),
+        finish_reason=finish,
+        policy_version=version,
+    )
+    return Trajectory.single_turn(call, text=text)
 
 
 def loss_inputs(
@@ -54,15 +75,9 @@ def scored(
 ) -> ScoredGroup:
     """A group of completions of these rewards and lengths."""
     prompt = Prompt(id=0, epoch=0, content="q", token_ids=np.array([7, 8]), columns={})
-    completions = tuple(
-        Completion(
-            token_ids=np.arange(n),
-            sampling_logprobs=-np.ones(n),
-            finish_reason=reason,
-            policy_version=0,
-            text="",
-        )
+    trajectories = tuple(
+        answer(prompt, np.arange(n), logprobs=-np.ones(n), finish=reason)
         for n, reason in zip(lengths, finish or ["stop"] * len(lengths), strict=True)
     )
     by_name = {name: np.array(values) for name, values in (parts or {}).items()}
-    return ScoredGroup(prompt=prompt, completions=completions, rewards=np.array(rewards), reward_parts=by_name)
+    return ScoredGroup(prompt=prompt, trajectories=trajectories, rewards=np.array(rewards), reward_parts=by_name)

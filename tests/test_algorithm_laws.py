@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
+from cohort.algorithms import Algorithm, assign_advantages, bare_sequences, build_algorithm, with_gradient
 from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
 from cohort.policy import Policy
 from cohort.policy.layout import Layout
@@ -55,10 +55,10 @@ def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
 
 def expected_returns(groups: Sequence[ScoredGroup]) -> Estimates:
     """What a critic might say of each token, and how unsure the policy might be of it."""
-    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    sequences = bare_sequences(groups)
     return Estimates(
-        values={n: np.random.default_rng(n).normal(size=length) for n, length in enumerate(lengths)},
-        entropies={n: np.random.default_rng(n).random(length) for n, length in enumerate(lengths)},
+        values={s.index: np.random.default_rng(s.index).normal(size=len(s.token_ids)) for s in sequences},
+        entropies={s.index: np.random.default_rng(s.index).random(len(s.token_ids)) for s in sequences},
     )
 
 
@@ -152,7 +152,7 @@ def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
             replace(
                 group,
                 rewards=np.arange(4.0),
-                completions=tuple(replace(c, finish_reason="length") for c in group.completions),
+                trajectories=tuple(replace(t, end="length") for t in group.trajectories),
             )
             for group in groups
         ]

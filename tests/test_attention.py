@@ -302,7 +302,7 @@ def test_a_prompt_outside_the_row(checkpointing: bool):
         input_ids=whole.input_ids[:5],
         position_ids=whole.position_ids[:5],
         segments=lay_out([5], [ROOT]),
-        source=torch.tensor([4]),
+        logit_positions=torch.tensor([4]),
     )
     branches = whole.segments.lengths[1:]
     branch_row = replace(
@@ -310,7 +310,7 @@ def test_a_prompt_outside_the_row(checkpointing: bool):
         input_ids=whole.input_ids[5:],
         position_ids=whole.position_ids[5:],
         segments=lay_out(branches, [PREFIX] * len(branches), prefix_tokens=5),
-        source=whole.source - 4,  # the prompt's last token is the first position there is
+        logit_positions=whole.logit_positions - 4,  # the prompt's last token is the first position there is
     )
     captured = KeyValues()
     prompt = OpenPrompt(forward(body, prompt_row, output, padded=False, captured=captured), captured)

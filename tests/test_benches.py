@@ -120,9 +120,9 @@ def test_a_missing_gradient_is_not_the_same():
 
 def test_groups_have_the_weights_of_the_mean_of_means():
     group = make_group(5, spread(2, 8, 3), vocab=50)
-    assert sorted(s.num_completion_tokens for s in group) == [2, 5, 8]
+    assert sorted(s.num_loss_tokens for s in group) == [2, 5, 8]
     assert [s.loss_weights.sum() for s in group] == pytest.approx([1 / 3] * 3)
-    assert [s.advantages[0] for s in group] == pytest.approx([-2 / 3, 0, 2 / 3])
+    assert [s.advantages[-1] for s in group] == pytest.approx([-2 / 3, 0, 2 / 3])
     assert all((s.token_ids[:5] == group[0].token_ids[:5]).all() for s in group)
 
 

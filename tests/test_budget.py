@@ -29,15 +29,15 @@ def test_a_trial_has_as_many_positions_as_it_is_to_have(tokens: int, shared: boo
     sequences = trial(tokens, shared=shared)
     assert len(collate(sequences, share_prompts=shared).input_ids) == tokens
     assert all(not s.loss_weights.any() for s in sequences)
-    assert max(s.num_prompt_tokens for s in sequences) <= 50
-    assert max(s.num_completion_tokens for s in sequences) <= 11
+    assert max(s.shared_prefix_tokens for s in sequences) <= 50
+    assert max(s.num_loss_tokens for s in sequences) <= 11
     assert max(Counter(s.group for s in sequences).values()) <= (4 if shared else 1)
 
 
 def test_a_trial_of_everything_is_the_largest_step():
     sequences = trial(10_000)
     assert list(Counter(s.group for s in sequences).values()) == [4, 4, 2]
-    assert {(s.num_prompt_tokens, s.num_completion_tokens) for s in sequences} == {(50, 11)}
+    assert {(s.shared_prefix_tokens, s.num_loss_tokens) for s in sequences} == {(50, 11)}
     (batch,) = pack(sequences, micro_batch_tokens=WHOLE, share_prompts=True, padded=False)
     assert [len(piece) for piece in batch.pieces] == [10]
 
@@ -49,7 +49,7 @@ def test_the_budget_is_found_with_prompts_that_are_shared(monkeypatch: pytest.Mo
     fits = engine.fits
 
     def no_room_for_copies(sequences: Any, *args: Any, **kwargs: Any) -> bool:
-        copies = sum(s.num_prompt_tokens for s in sequences)
+        copies = sum(s.shared_prefix_tokens for s in sequences)
         return fits(sequences, *args, **kwargs) and copies < 150
 
     monkeypatch.setattr(engine, "fits", no_room_for_copies)

@@ -17,9 +17,10 @@ from cohort.config import load_config
 from cohort.demo import run as demo
 from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
 from cohort.plan import plan_run
-from cohort.records import Completion, Prompt, ScoredGroup
+from cohort.records import Prompt, ScoredGroup
 from commands import assert_refused
 from runs import changed, make_inputs, metric, train
+from samples import answer
 from selection import slow
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
@@ -43,18 +44,9 @@ def test_text_on_one_line():
 
 
 def group_of(rewards: list[float], texts: list[str]) -> ScoredGroup:
-    completions = tuple(
-        Completion(
-            token_ids=np.arange(3),
-            sampling_logprobs=np.zeros(3),
-            finish_reason="stop",
-            policy_version=0,
-            text=text,
-        )
-        for text in texts
-    )
     prompt = Prompt(id=0, epoch=0, content="2 + 2?", token_ids=np.arange(4), columns={})
-    return ScoredGroup(prompt=prompt, completions=completions, rewards=np.array(rewards), reward_parts={})
+    trajectories = tuple(answer(prompt, range(3), text=text) for text in texts)
+    return ScoredGroup(prompt=prompt, trajectories=trajectories, rewards=np.array(rewards), reward_parts={})
 
 
 def test_the_best_and_the_worst_judged_completion_are_shown():

@@ -22,7 +22,7 @@ from cohort.engine import find_budget
 from cohort.errors import UserError
 from cohort.policy import Critic, LoadRequest, load_critic, save_policy
 from cohort.policy.layout import Layout
-from cohort.records import Estimates
+from cohort.records import Estimates, scatter
 from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import critic_sequences, make_worker
 from rank_engine import SHARE, out_of_memory_over
@@ -121,20 +121,23 @@ def test_what_the_critic_learns_from():
     groups = [
         replace(
             group,
-            completions=(replace(group.completions[0], finish_reason=reason),),
+            trajectories=(replace(group.trajectories[0], end="answer" if reason == "stop" else "length"),),
             rewards=np.array([np.nan if n == 2 else 1.0]),
         )
         for n, (group, reason) in enumerate(zip(groups, reasons, strict=True))
     ]
-    values = {n: np.full(len(group.completions[0].token_ids), 0.25) for n, group in enumerate(groups)}
+    values = {
+        n: np.full(len(group.prompt.token_ids) + len(group.trajectories[0].token_ids), 0.25)
+        for n, group in enumerate(groups)
+    }
     for masked, kept in ((False, [0, 1, 3]), (True, [0, 3])):
         config = AlgorithmConfig(name="ppo", mask_truncated_completions=masked)
         algorithm = build_algorithm(config, max_completion_tokens=16)
         sequences = assign_advantages(groups, algorithm, Estimates(values=values))
         learned = with_returns(sequences)
         assert [s.index for s in learned] == kept
-        total = sum(s.num_completion_tokens for s in learned)
-        assert all((s.loss_weights == 1 / total).all() and (s.returns == 1.0).all() for s in learned)
+        total = sum(s.num_loss_tokens for s in learned)
+        assert all((s.loss_weights == s.loss_mask / total).all() and (s.returns == s.loss_mask).all() for s in learned)
         metrics = value_metrics(sequences, values)
         assert metrics == {"value/mean": 0.25}  # returns that do not vary explain nothing
     assert with_returns([replace(s, returns=np.zeros(0)) for s in sequences]) == []
@@ -142,13 +145,17 @@ def test_what_the_critic_learns_from():
 
 
 def test_explained_variance_by_hand():
-    sequences = with_returns(critic_sequences([[2]], seed=0))
-    returns = [replace(sequences[0], returns=np.array([0.0, 2.0]))]
-    assert value_metrics(returns, {0: np.array([0.0, 2.0])})["value/explained_variance"] == 1
-    assert value_metrics(returns, {0: np.array([5.0, 5.0])})["value/explained_variance"] == 0
-    # errors -1, 1 are of variance 1, as returns are: what is said is worth as much as nothing
-    assert value_metrics(returns, {0: np.array([1.0, 1.0])})["value/explained_variance"] == 0
-    assert value_metrics(returns, {0: np.array([2.0, 0.0])})["value/explained_variance"] == -3
+    (sequence,) = with_returns(critic_sequences([[2]], seed=0))
+    sequences = [replace(sequence, returns=scatter(sequence.loss_mask, np.array([0.0, 2.0])))]
+
+    def explained(first: float, second: float) -> float:
+        values = scatter(sequence.loss_mask, np.array([first, second]))
+        return value_metrics(sequences, {0: values})["value/explained_variance"]
+
+    assert explained(0.0, 2.0) == 1
+    assert explained(5.0, 5.0) == 0
+    assert explained(1.0, 1.0) == 0  # errors -1, 1 are of variance 1, as returns are: worth as much as nothing
+    assert explained(2.0, 0.0) == -3
 
 
 def test_one_completion_needs_a_critic_and_only_then_is_there_one(tmp_path: Path):
@@ -180,9 +187,9 @@ def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
         values = naive_values(critic, s)
         old[s.index] = values.detach() + 0.3 * torch.randn(len(values), dtype=torch.float64)
         loss = PPO.critic.loss(
-            ValueInputs(values=values, old_values=old[s.index], returns=torch.from_numpy(s.returns))
+            ValueInputs(values=values, old_values=old[s.index], returns=torch.from_numpy(s.returns[s.loss_mask]))
         ).per_token_loss
-        expected_loss = expected_loss + (torch.from_numpy(s.loss_weights) * loss).sum()
+        expected_loss = expected_loss + (torch.from_numpy(s.loss_weights[s.loss_mask]) * loss).sum()
     expected_loss.backward()
     expected = gradients(critic.model)
     assert set(expected) == {name for name, _ in critic.model.named_parameters()}
@@ -297,7 +304,8 @@ def test_a_critic_learns_what_its_returns_are():
     explained = []
     for update in range(60):
         if update % 10 == 0:
-            values = {n: v.double().numpy() for n, v in engine.estimate(sequences, {"values"})["values"].items()}
+            estimated = engine.estimate(sequences, {"values"})["values"]
+            values = {s.index: scatter(s.loss_mask, estimated[s.index].double().numpy()) for s in sequences}
             explained.append(value_metrics(sequences, values)["value/explained_variance"])
         (batch,) = pack_for(critic, sequences, 30)
         engine.forward_backward(batch, PPO.critic.loss)

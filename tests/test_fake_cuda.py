@@ -40,7 +40,7 @@ DEVICE = torch.device("cuda", 1)  # what is made on another one, or on the host,
 # The differences that are read where layouts and kernels are tried out
 PROBES_AGREE = {"policy/layout.py": 0.0, "policy/trial.py": 0.0}
 GROUPS = [(9, [5, 7, 1]), (70, [80, 3, 9]), (4, [6, 6])]  # short segments, and long ones that are computed alone
-SEQUENCES = [replace(s, returns=np.ones(s.num_completion_tokens)) for s in random_sequences(GROUPS)]
+SEQUENCES = [replace(s, returns=np.ones_like(s.advantages)) for s in random_sequences(GROUPS)]
 SAMPLER = frozenset({"rollout/sampler.py"})
 KEY = StreamKey(purpose="eval", seed=0, step=0)
 MOST_COPIES = 3

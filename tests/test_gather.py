@@ -74,12 +74,12 @@ def test_a_straggler_is_left_to_a_later_step_and_not_waited_for():
     engine.load_weights(policy_version=1)
     taken = prefetcher.take(1, 3)
     assert visits(taken) == [(12, 0), (15, 0), (18, 0)]
-    assert [prefetcher.staleness(group.completions) for group in taken] == [1, 1, 0]
+    assert [prefetcher.staleness(group.trajectories) for group in taken] == [1, 1, 0]
     for _ in range(9):
         engine.turn()
     taken = prefetcher.take(2, 3)
     assert visits(taken)[0] == (0, 0)  # it is the oldest
-    assert prefetcher.staleness(taken[0].completions) == 2
+    assert prefetcher.staleness(taken[0].trajectories) == 2
     assert prefetcher.counts() == {"stale_dropped": 0, "carried_over": 0}
 
 
@@ -100,7 +100,7 @@ def test_what_is_too_old_is_dropped_and_replaced():
     assert prefetcher.state()[0] == {"step": 0, "prompt_id": 0, "epoch": 0}
     taken = prefetcher.take(2, 3)
     assert (0, 0) not in visits(taken) and prefetcher.counts()["stale_dropped"] == 1
-    assert [prefetcher.staleness(group.completions) for group in taken] == [1, 1, 0]
+    assert [prefetcher.staleness(group.trajectories) for group in taken] == [1, 1, 0]
     assert len(engine.asked) == 3 * 4 + 1  # four steps' prompts, and one more in its place
     assert prefetcher.take(3, 1) and prefetcher.counts()["stale_dropped"] == 0  # of that step
 
@@ -157,7 +157,7 @@ def test_every_prompt_is_trained_once_or_dropped_once_or_pending(
             trained += visits(taken)
             assert engine.num_out <= max_staleness * prompts_per_step
             if drop_stale:
-                assert max(prefetcher.staleness(group.completions) for group in taken) <= max_staleness
+                assert max(prefetcher.staleness(group.trajectories) for group in taken) <= max_staleness
         num_dropped += prefetcher.counts()["stale_dropped"]
         for asked_in, *visit in engine.asked:  # the same random streams, however often it is asked for
             assert first_asked.setdefault(tuple(visit), asked_in) == asked_in

@@ -126,7 +126,7 @@ class Scores:
 
 def upstream(sequences: list[TrainSequence]) -> Tensor:
     """What the logprobs are weighted with before backward, [T]."""
-    num_scored = sum(s.num_completion_tokens for s in sequences)
+    num_scored = sum(s.num_loss_tokens for s in sequences)
     return torch.linspace(-1.0, 2.0, num_scored, dtype=torch.float64)
 
 
@@ -197,7 +197,8 @@ def test_lengths_that_are_drawn(groups: Groups, seed: int, twins: bool):
     """In any order, and with completions that are the same token by token."""
     sequences = random_sequences(groups, seed=seed)
     if twins:
-        sequences += [replace(s, index=len(sequences) + n) for n, s in enumerate(sequences[:2])]
+        count = len(sequences)
+        sequences += [replace(s, index=count + n, trajectory=count + n) for n, s in enumerate(sequences[:2])]
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed)).tolist()
     sequences = [sequences[n] for n in order]
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -309,7 +310,7 @@ def streamed(policy: Policy, sequences: list[TrainSequence]) -> Scores:
     weights, logprobs, entropies = upstream(sequences), [], []
     for _, group in groupby(sequences, key=lambda sequence: sequence.group):
         members = list(group)
-        prompt = policy.open_prompt(collate_prompt(members[0].token_ids[: members[0].num_prompt_tokens]))
+        prompt = policy.open_prompt(collate_prompt(members[0].token_ids[: members[0].shared_prefix_tokens]))
         for part in (members[n : n + 2] for n in range(0, len(members), 2)):
             branch = prompt.branch()
             scores = policy.logprobs(collate_part(part), temperature=TEMPERATURE, branch=branch)

@@ -17,7 +17,8 @@ from cohort.config import AdamwConfig, AlgorithmConfig, OptimConfig, TrainConfig
 from cohort.engine import TrainEngine
 from cohort.policy import Policy, linear_loss
 from cohort.policy.layout import Layout
-from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
+from cohort.records import Prompt, ScoredGroup, TrainSequence, scatter
+from samples import answer
 from selection import examples, mostly_slow
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
 
@@ -54,21 +55,16 @@ def random_groups(lengths_PG: list[list[int]], seed: int, prompt_tokens: tuple[i
     rng = np.random.default_rng(seed)
     groups = []
     for p, lengths in enumerate(lengths_PG):
-        completions = tuple(
-            Completion(
-                token_ids=rng.integers(2, VOCAB_SIZE, n),
-                sampling_logprobs=-4 * rng.random(n),
-                finish_reason="length" if rng.random() < 0.3 else "stop",
-                policy_version=0,
-                text="",
-            )
-            for n in lengths
-        )
+        sampled = [(rng.integers(2, VOCAB_SIZE, n), -4 * rng.random(n), rng.random() < 0.3) for n in lengths]
         prompt = Prompt(
             id=p, epoch=0, content="", token_ids=rng.integers(2, VOCAB_SIZE, rng.integers(*prompt_tokens)), columns={}
         )
+        trajectories = tuple(
+            answer(prompt, ids, logprobs=logprobs, finish="length" if is_cut else "stop")
+            for ids, logprobs, is_cut in sampled
+        )
         rewards = np.where(rng.random(len(lengths)) < 1 / 8, np.nan, rng.normal(size=len(lengths)))
-        groups.append(ScoredGroup(prompt=prompt, completions=completions, rewards=rewards, reward_parts={}))
+        groups.append(ScoredGroup(prompt=prompt, trajectories=trajectories, rewards=rewards, reward_parts={}))
     return groups
 
 
@@ -90,7 +86,8 @@ def make_engine(
 def old_logprobs_of(sequence: TrainSequence) -> torch.Tensor:
     """Old logprobs far enough from the current ones that some ratios are clipped."""
     rng = np.random.default_rng(int(sequence.token_ids.sum()))
-    return torch.from_numpy(sequence.sampling_logprobs + 0.3 * rng.normal(size=sequence.num_completion_tokens))
+    sampled = sequence.sampling_logprobs[sequence.loss_mask]
+    return torch.from_numpy(sampled + 0.3 * rng.normal(size=len(sampled)))
 
 
 def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSequence], algorithm: Algorithm):
@@ -104,14 +101,14 @@ def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSeque
             LossInputs(
                 logprobs=logprobs,
                 old_logprobs=old_logprobs_of(sequence),
-                sampling_logprobs=torch.from_numpy(sequence.sampling_logprobs),
+                sampling_logprobs=torch.from_numpy(sequence.sampling_logprobs[sequence.loss_mask]),
                 reference_logprobs=reference_logprobs,
                 entropy=entropy,
-                advantages=torch.from_numpy(sequence.advantages),
+                advantages=torch.from_numpy(sequence.advantages[sequence.loss_mask]),
                 sequence_ids=torch.full(logprobs.shape, n),
             )
         )
-        total = total + (torch.from_numpy(sequence.loss_weights) * out.per_token_loss).sum()
+        total = total + (torch.from_numpy(sequence.loss_weights[sequence.loss_mask]) * out.per_token_loss).sum()
     total.backward()
     return total.item(), gradients(policy.model)
 
@@ -169,7 +166,7 @@ def test_groups_without_a_gradient_are_not_computed():
         for group, r in zip(random_groups([[3, 4, 5]] * 3, seed=0), rewards, strict=True)
     ]
     sequences = assign_advantages(groups, algorithm)
-    kept = [(s.group, s.num_completion_tokens) for s in with_gradient(sequences, algorithm)]
+    kept = [(s.group, s.num_loss_tokens) for s in with_gradient(sequences, algorithm)]
     assert kept == [(0, 3), (0, 5), (2, 3), (2, 5)]  # the middle one of group 0 has the group's mean
     with_kl = build_algorithm(AlgorithmConfig(beta=0.1), max_completion_tokens=16)
     assert len(with_gradient(assign_advantages(groups, with_kl), with_kl)) == 8  # a KL term pulls at all but the NaN
@@ -180,7 +177,7 @@ def test_a_step_without_any_gradient_moves_nothing():
     engines = [make_engine(make_policy(), optim=AdamwConfig(weight_decay=0.1), learning_rate=0.01) for _ in range(2)]
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     learned = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
-    idle = [replace(s, advantages=np.zeros(s.num_completion_tokens)) for s in learned]
+    idle = [replace(s, advantages=np.zeros_like(s.advantages)) for s in learned]
     for engine, second in zip(engines, (idle, with_gradient(idle, algorithm)), strict=True):
         for sequences in (learned, second):
             before = copy.deepcopy(engine.policy.model.state_dict())
@@ -235,7 +232,7 @@ def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correctio
         engine.forward_backward(batch, algorithm.policy_loss)
         policy.model.zero_grad()
         sampled = {n: logprobs.double().numpy() for n, logprobs in engine.old_logprobs.items()}
-        own = [replace(s, sampling_logprobs=sampled[s.index]) for s in sequences]
+        own = [replace(s, sampling_logprobs=scatter(s.loss_mask, sampled[s.index])) for s in sequences]
         (batch,) = pack_for(policy, own, 30)
         for update in range(2):
             result = engine.forward_backward(None if update else batch, algorithm.policy_loss)
@@ -275,7 +272,7 @@ def test_the_gradients_of_all_ranks_add_up(world_size: int):
     _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
     batches = pack_for(engine.policy, sequences, 30, world_size=world_size)
     assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert {(b.num_sequences, b.num_scored_tokens) for b in batches} == {(9, 59)}
+    assert {(b.num_trajectories, b.num_loss_tokens) for b in batches} == {(9, 59)}
     old, of_ranks = {s.index: old_logprobs_of(s) for s in sequences}, []
     for batch in batches:
         engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)

@@ -1,5 +1,7 @@
 """What running out of memory looks like, in the words of those that say so, and what each means."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed import DistBackendError
@@ -7,6 +9,7 @@ from torch.distributed import DistBackendError
 from cohort.engine.accumulation import AloneAccumulation, attempt
 from cohort.engine.out_of_memory import Meaning, TooLarge, is_out_of_memory, meaning_of, must_fit, too_large
 from cohort.errors import OutOfStepError
+from tiny import random_sequences
 
 ASYNC = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
@@ -150,10 +153,11 @@ def test_nccl_that_runs_out_ends_the_process():
 
 def test_the_budget_after_memory_ran_out():
     """Half of it, or of what did not fit where that is less."""
-    assert too_large(700, num_sequences=3).half_of(1000) == 350
-    assert too_large(3, num_sequences=2).half_of(1000) == 1
-    assert too_large(700, num_sequences=1).half_of(1000) == 350
-    assert too_large(0, num_sequences=0).half_of(1000) == 500
+    one, two, three = random_sequences([(1, [1, 1, 1])])
+    assert too_large(700, [one, two, three]).half_of(1000) == 350
+    assert too_large(3, [one, two]).half_of(1000) == 1
+    assert too_large(700, [one]).half_of(1000) == 350
+    assert too_large(0, []).half_of(1000) == 500
     assert TooLarge(700).half_of(500) == 250
 
 
@@ -162,9 +166,11 @@ def test_the_budget_after_memory_ran_out():
     [
         (700, 1, 350, "out of memory on a single sequence of 700 tokens, which cannot be split. Set"),
         (1, 1, 1, "out of memory on a single sequence of 1 tokens"),
+        (700, 2, 350, "out of memory on the 2 sequences of a single trajectory, of 700 tokens, which cannot be split"),
         (0, 0, 1, "out of memory even without any sequence: the model's largest layer does not fit"),
     ],
 )
 def test_the_end_where_nothing_becomes_smaller(num_tokens: int, num_sequences: int, budget: int, message: str):
+    of_one = [replace(s, trajectory=0) for s in random_sequences([(1, [1] * num_sequences)])]
     with pytest.raises(OutOfStepError, match=message):
-        too_large(num_tokens, num_sequences).half_of(budget)
+        too_large(num_tokens, of_one).half_of(budget)

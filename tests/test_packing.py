@@ -23,12 +23,11 @@ def test_whole_sequences_by_hand():
     # the last token of a sequence is never an input
     assert row.input_ids.tolist() == [*first.token_ids[:4].tolist(), *second.token_ids[:2].tolist()]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
-    assert row.source.tolist() == [1, 2, 3, 4, 5]
+    assert row.logit_positions.tolist() == [1, 2, 3, 4, 5]
     assert row.targets.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
     assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1]
-    assert row.advantages.tolist() == [*first.advantages, *second.advantages]
-    assert row.sampling_logprobs.tolist() == [*first.sampling_logprobs, *second.sampling_logprobs]
-    assert row.loss_weights.tolist() == [*first.loss_weights, *second.loss_weights]
+    for field in ("advantages", "sampling_logprobs", "loss_weights"):
+        assert getattr(row, field).tolist() == [*getattr(first, field)[2:], *getattr(second, field)[1:]]
     (own,) = row.segments.blocks.own
     assert own.positions.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
     assert own.padding.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
@@ -44,7 +43,7 @@ def test_shared_prompts_by_hand():
     assert row.input_ids.tolist() == np.concatenate(parts).tolist()
     assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 3, 0, 1, 2]
     # the prompt's last position predicts the first token of each of its completions
-    assert row.source.tolist() == [0, 3, 4, 5, 8, 9, 3, 6, 3]
+    assert row.logit_positions.tolist() == [0, 3, 4, 5, 8, 9, 3, 6, 3]
     (own,), (block,) = row.segments.blocks.own, row.segments.blocks.shared
     assert own.positions.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5], [6, 6, 6], [7, 8, 9]]
     assert (block.branches.starts, block.branches.lengths) == ((4,), (3,))
@@ -54,9 +53,9 @@ def test_shared_prompts_by_hand():
 def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
     row = collate([], share_prompts=True)
     assert row.input_ids.shape == row.position_ids.shape == (1,)
-    scored = (row.source, row.targets, row.sampling_logprobs, row.advantages, row.loss_weights, row.sequence_ids)
-    assert [len(x) for x in scored] == [0] * 6
-    assert row.source.dtype == row.targets.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
+    of_loss_tokens = (row.logit_positions, row.targets, row.sampling_logprobs, row.advantages, row.loss_weights)
+    assert [len(x) for x in (*of_loss_tokens, row.sequence_ids)] == [0] * 6
+    assert row.logit_positions.dtype == row.targets.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
 
 
 @examples(100)
@@ -79,8 +78,8 @@ def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget: int, layout: 
     )
     assert len(batches) == world_size and len({len(b.micro_batches) for b in batches}) == 1
     for batch in batches:
-        assert batch.num_sequences == len(sequences)
-        assert batch.num_scored_tokens == sum(s.num_completion_tokens for s in sequences)
+        assert batch.num_trajectories == len(sequences)
+        assert batch.num_loss_tokens == sum(s.num_loss_tokens for s in sequences)
         assert batch.num_over_budget == sum(len(s.token_ids) - 1 > budget for s in sequences)
     seen = []
     for mine in (m for batch in batches for m in batch.micro_batches):
@@ -98,11 +97,11 @@ def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence
     sees = visible(row.segments)
     for i, s in enumerate(sequences):
         mine = row.sequence_ids == i
-        np.testing.assert_array_equal(row.targets[mine].numpy(), s.token_ids[s.num_prompt_tokens :])
-        np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights)
-        last = s.num_prompt_tokens - 1 + np.arange(s.num_completion_tokens)
-        np.testing.assert_array_equal(row.position_ids[row.source[mine]].numpy(), last)
-        for source, position in zip(row.source[mine].tolist(), last, strict=True):
+        np.testing.assert_array_equal(row.targets[mine].numpy(), s.token_ids[s.loss_mask])
+        np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights[s.loss_mask])
+        last = np.flatnonzero(s.loss_mask) - 1
+        np.testing.assert_array_equal(row.position_ids[row.logit_positions[mine]].numpy(), last)
+        for source, position in zip(row.logit_positions[mine].tolist(), last, strict=True):
             np.testing.assert_array_equal(row.input_ids[sees[source]].numpy(), s.token_ids[: position + 1])
             np.testing.assert_array_equal(row.position_ids[sees[source]].numpy(), np.arange(position + 1))
 
@@ -163,4 +162,4 @@ def test_shared_prompts_are_computed_once_where_they_fit():
 
 def test_nothing_to_train_on_is_no_micro_batch():
     (batch,) = pack([], micro_batch_tokens=10, share_prompts=True, padded=False)
-    assert (batch.micro_batches, batch.num_sequences, batch.num_scored_tokens) == ((), 0, 0)
+    assert (batch.micro_batches, batch.num_trajectories, batch.num_loss_tokens) == ((), 0, 0)

@@ -14,7 +14,7 @@ import torch
 from cohort.config import Config, config_from_dict
 from cohort.distributed import ALONE
 from cohort.errors import TrainingError, UserError
-from cohort.records import Prompt, RolloutGroup
+from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey
 from cohort.trainer import vllm
 from cohort.trainer.inputs import Inputs, read_inputs
@@ -53,16 +53,17 @@ def groups(workers: WorkerGroup[Worker]) -> list[RolloutGroup]:
 def shifted(groups: list[RolloutGroup], by: float, *, tokens: slice = slice(None)) -> list[RolloutGroup]:
     """The groups with other logprobs for some tokens of their completions."""
 
-    def shift(completion: Any) -> Any:
-        logprobs = completion.sampling_logprobs.copy()
+    def shift(trajectory: Trajectory) -> Trajectory:
+        (call,) = trajectory.calls
+        logprobs = call.sampling_logprobs.copy()
         logprobs[tokens] += by
-        return replace(completion, sampling_logprobs=logprobs)
+        return replace(trajectory, calls=(replace(call, sampling_logprobs=logprobs),))
 
-    return [replace(group, completions=tuple(map(shift, group.completions))) for group in groups]
+    return [replace(group, trajectories=tuple(map(shift, group.trajectories))) for group in groups]
 
 
 def num_tokens(groups: list[RolloutGroup]) -> int:
-    return sum(len(c.token_ids) for group in groups for c in group.completions)
+    return sum(len(c.token_ids) for group in groups for c in group.trajectories)
 
 
 def test_equal_logprobs_pass(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
@@ -85,7 +86,7 @@ def test_other_logprobs_stop_the_run_with_the_numbers(
 
 
 def test_one_logprob_that_is_nan_is_enough(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
-    group = replace(groups[2], completions=(*groups[2].completions[1:], shifted(groups, math.nan)[2].completions[0]))
+    group = replace(groups[2], trajectories=(*groups[2].trajectories[1:], shifted(groups, math.nan)[2].trajectories[0]))
     with pytest.raises(TrainingError, match="by nan nats"):
         check_parity(workers, {"http://a": [*groups[:2], group]}, tolerance=1e9, steps_done=0)
 

@@ -19,6 +19,7 @@ from cohort.rewards.format import FormatReward
 from cohort.rewards.math import MathReward
 from cohort.rewards.overlong import OverlongReward
 from reward_samples import group, reward
+from samples import answer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -217,11 +218,10 @@ def test_a_reward_that_only_shapes_judges_nothing(folder):
     judge = reward(lambda completions: [1.0, None, 1.0], name="judge")
     g = group("q", ["a", "b", "c"])
     lengths = (1, 2, 2)
-    completions = tuple(
-        dataclasses.replace(c, token_ids=np.zeros(n, dtype=np.int64))
-        for c, n in zip(g.completions, lengths, strict=True)
+    trajectories = tuple(
+        answer(g.prompt, np.zeros(n), text=t.text) for t, n in zip(g.trajectories, lengths, strict=True)
     )
-    (scored,) = RewardRunner([judge, overlong]).score([dataclasses.replace(g, completions=completions)])
+    (scored,) = RewardRunner([judge, overlong]).score([dataclasses.replace(g, trajectories=trajectories)])
     assert np.array_equal(scored.rewards, [1.0, math.nan, 0.0], equal_nan=True)
     assert scored.reward_parts["overlong"].tolist() == [0.0, -1.0, -1.0]
     with pytest.raises(UserError, match=r"no reward judged any of the 3 completions of this step: 'silent' returned"):

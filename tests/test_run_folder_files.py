@@ -8,10 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cohort.config import config_from_dict
-from cohort.records import Completion, Prompt, ScoredGroup, TrainSequence
+from cohort.records import Prompt, ScoredGroup, TrainSequence
 from cohort.run_folder import config_changes, write_completions_file
 from configs import MINIMAL
 from run_folders import open_folder
+from samples import answer
 
 # Which keys make another run
 
@@ -55,19 +56,20 @@ def test_config_changes_with_a_schedule_has_both_values():
 
 
 def a_group(prompt: Prompt, rewards: list[float], parts: dict[str, list[float]]) -> ScoredGroup:
-    completions = tuple(
-        Completion(
-            token_ids=np.array([5, 6 + i]),
-            sampling_logprobs=np.array([-0.5, -0.25]),
-            finish_reason="length" if i else "stop",
-            policy_version=3,
+    trajectories = tuple(
+        answer(
+            prompt,
+            [5, 6 + i],
+            logprobs=[-0.5, -0.25],
+            finish="length" if i else "stop",
+            version=3,
             text=f"answer {i}",
         )
         for i in range(len(rewards))
     )
     return ScoredGroup(
         prompt=prompt,
-        completions=completions,
+        trajectories=trajectories,
         rewards=np.array(rewards),
         reward_parts={name: np.array(part) for name, part in parts.items()},
     )
@@ -81,15 +83,7 @@ GROUPS = [
     a_group(CHAT, [0.5, 0.0], {"exact": [0.5, NAN], "format": [0.0, 0.0]}),
 ]
 SEQUENCES = [
-    TrainSequence(
-        token_ids=np.arange(3),
-        num_prompt_tokens=1,
-        sampling_logprobs=np.zeros(2),
-        loss_weights=np.ones(2),
-        advantages=np.full(2, advantage),
-        index=n,
-        group=n // 2,
-    )
+    TrainSequence.single_turn(np.arange(1), np.arange(2), advantages=advantage, index=n, group=n // 2)
     for n, advantage in enumerate((0.5, 0.0, 1.0, -1.0))
 ]
 

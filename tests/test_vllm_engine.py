@@ -16,7 +16,7 @@ def test_groups_come_back_in_order_with_what_was_sampled():
     with run_with(ThreadServer()) as run:
         groups = run.generate(6)
     assert [g.prompt.id for g in groups] == list(range(6))
-    assert {c.finish_reason for g in groups for c in g.completions} == {"stop", "length"}
+    assert {c.finish_reason for g in groups for c in g.trajectories} == {"stop", "length"}
     assert_right(groups)
     assert len(run.notes) == 2, "it is starting, and it answers"
 
@@ -36,7 +36,7 @@ def test_greedy_completions_are_sampled_once():
         (group,) = run.generate(1, sampling)
     assert server.fakes[0].calls["/inference/v1/generate"] == 1
     tokens = sampled(group.prompt.token_ids.tolist(), 0, 8)
-    assert [c.token_ids.tolist() for c in group.completions] == [tokens] * 3
+    assert [c.token_ids.tolist() for c in group.trajectories] == [tokens] * 3
 
 
 def test_a_server_never_has_more_completions_in_flight_than_it_takes():
@@ -65,7 +65,7 @@ def test_completions_under_way_keep_the_version_that_began_them():
         until(lambda: server.fakes[0].num_in_flight)
         run.engine.load_weights(policy_version=8)
         run.collector.wait(groups, count=2)
-        versions = {c.policy_version for g in groups for c in g.result().completions}
+        versions = {c.policy_version for g in groups for c in g.result().trajectories}
     assert versions == {7}
 
 

@@ -146,14 +146,14 @@ def random_sequences(lengths: list[tuple[int, list[int]]], *, seed: int = 0) -> 
     for group, (p, completions) in enumerate(lengths):
         prompt = rng.integers(2, VOCAB_SIZE, p)
         sequences += [
-            TrainSequence(
-                token_ids=np.concatenate([prompt, rng.integers(2, VOCAB_SIZE, c)]),
-                num_prompt_tokens=p,
+            TrainSequence.single_turn(
+                prompt,
+                rng.integers(2, VOCAB_SIZE, c),
                 index=len(sequences) + i,
                 group=group,
                 sampling_logprobs=-rng.random(c) * 4,
-                loss_weights=np.full(c, 1.0 / total),
-                advantages=np.full(c, rng.normal()),
+                loss_weights=1.0 / total,
+                advantages=rng.normal(),
             )
             for i, c in enumerate(completions)
         ]
@@ -163,12 +163,11 @@ def random_sequences(lengths: list[tuple[int, list[int]]], *, seed: int = 0) -> 
 def naive_logprobs(
     model: PreTrainedModel, sequence: TrainSequence, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies of one completion from the model's full logits, one unpadded row: the ground truth."""
-    ids = torch.from_numpy(sequence.token_ids).unsqueeze(0)
-    logits = model(input_ids=ids, use_cache=False).logits[0, sequence.num_prompt_tokens - 1 : -1]
+    """Logprobs and entropies of the loss tokens from the model's full logits, one unpadded row: the ground truth."""
+    ids, mask = torch.from_numpy(sequence.token_ids), torch.from_numpy(sequence.loss_mask)
+    logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1][mask[1:]]
     log_p = torch.log_softmax(logits / temperature, dim=-1)
-    targets = ids[0, sequence.num_prompt_tokens :]
-    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, ids[mask].unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -118,8 +118,8 @@ def assert_right(groups: Sequence[RolloutGroup], sampling: SamplingParams = SAMP
         seeds = [seed_of(KEY.call(group.prompt, i), sampling) for i in range(sampling.num_generations)]
         token_ids = group.prompt.token_ids.tolist()
         expected = [sampled(token_ids, seed, sampling.max_completion_tokens) for seed in seeds]
-        assert [c.token_ids.tolist() for c in group.completions] == expected
-        for completion, tokens in zip(group.completions, expected, strict=True):
+        assert [c.token_ids.tolist() for c in group.trajectories] == expected
+        for completion, tokens in zip(group.trajectories, expected, strict=True):
             assert completion.sampling_logprobs.tolist() == [logprob_of(t) for t in tokens]
             assert completion.finish_reason == ("stop" if tokens[-1] == END else "length")
             assert completion.policy_version == version

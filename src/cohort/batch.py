@@ -1,6 +1,6 @@
 """The records of one step in training.
 
-S input tokens of a micro-batch, T scored (completion) tokens, n completions of a micro-batch.
+S input tokens of a micro-batch, T loss tokens (those that are trained), n trajectories of a micro-batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,24 +14,24 @@ from cohort.segments import Segments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Completions after their prompts as one row without padding. Completions of one prompt may share it.
+    """Sequences as one row without padding. Those of a group may share its prefix.
 
-    The last token of a sequence predicts nothing that is scored and is not an input.
+    The last token of a sequence predicts nothing and is not an input.
     """
 
     input_ids: Tensor  # [S] int64
     position_ids: Tensor  # [S] int64, of each token in its own sequence
-    input_counts: Tensor  # [S] int64, of how many completions the token is an input: of all that share a prompt; 0 of a
-    # token that only fills the row
+    input_counts: Tensor  # [S] int64, number of sequences that the token is an input of: several in a shared prefix,
+    # 0 in a token that only fills the row
     segments: Segments  # which tokens attend to which
-    source: Tensor  # [T] int64, position in the row that predicts scored token t; where the row goes on from a prompt
-    # computed before, position 0 is that prompt's last token, and the row's own follow
-    targets: Tensor  # [T] int64, the scored tokens
+    logit_positions: Tensor  # [T] int64, position in the row that predicts loss token t; if the row continues a prefix
+    # computed before, position 0 is the prefix's last token, and the row's own follow
+    targets: Tensor  # [T] int64, ids of the loss tokens
     sampling_logprobs: Tensor  # [T]
     advantages: Tensor  # [T]
     loss_weights: Tensor  # [T] fixed over the whole step
     returns: Tensor  # [T], for a critic; [0] of sequences that have none
-    sequence_ids: Tensor  # [T] int64, 0 .. n - 1: which of the micro-batch's completions the token belongs to
+    sequence_ids: Tensor  # [T] int64, 0 .. n - 1: which of the micro-batch's trajectories the token belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,10 @@ class TrainBatch:
     micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each under the token budget; an empty one keeps step
     streams: tuple[tuple[tuple[TrainSequence, ...], ...], ...] = ()  # groups in parts, each under it with its prompt
     micro_batch_tokens: int  # the budget
-    num_sequences: int  # of the step, over all ranks
-    num_scored_tokens: int  # completion tokens of the step, over all ranks
-    num_over_budget: int  # sequences longer than the budget; each is alone in its micro-batch
+    num_trajectories: int  # of the step, over all ranks
+    num_loss_tokens: int  # of the step, over all ranks
+    num_over_budget: int  # sequences, or trajectories kept whole, over the budget; each is alone in its micro-batch
+    whole_trajectories: bool = True  # all sequences of a trajectory are in one micro-batch
 
     @property
     def pieces(self) -> tuple[tuple[TrainSequence, ...], ...]:
@@ -66,7 +67,7 @@ class LossInputs:
     reference_logprobs: Tensor | None  # [T] the frozen reference; None where the loss has no KL term
     entropy: Tensor  # [T] in nats, of the current policy's distribution; carries a gradient
     advantages: Tensor  # [T]
-    sequence_ids: Tensor  # [T] int64, for sequence-level ratios
+    sequence_ids: Tensor  # [T] int64, trajectory that a token belongs to, for sequence-level ratios
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

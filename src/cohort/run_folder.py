@@ -13,13 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cohort.checkpoint import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
-from cohort.records import ScoredGroup, TrainSequence
+from cohort.records import FloatArray, ScoredGroup, TrainSequence
 from cohort.run_files import has_begun, holds_run, line_numbers, read_metrics, read_summary
 
 # Keys that may differ when a run goes on: they change neither what is learned nor in which order.
@@ -286,8 +287,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None) -> pa.Table:
-    prompts = [group.prompt for group in groups for _ in group.completions]
-    completions = [completion for group in groups for completion in group.completions]
+    prompts = [group.prompt for group in groups for _ in group.trajectories]
+    completions = [trajectory for group in groups for trajectory in group.trajectories]
     columns: dict[str, Any] = {
         "step": pa.array([step] * len(completions), pa.int64()),
         "prompt_id": pa.array([p.id for p in prompts], pa.int64()),
@@ -304,5 +305,9 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         values = [r for g in groups for r in g.reward_parts[name]]
         columns[f"rewards/{name}"] = pa.array(values, pa.float64(), from_pandas=True)
     if sequences is not None:
-        columns["advantage"] = pa.array([float(s.advantages.mean()) for s in sequences], pa.float64())
+        advantages: list[list[FloatArray]] = [[] for _ in completions]
+        for s in sequences:
+            advantages[s.trajectory].append(s.advantages[s.loss_mask])
+        means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
+        columns["advantage"] = pa.array(means, pa.float64())
     return pa.table(columns)

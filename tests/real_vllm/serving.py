@@ -191,15 +191,7 @@ def random_prompt(length: int, *, seed: int = 0) -> list[int]:
 
 def largest_difference(model: Any, prompt: list[int], choice: Choice, tokens: slice = slice(None)) -> float:
     """Between the server's logprobs and the model's, in nats, over some of the completion's tokens."""
-    sequence = TrainSequence(
-        token_ids=np.array(prompt + choice.token_ids),
-        num_prompt_tokens=len(prompt),
-        index=0,
-        group=0,
-        sampling_logprobs=np.array(choice.logprobs),
-        loss_weights=np.ones(len(choice.token_ids)),
-        advantages=np.zeros(len(choice.token_ids)),
-    )
+    sequence = TrainSequence.single_turn(np.array(prompt), np.array(choice.token_ids), index=0, group=0)
     with torch.no_grad():
         own, _ = naive_logprobs(model, sequence)
     return float((own - torch.tensor(choice.logprobs))[tokens].abs().max())

@@ -1,6 +1,7 @@
 """Scored groups to training sequences: advantages over whole groups, loss weights over the whole step.
 
-P prompts, G generations, N = P x G completions, K rewards, L tokens of the longest completion, C of one.
+P prompts, G generations, N = P x G completions, K rewards, L loss tokens of the longest completion. Tokens that are not
+trained take part in nothing here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,17 @@ from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.table import Algorithm
 from cohort.algorithms.terms import Coefficients
 from cohort.errors import TrainingError
-from cohort.records import Estimates, FloatArray, IntArray, RolloutGroup, ScoredGroup, TrainSequence
+from cohort.records import (
+    Estimates,
+    FloatArray,
+    IntArray,
+    RolloutGroup,
+    ScoredGroup,
+    TrainSequence,
+    scatter,
+    starts_with,
+    token_sequences,
+)
 
 
 def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> list[TrainSequence]:
@@ -22,25 +33,47 @@ def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> l
 
     Without a gradient are sequences of loss weight 0, and those of advantage 0 where nothing else pulls at them: the
     policy losses are all of the form advantage times something. They still count in the loss weights' denominators.
+    A trajectory whose loss sums over all of its tokens is kept whole.
     """
-    return [s for s in sequences if s.loss_weights.any() and (s.advantages.any() or algorithm.learns_without_advantage)]
+
+    def unit(s: TrainSequence) -> int:
+        return s.trajectory if algorithm.whole_trajectories else s.index
+
+    kept = {
+        unit(s)
+        for s in sequences
+        if s.loss_weights.any() and (s.advantages.any() or algorithm.learns_without_advantage)
+    }
+    return [s for s in sequences if unit(s) in kept]
 
 
 def bare_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
-    """One sequence per completion, group after group, of loss weight and advantage 0: nothing is learned from them."""
+    """Make the sequences of all trajectories, group after group, of loss weight and advantage 0.
+
+    Raises:
+        TrainingError: a model call has sampled no tokens.
+    """
+    members = [(g, group.prompt, t) for g, group in enumerate(groups) for t in group.trajectories]
     sequences: list[TrainSequence] = []
-    for g, group in enumerate(groups):
-        for completion in group.completions:
-            zeros = np.zeros(len(completion.token_ids))
+    for number, (g, prompt, trajectory) in enumerate(members):
+        if not all(len(call.token_ids) for call in trajectory.calls):
+            raise TrainingError("rollout: a completion has no tokens; an empty one is an end-of-sequence token")
+        for tokens in token_sequences(trajectory.calls):
+            zeros = np.zeros(len(tokens.token_ids))
+            begins_with_prompt = (
+                starts_with(tokens.token_ids, prompt.token_ids) and not tokens.loss_mask[: len(prompt.token_ids)].any()
+            )
             sequences.append(
                 TrainSequence(
-                    token_ids=np.concatenate([group.prompt.token_ids, completion.token_ids]),
-                    num_prompt_tokens=len(group.prompt.token_ids),
+                    token_ids=tokens.token_ids,
+                    loss_mask=tokens.loss_mask,
+                    sampling_logprobs=tokens.sampling_logprobs,
+                    advantages=zeros,
+                    loss_weights=zeros,
+                    shared_prefix_tokens=len(prompt.token_ids) if begins_with_prompt else 0,
                     index=len(sequences),
                     group=g,
-                    sampling_logprobs=completion.sampling_logprobs,
-                    loss_weights=zeros,
-                    advantages=zeros,
+                    trajectory=number,
                 )
             )
     return sequences
@@ -53,7 +86,7 @@ def assign_advantages(
     reward_weights: Mapping[str, float] | None = None,
     coefficients: Coefficients | None = None,
 ) -> list[TrainSequence]:
-    """One training sequence per completion, group after group.
+    """Make the training sequences of a step, group after group.
 
     Args:
         groups: P scored groups of G completions each.
@@ -63,40 +96,40 @@ def assign_advantages(
         coefficients: of a KL divergence that is taken from the rewards; by default those that a run begins with.
 
     Returns:
-        P x G sequences. Completions that no reward judged, and truncated ones where the algorithm masks them, have
-        loss weight 0.
+        The sequences of P x G trajectories. Those that no reward judged, truncated ones where the algorithm masks them,
+        and those without a trained token have loss weight 0.
     """
     estimates = estimates or Estimates()
     now = coefficients or algorithm.coefficients(algorithm.first_control)
     penalties = {index: now.kl * kl for index, kl in reference_kl(algorithm, estimates).items()}
-    x = advantage_inputs(groups, estimates, reward_weights or {}, penalties)
     sequences = bare_sequences(groups)
+    x = advantage_inputs(groups, sequences, estimates, reward_weights or {}, penalties)
     lengths_N = x.lengths.flatten().numpy()
-    included_N = ~x.rewards.flatten().isnan().numpy()
+    included_N = ~x.rewards.flatten().isnan().numpy() & (lengths_N > 0)
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
     returns_NL = None if algorithm.critic is None else algorithm.critic.returns(x).flatten(0, 1).numpy()
     if algorithm.mask_truncated:
-        included_N &= np.array([c.finish_reason == "stop" for group in groups for c in group.completions])
+        included_N &= np.array([t.end == "answer" for group in groups for t in group.trajectories])
     weights_N = algorithm.loss_weight(lengths_N, included_N)
     if algorithm.top_entropy_quantile < 1:
         counted_NL = included_N[:, None] & (np.arange(advantages_NL.shape[1]) < lengths_N[:, None])
-        entropies_NL = _padded(estimates.entropies, x.lengths.numpy()).reshape(advantages_NL.shape)
+        entropies_NL = _padded(estimates.entropies, sequences, x.lengths.numpy()).reshape(advantages_NL.shape)
         advantages_NL = advantages_NL * high_entropy(entropies_NL, counted_NL, share=algorithm.top_entropy_quantile)
     return [
         replace(
-            sequence,
-            loss_weights=np.full(length, weight),
-            advantages=advantages[:length] if included else np.zeros(length),
-            returns=np.zeros(0) if returns_NL is None or not included else returns_NL[sequence.index, :length],
+            s,
+            loss_weights=scatter(s.loss_mask, weights_N[s.trajectory]),
+            advantages=scatter(s.loss_mask, advantages_NL[place] if included_N[s.trajectory] else 0.0),
+            returns=np.zeros(0)
+            if returns_NL is None or not included_N[s.trajectory]
+            else scatter(s.loss_mask, returns_NL[place]),
         )
-        for sequence, length, weight, included, advantages in zip(
-            sequences, lengths_N, weights_N, included_N, advantages_NL, strict=True
-        )
+        for s, place in zip(sequences, _places(sequences), strict=True)
     ]
 
 
 def reference_kl(algorithm: Algorithm, estimates: Estimates) -> dict[int, FloatArray]:
-    """The KL divergence from the reference that is taken from the rewards, [C] by index; empty where none is."""
+    """The KL divergence from the reference that is taken from the rewards, by sequence index; empty if none is."""
     if algorithm.reward_kl is None:
         return {}
     return {
@@ -107,9 +140,12 @@ def reference_kl(algorithm: Algorithm, estimates: Estimates) -> dict[int, FloatA
     }
 
 
-def mean_reference_kl(algorithm: Algorithm, estimates: Estimates) -> dict[str, float]:
+def mean_reference_kl(
+    algorithm: Algorithm, estimates: Estimates, sequences: Sequence[TrainSequence]
+) -> dict[str, float]:
     """The metric `kl`: the mean of what is taken from the rewards, before its coefficient, over the step's tokens."""
-    of_tokens = list(reference_kl(algorithm, estimates).values())
+    masks = {s.index: s.loss_mask for s in sequences}
+    of_tokens = [kl[masks[index]] for index, kl in reference_kl(algorithm, estimates).items()]
     return {"kl": float(np.concatenate(of_tokens).mean())} if of_tokens else {}
 
 
@@ -128,6 +164,7 @@ def high_entropy(entropies_NL: FloatArray, counted_NL: np.ndarray, *, share: flo
 
 def advantage_inputs(
     groups: Sequence[ScoredGroup],
+    sequences: Sequence[TrainSequence],
     estimates: Estimates,
     reward_weights: Mapping[str, float],
     penalties: Mapping[int, FloatArray],
@@ -136,43 +173,57 @@ def advantage_inputs(
 
     Args:
         groups: scored.
-        estimates: of all completions, where the algorithm asks for them.
+        sequences: of all completions.
+        estimates: of the sequences, if the algorithm asks for them.
         reward_weights: of each part of the reward.
-        penalties: [C] by index, taken from the reward of each token.
+        penalties: by index of the sequence, taken from the reward of each token.
 
     Raises:
-        TrainingError: there are no groups, they are not of one size, or a completion has no tokens.
+        TrainingError: there are no groups, or they are not of one size.
     """
-    sizes = sorted({len(group.completions) for group in groups})
+    sizes = sorted({len(group.trajectories) for group in groups})
     if len(sizes) != 1:
         what = f"groups of {' and '.join(map(str, sizes))} completions" if sizes else "no groups"
         raise TrainingError(f"rollout: a step of {what}; it must have groups of one size (rollout.num_generations)")
-    lengths_PG = np.array([[len(c.token_ids) for c in group.completions] for group in groups], dtype=np.int64)
-    if not lengths_PG.all():
-        raise TrainingError("rollout: a completion has no tokens; one that says nothing is an end-of-sequence token")
     rewards_PG = np.stack([group.rewards for group in groups])
-    judged_PG = ~np.isnan(rewards_PG)
-    tokens_PGL = np.zeros((*lengths_PG.shape, lengths_PG.max()))
+    lengths_N = np.zeros(rewards_PG.size, dtype=np.int64)
+    np.add.at(lengths_N, [s.trajectory for s in sequences], [s.num_loss_tokens for s in sequences])
+    lengths_PG = lengths_N.reshape(rewards_PG.shape)
+    judged_PG, trained_PG = ~np.isnan(rewards_PG), lengths_PG > 0
+    tokens_PGL = np.zeros((*lengths_PG.shape, max(1, lengths_PG.max())))
     last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
-    tokens_PGL[last_PG] = np.where(judged_PG, rewards_PG, 0.0)
+    tokens_PGL[last_PG] = np.where(judged_PG & trained_PG, rewards_PG, 0.0)
     if penalties:
-        tokens_PGL -= np.where(judged_PG[..., None], _padded(penalties, lengths_PG), 0.0)
+        tokens_PGL -= np.where(judged_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
+    # without a trained token there is none to bear the reward, with which the group is still compared
+    totals_PG = np.where(trained_PG, tokens_PGL.sum(axis=-1), rewards_PG)
     parts = [np.stack([g.reward_parts[name] for g in groups]) for name in reward_weights]
     return AdvantageInputs(
-        rewards=torch.from_numpy(np.where(judged_PG, tokens_PGL.sum(axis=-1), np.nan)),
+        rewards=torch.from_numpy(np.where(judged_PG, totals_PG, np.nan)),
         reward_parts=torch.from_numpy(np.stack(parts, axis=-1) if parts else rewards_PG[..., None]),
         reward_weights=torch.tensor([*reward_weights.values()] or [1.0], dtype=torch.float64),
         token_rewards=torch.from_numpy(tokens_PGL),
         lengths=torch.from_numpy(lengths_PG),
-        values=torch.from_numpy(_padded(estimates.values, lengths_PG)) if estimates.values else None,
+        values=torch.from_numpy(_padded(estimates.values, sequences, lengths_PG)) if estimates.values else None,
     )
 
 
-def _padded(values: Mapping[int, FloatArray], lengths_PG: IntArray) -> FloatArray:
-    """Values of completions [C], by index, as [P, G, L] with zeros beyond."""
-    padded_NL = np.zeros((lengths_PG.size, lengths_PG.max()))
-    for index, of_tokens in values.items():
-        padded_NL[index, : len(of_tokens)] = of_tokens
+def _places(sequences: Sequence[TrainSequence]) -> list[tuple[int, slice]]:
+    """The place [N, L] of each sequence's loss tokens: those of a trajectory's sequences follow each other."""
+    filled: dict[int, int] = {}
+    places = []
+    for s in sequences:
+        start = filled.get(s.trajectory, 0)
+        filled[s.trajectory] = start + s.num_loss_tokens
+        places.append((s.trajectory, slice(start, filled[s.trajectory])))
+    return places
+
+
+def _padded(values: Mapping[int, FloatArray], sequences: Sequence[TrainSequence], lengths_PG: IntArray) -> FloatArray:
+    """Values of sequences, by index, as [P, G, L] with zeros beyond each completion."""
+    padded_NL = np.zeros((lengths_PG.size, max(1, lengths_PG.max())))
+    for s, place in zip(sequences, _places(sequences), strict=True):
+        padded_NL[place] = values[s.index][s.loss_mask]
     return padded_NL.reshape(*lengths_PG.shape, -1)
 
 

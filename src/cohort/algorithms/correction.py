@@ -1,4 +1,4 @@
-"""Importance weights for tokens that another policy sampled than the one that learns from them. T scored tokens.
+"""Importance weights for tokens that another policy sampled than the one that learns from them. T loss tokens.
 
 Three policies take part: the *sampling* policy gave the tokens, the *old* one is the trainer's when it first sees them,
 and the *current* one moves away from it. The clipped ratio is current over old; this is old over sampling, which is 1

@@ -1,6 +1,6 @@
 """What a critic adds: generalised advantages, the returns that it learns, and its loss.
 
-P prompts, G generations, L tokens of the longest completion of the step, C of one, T scored tokens of a micro-batch.
+P prompts, G generations, L loss tokens of the longest completion of the step, T of a micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.statistics import whiten_tokens
 from cohort.algorithms.weights import token_mean
 from cohort.batch import LossOutput, ValueInputs
-from cohort.records import FloatArray, TrainSequence
+from cohort.records import FloatArray, TrainSequence, scatter
 
 ValueLoss = Callable[[ValueInputs], LossOutput]
 
@@ -72,12 +72,9 @@ def clipped_value(x: ValueInputs, *, value_clip: float) -> LossOutput:
 def with_returns(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     """The sequences that the critic learns from, with its loss weights: the mean over all of their tokens."""
     chosen = [s for s in sequences if len(s.returns)]
-    lengths = np.array([s.num_completion_tokens for s in chosen], dtype=np.int64)
+    lengths = np.array([s.num_loss_tokens for s in chosen], dtype=np.int64)
     weights = token_mean(lengths, np.ones(len(chosen), dtype=bool))
-    return [
-        replace(s, loss_weights=np.full(length, weight))
-        for s, length, weight in zip(chosen, lengths, weights, strict=True)
-    ]
+    return [replace(s, loss_weights=scatter(s.loss_mask, weight)) for s, weight in zip(chosen, weights, strict=True)]
 
 
 def value_metrics(sequences: Sequence[TrainSequence], values: Mapping[int, FloatArray]) -> dict[str, float]:
@@ -85,7 +82,7 @@ def value_metrics(sequences: Sequence[TrainSequence], values: Mapping[int, Float
 
     Args:
         sequences: of the step.
-        values: of the critic before it learned from them, [C] by index.
+        values: of the critic before it learned from them, by index.
 
     Returns:
         the mean value, and the share of the returns' variance over tokens that the values explain: 1 is all of it, 0 as
@@ -94,8 +91,8 @@ def value_metrics(sequences: Sequence[TrainSequence], values: Mapping[int, Float
     chosen = [s for s in sequences if len(s.returns)]
     if not chosen:
         return {}
-    foreseen = np.concatenate([values[s.index] for s in chosen])
-    returns = np.concatenate([s.returns for s in chosen])
+    foreseen = np.concatenate([values[s.index][s.loss_mask] for s in chosen])
+    returns = np.concatenate([s.returns[s.loss_mask] for s in chosen])
     metrics = {"value/mean": float(foreseen.mean())}
     if returns.var() > 0:
         metrics["value/explained_variance"] = float(1 - (returns - foreseen).var() / returns.var())

@@ -1,4 +1,4 @@
-"""Policy losses, per token and not reduced. T scored tokens.
+"""Policy losses, per token and not reduced. T loss tokens.
 
 The ratio is that of the current policy's probability to the old one's. Its logarithm is bounded by `MAX_LOG_RATIO`, so
 that no exponential overflows: a token that neither weighs anything nor has an advantage cannot make the sum NaN, also

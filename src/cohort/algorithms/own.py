@@ -1,6 +1,6 @@
 """A user's own advantage, policy loss and loss weight: load them, try them on a few tokens, check what they return.
 
-P prompts, G generations, K rewards, L tokens of the longest completion, N completions, T scored tokens.
+P prompts, G generations, K rewards, L tokens of the longest completion, N completions, T loss tokens.
 """
 
 import inspect

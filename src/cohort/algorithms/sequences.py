@@ -1,11 +1,11 @@
-"""Sums over the tokens of a completion, in packed rows. T scored tokens; completions are whole."""
+"""Sums over the loss tokens of a trajectory, in packed rows. T loss tokens; trajectories are whole."""
 
 import torch
 from torch import Tensor
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Sum of values [T] over a token's completion, for each of its tokens: [T] float64, with a gradient.
+    """Sum of values [T] over a token's trajectory, for each of its tokens: [T] float64, with a gradient.
 
     float64, since thousands of tokens are added up, and the sum must not hang on the order in which they are.
     """
@@ -15,5 +15,5 @@ def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def sequence_means(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Mean of values [T] over a token's completion, for each of its tokens: [T] float64, with a gradient."""
+    """Mean of values [T] over a token's trajectory, for each of its tokens: [T] float64, with a gradient."""
     return sequence_sums(values, sequence_ids) / sequence_sums(torch.ones_like(values), sequence_ids)

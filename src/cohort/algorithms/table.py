@@ -42,6 +42,7 @@ class Algorithm:
     estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
     needs_reference: bool  # in the loss
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
+    whole_trajectories: bool  # a token's loss depends on the other tokens of its trajectory
     reward_kl: Estimator | None  # taken from the reward of each token, times its coefficient
     top_entropy_quantile: float  # share of the step's tokens that have a policy gradient
     first_control: Control  # of a run
@@ -76,6 +77,7 @@ def build_algorithm(
     parts = {kind: _function(config, kind) for kind in MODULES}
     if config.loss_weight == "constant":  # the one number that is another section's
         parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
+    correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
     traits = own.loss_traits(parts["policy_loss"], has_reference=config.kl_in == "loss")
     kl_in_reward = config.kl_in == "reward"
     asks_for: dict[Estimate, bool] = {
@@ -86,13 +88,16 @@ def build_algorithm(
     }
     return Algorithm(
         advantage=parts["advantage"],
-        loss_at=partial(_composed, parts["policy_loss"], _terms(config, auto_correction)),
+        loss_at=partial(_composed, parts["policy_loss"], _terms(config, correction)),
         loss_weight=parts["loss_weight"],
         critic=_critic(config, value_clip=value_clip) if config.needs_critic else None,
         mask_truncated=config.mask_truncated_completions,
         estimates=frozenset(name for name, is_needed in asks_for.items() if is_needed),
         needs_reference=config.kl_in == "loss",
         learns_without_advantage=config.kl_in == "loss" or has_entropy_bonus(config) or traits.learns_without_advantage,
+        whole_trajectories=traits.whole_completions
+        or correction.startswith("sequence")
+        or config.off_policy_mask_threshold is not None,
         reward_kl=ESTIMATORS[str(config.kl_estimator)] if kl_in_reward else None,
         top_entropy_quantile=config.top_entropy_quantile,
         first_control=Control(kl=config.beta, entropy=config.entropy_coef),
@@ -146,10 +151,9 @@ def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
     )
 
 
-def _terms(config: AlgorithmConfig, auto_correction: Correction) -> list[Term]:
+def _terms(config: AlgorithmConfig, correction: Correction) -> list[Term]:
     """What is put around the policy loss, from the inside out."""
     found: list[Term] = []
-    correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
     if correction != "none":
         found.append(lambda loss, _: with_correction(loss, correction, cap=config.sampling_correction_cap))
     threshold = config.off_policy_mask_threshold

@@ -1,6 +1,6 @@
 """What is put around a policy loss: KL divergence from the reference, entropy bonus, the mask of stale completions.
 
-T scored tokens of a micro-batch.
+T loss tokens of a micro-batch.
 """
 
 from collections.abc import Callable

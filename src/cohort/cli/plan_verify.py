@@ -196,16 +196,9 @@ def _sharded_policy(config: ModelConfig, kind: type[Policy], reshard_after_forwa
 
 
 def _group(prompt_tokens: int, completion_tokens: int, num_generations: int) -> list[TrainSequence]:
+    prompt, completion = np.ones(prompt_tokens, dtype=np.int64), np.ones(completion_tokens, dtype=np.int64)
     return [
-        TrainSequence(
-            token_ids=np.ones(prompt_tokens + completion_tokens, dtype=np.int64),
-            num_prompt_tokens=prompt_tokens,
-            index=index,
-            group=0,
-            sampling_logprobs=np.zeros(completion_tokens),
-            loss_weights=np.ones(completion_tokens),
-            advantages=np.ones(completion_tokens),
-        )
+        TrainSequence.single_turn(prompt, completion, index=index, group=0, loss_weights=1.0, advantages=1.0)
         for index in range(num_generations)
     ]
 

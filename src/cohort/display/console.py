@@ -131,7 +131,7 @@ class ConsoleDisplay(Display):
         content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
         self._print(f"  [dim]prompt[/dim] {escape(on_one_line(str(content)))}")
         for place in dict.fromkeys((int(np.nanargmax(group.rewards)), int(np.nanargmin(group.rewards)))):
-            text = on_one_line(group.completions[place].text)
+            text = on_one_line(group.trajectories[place].text)
             self._print(f"  [dim]reward {group.rewards[place]:5.2f}[/dim] {escape(text)}")
 
 

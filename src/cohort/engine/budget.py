@@ -137,14 +137,7 @@ def _trial(tokens: int, share: LargestShare, policy: Policy) -> tuple[TrainSeque
 
 def _sequence(num_prompt: int, num_inputs: int, *, group: int, index: int) -> TrainSequence:
     """A prompt and a completion of `num_inputs` tokens and the one that they predict."""
-    zeros, ones = np.zeros(num_inputs + 1), np.ones(num_inputs + 1)
-    return TrainSequence(
-        token_ids=np.arange(num_prompt + num_inputs + 1, dtype=np.int64) % 2,
-        num_prompt_tokens=num_prompt,
-        group=group,
-        index=index,
-        sampling_logprobs=zeros,
-        loss_weights=zeros,
-        advantages=ones,
-        returns=ones,
+    token_ids = np.arange(num_prompt + num_inputs + 1, dtype=np.int64) % 2
+    return TrainSequence.single_turn(
+        token_ids[:num_prompt], token_ids[num_prompt:], index=index, group=group, advantages=1.0, returns=1.0
     )

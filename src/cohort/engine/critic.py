@@ -1,6 +1,6 @@
 """Training of a critic: the engine with values in the place of logprobs, and returns in that of advantages.
 
-T scored tokens of a micro-batch, C of a completion.
+T loss tokens of a micro-batch, C of one sequence.
 """
 
 from collections.abc import Mapping, Sequence, Set

@@ -1,6 +1,6 @@
 """Gradients and updates. Few verbs: `forward_backward`, `optim_step`, `state_dict`, `load_state_dict`.
 
-T scored tokens of a micro-batch, C of a completion.
+T loss tokens of a micro-batch, C of one sequence.
 """
 
 import math
@@ -83,8 +83,8 @@ class TrainEngine:
         self._batch = TrainBatch(
             micro_batches=(),
             micro_batch_tokens=micro_batch_tokens,
-            num_sequences=0,
-            num_scored_tokens=0,
+            num_trajectories=0,
+            num_loss_tokens=0,
             num_over_budget=0,
         )
         self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the policy before the batch's first pass
@@ -152,7 +152,7 @@ class TrainEngine:
         if is_old:
             self.old_outputs = passes.outputs
         passes.totals.count({"num_out_of_memory": num_out_of_memory})
-        metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_scored_tokens)
+        metrics, counts = passes.totals.over(self.ranks, num_tokens=self._batch.num_loss_tokens)
         return TrainResult(metrics={**metrics, **routed}, num_micro_batches=num_micro_batches, **counts)
 
     def _ask_reference(self, may_stop: bool) -> int:
@@ -268,7 +268,7 @@ class TrainEngine:
                 f"optimizer's state alone); use more processes"
             ) from None
         if self.reference_in_loss:
-            zeros = torch.zeros(sum(s.num_completion_tokens for s in sequences), device=self.policy.device)
+            zeros = torch.zeros(sum(s.num_loss_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = dict(per_sequence(zeros, sequences))
         passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation, self._balance)
         fits = passes.compute(Piece(sequences=sequences)) is None

@@ -29,7 +29,7 @@ _FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
-    """Of this rank's sequences, [C] by the index of each."""
+    """Of this rank's sequences, by the index of each, [C] of its loss tokens."""
 
     logprobs: PerSequence
     entropies: PerSequence  # in nats; empty where they were not asked for
@@ -112,7 +112,7 @@ class ForwardOnly:
             now = todo.popleft() if todo else ()
             if not attempt(self._accumulation, partial(compute, now), partial(compute, ())):
                 num_out_of_memory += 1
-                failed = too_large(num_positions(now, self.policy), len(now))
+                failed = too_large(num_positions(now, self.policy), now)
                 budget = failed.half_of(self._budget(micro_batch_tokens))
                 self._factor = budget / micro_batch_tokens
                 todo = packed([s for piece in (now, *todo) for s in piece])
@@ -129,5 +129,6 @@ def pack_alone(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_t
         micro_batch_tokens=micro_batch_tokens,
         share_prompts=policy.shares_prompts,
         padded=policy.layout == "padded",
+        whole_trajectories=False,  # nothing is summed
     )
     return batch

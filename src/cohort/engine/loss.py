@@ -1,6 +1,6 @@
 """The loss of a micro-batch: its logprobs, the policy loss over them, and what a step reports of both.
 
-T scored tokens of a micro-batch, C of a completion.
+T loss tokens of a micro-batch, C of one sequence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ class StepLoss:
                 sums[name] = sums.get(name, 0.0) + values.sum()
             return micro_batch.loss_weights[tokens] * out.per_token_loss
 
-        if self.gradients_in_forward and sequences:
+        if self.gradients_in_forward and len(micro_batch.targets):
             loss, logprobs = self.policy.loss(micro_batch, token_loss, temperature=self.temperature, branch=branch)
         else:
             logprobs, entropy = self.policy.logprobs(micro_batch, temperature=self.temperature, branch=branch)
@@ -103,8 +103,8 @@ class StepLoss:
 
 
 def per_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:
-    """Values of scored tokens [T] by the index of their sequence, [C] each."""
-    parts = values.split([s.num_completion_tokens for s in sequences]) if sequences else ()
+    """Split values of the loss tokens [T] by the index of their sequence, [C] each."""
+    parts = values.split([s.num_loss_tokens for s in sequences]) if sequences else ()
     return {s.index: part for s, part in zip(sequences, parts, strict=True)}
 
 

@@ -1,6 +1,6 @@
 """What an exception says about memory, and what can be done about it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 
 from cohort.errors import OutOfStepError, TrainingError
+from cohort.records import TrainSequence
 
 # Allocations that have failed, in the words of PyTorch and of the libraries that it calls.
 _FAILED_ALLOCATIONS = (
@@ -93,15 +94,16 @@ NOTHING = TooLarge(
 )
 
 
-def too_large(num_tokens: int, num_sequences: int) -> TooLarge:
-    """A micro-batch that did not fit."""
-    if num_sequences == 0:
+def too_large(num_tokens: int, sequences: Sequence[TrainSequence]) -> TooLarge:
+    """A micro-batch that did not fit. Sequences of one trajectory may have to stay together."""
+    if not sequences:
         return NOTHING
-    if num_sequences > 1:
+    if len({s.trajectory for s in sequences}) > 1:
         return TooLarge(num_tokens)
+    what = "a single sequence" if len(sequences) == 1 else f"the {len(sequences)} sequences of a single trajectory,"
     return TooLarge(
         num_tokens,
-        f"on a single sequence of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true "
+        f"on {what} of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true "
         f"where it is not, or lower rollout.max_completion_tokens, or use more processes",
     )
 

@@ -53,7 +53,7 @@ class Passes:
             lambda: self._micro_batch(piece.sequences, self._prompt if piece.in_stream else None),
             lambda nothing: nothing._micro_batch((), None),
         )
-        return None if fits else too_large(num_positions(piece.sequences, self._policy), len(piece.sequences))
+        return None if fits else too_large(num_positions(piece.sequences, self._policy), piece.sequences)
 
     def open(self, stream: Stream | None) -> TooLarge | None:
         """Forward of a stream's prompt, see `compute`; of nothing in particular where this rank has no stream."""
@@ -133,7 +133,7 @@ def on_device(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
 def _counts(micro_batch: MicroBatch, sequences: Sequence[TrainSequence], policy: Policy) -> dict[str, int]:
     """What a micro-batch on the host comes to."""
     num_inputs = len(micro_batch.input_ids)
-    num_prompt_inputs = num_inputs - sum(s.num_completion_tokens - 1 for s in sequences)
+    num_prompt_inputs = num_inputs - sum(len(s.token_ids) - 1 - s.shared_prefix_tokens for s in sequences)
     return {
         "num_inputs": num_inputs,
         "num_positions": policy.num_positions(micro_batch),

@@ -61,8 +61,8 @@ class Totals:
         """One micro-batch.
 
         Args:
-            sums: by name, over its scored tokens; `loss` is a weighted sum.
-            largest: by name, of its scored tokens, and not below 0.
+            sums: by name, over its loss tokens; `loss` is a weighted sum.
+            largest: by name, of its loss tokens, and not below 0.
         """
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
@@ -74,7 +74,7 @@ class Totals:
 
         Args:
             ranks: all of them call this.
-            num_tokens: scored tokens of the step, of all ranks.
+            num_tokens: loss tokens of the step, of all ranks.
 
         Returns:
             metrics as means over the step's tokens, or the largest of all; and the counts of all ranks.

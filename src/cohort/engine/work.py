@@ -47,7 +47,7 @@ class Stream:
     def of(cls, parts: tuple[Sequences, ...]) -> "Stream":
         """Of the parts, which all begin with the prompt."""
         first = parts[0][0]
-        return cls(prompt=first.token_ids[: first.num_prompt_tokens], parts=parts)
+        return cls(prompt=first.token_ids[: first.shared_prefix_tokens], parts=parts)
 
 
 class Work:

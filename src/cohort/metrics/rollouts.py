@@ -45,9 +45,9 @@ def _std(values_G: FloatArray) -> float:
 
 
 def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(c.token_ids) for c in completions])
-    stopped = np.array([c.finish_reason == "stop" for c in completions])
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    lengths = np.array([len(t.token_ids) for t in trajectories])
+    stopped = np.array([t.end == "answer" for t in trajectories])
     metrics = {"completions/clipped_ratio": float(1 - stopped.mean())}
     for kind, values in (("", lengths), ("terminated_", lengths[stopped])):
         for statistic, function in (("mean", np.mean), ("min", np.min), ("max", np.max)):

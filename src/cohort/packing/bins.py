@@ -18,7 +18,7 @@ N sequences. Without shared prompts each sequence is a group of its own, without
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -64,6 +64,7 @@ def fill_bins(
     completion_tokens: IntArray,
     groups: Sequence[int],
     *,
+    num_rows: IntArray | None = None,
     budget: int,
     world_size: int,
     share_prompts: bool,
@@ -78,6 +79,7 @@ def fill_bins(
         prompt_tokens: [N] of each sequence; the same throughout a group.
         completion_tokens: [N] input tokens after the prompt; 0 for a completion of one token.
         groups: [N] sequences with the same number share their prompt.
+        num_rows: [N] rows of each, for models that pad; one by default. Those of several are as long as the longest.
         budget: most tokens of a micro-batch. Only a sequence that is longer by itself is over it, and alone.
         world_size: number of ranks.
         share_prompts: a prompt is computed, and counted, once per group and micro-batch.
@@ -88,7 +90,9 @@ def fill_bins(
     assert not (padded and share_prompts)
     lengths = prompt_tokens + completion_tokens
     if padded:
-        ranks = _fill_padded(lengths, budget, world_size, cost)
+        num_rows = np.ones_like(lengths) if num_rows is None else num_rows
+        ranks = _fill_padded(lengths, num_rows, budget, world_size, cost)
+        lengths = lengths * num_rows
         streams: list[list[tuple[Rows, ...]]] = [[] for _ in range(world_size)]
     else:
         if not share_prompts:  # then a prompt is like the beginning of its completion
@@ -291,41 +295,57 @@ def _by_cost(batches: Iterable[_Batch]) -> list[_Batch]:
     return sorted(batches, key=lambda batch: -batch[0])
 
 
-def _fill_padded(lengths: IntArray, budget: int, world_size: int, cost: CostModel) -> list[list[_Batch]]:
+def _fill_padded(
+    lengths: IntArray, num_rows: IntArray, budget: int, world_size: int, cost: CostModel
+) -> list[list[_Batch]]:
     """Micro-batches of rows of like length: the fewest, or more as long as less padding makes it faster."""
     order = np.argsort(-lengths, kind="stable").tolist()
     rows = [(int(lengths[n]), float(lengths[n] * (1 + cost.quadratic * lengths[n] / 2))) for n in order]
-    fewest = -(-len(_cut(rows, budget, inf)) // world_size) * world_size
+    before = [0, *np.cumsum(num_rows[order]).tolist()]
+    fewest = -(-len(_cut(rows, before, budget, inf)) // world_size) * world_size
     best = _deal([], world_size)
     for num_batches in range(fewest, len(rows) + world_size, world_size):
-        cuts = _cut_evenly(rows, budget, num_batches)
-        ranks = _deal([((end - start) * rows[start][1], tuple(order[start:end])) for start, end in cuts], world_size)
+        cuts = _cut_evenly(rows, before, budget, num_batches)
+        batches = [((before[end] - before[start]) * rows[start][1], tuple(order[start:end])) for start, end in cuts]
+        ranks = _deal(batches, world_size)
         if num_batches > fewest and _duration(ranks, cost) >= _duration(best, cost):
             break
         best = ranks
     return best
 
 
-def _cut_evenly(rows: Sequence[tuple[int, float]], budget: int, num_batches: int) -> list[tuple[int, int]]:
+def _cut_evenly(
+    rows: Sequence[tuple[int, float]], before: Sequence[int], budget: int, num_batches: int
+) -> list[tuple[int, int]]:
     """`_cut` to no more than that many micro-batches, by the lowest limit to their cost."""
-    low, high = 0.0, len(rows) * max((cost for _, cost in rows), default=0.0)
+    low, high = 0.0, before[-1] * max((cost for _, cost in rows), default=0.0)
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        if len(_cut(rows, budget, middle)) <= num_batches:
+        if len(_cut(rows, before, budget, middle)) <= num_batches:
             high = middle
         else:
             low = middle
-    return _cut(rows, budget, high)
+    return _cut(rows, before, budget, high)
 
 
-def _cut(rows: Sequence[tuple[int, float]], budget: int, most_cost: float) -> list[tuple[int, int]]:
-    """Consecutive rows, (length, cost) by decreasing length, to the fewest micro-batches: first row and end of each."""
+def _cut(
+    rows: Sequence[tuple[int, float]], before: Sequence[int], budget: int, most_cost: float
+) -> list[tuple[int, int]]:
+    """Cut consecutive entries into the fewest micro-batches: first entry and end of each.
+
+    Args:
+        rows: length and cost of one row of each entry, by decreasing length.
+        before: number of rows before each entry, and of all rows.
+        budget: most positions of a micro-batch.
+        most_cost: of a micro-batch.
+    """
     cuts, start = [], 0
     while start < len(rows):
         length, cost = rows[start]
-        num_rows = max(1, int(min(budget // length, most_cost / cost)))
-        cuts.append((start, min(start + num_rows, len(rows))))
-        start += num_rows
+        most_rows = int(min(budget // length, most_cost / cost))
+        end = max(start + 1, bisect_right(before, before[start] + most_rows) - 1)
+        cuts.append((start, end))
+        start = end
     return cuts
 
 

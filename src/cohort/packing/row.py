@@ -1,6 +1,6 @@
 """Sequences to the tensors of one micro-batch.
 
-S input tokens of the row, T scored tokens.
+S input tokens of the row, T loss tokens.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,31 @@ from cohort.segments import PREFIX, ROOT, lay_out
 
 
 def collate(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> MicroBatch:
-    """The row of a micro-batch: every prompt and then its completions, or every sequence by itself.
+    """Lay out a micro-batch as one row: every shared prefix and then its branches, or every sequence by itself.
 
-    The completions of a group follow its prompt even where other sequences are between them.
+    The sequences of a group follow its prefix even where other sequences are between them.
 
-    Without sequences the row is one token after which nothing is scored. Forward and backward run, and the gradient is
-    0: for ranks that have nothing to compute while others do.
+    Without sequences the row is one token after which nothing is predicted. Forward and backward run, and the gradient
+    is 0: for ranks that have nothing to compute while others do.
 
     Args:
-        sequences: in any order; the scored tokens keep it.
-        share_prompts: completions of one group go on from one prompt. A prompt with one completion is one segment.
+        sequences: in any order; the loss tokens keep it.
+        share_prompts: compute the shared prefix of a group once. A prefix with one sequence is one segment with it.
     """
     row = _Row()
-    sources = [np.zeros(0, dtype=np.int64)] * len(sequences)
+    positions = [np.zeros(0, dtype=np.int64)] * len(sequences)
     for numbers in _groups(sequences) if share_prompts else [[n] for n in range(len(sequences))]:
-        for n, source in zip(numbers, row.add_group([sequences[n] for n in numbers]), strict=True):
-            sources[n] = source
+        for n, of_inputs in zip(numbers, row.add_group([sequences[n] for n in numbers]), strict=True):
+            positions[n] = of_inputs
     if not sequences:
         row.add(_PLACEHOLDER, count=0)
-    return _micro_batch(row, sources, sequences)
+    return _micro_batch(row, _logit_positions(positions, sequences), sequences)
 
 
 def collate_prompt(prompt: IntArray, *, num_completions: int = 1) -> MicroBatch:
-    """The row of a prompt that is computed for later micro-batches. Nothing is scored; `source` is its last token.
+    """Lay out a prompt that is computed for later micro-batches, without loss tokens.
+
+    `logit_positions` is its last token.
 
     Args:
         prompt: [P] token ids; none for ranks that have no prompt to compute while others do.
@@ -49,25 +51,36 @@ def collate_prompt(prompt: IntArray, *, num_completions: int = 1) -> MicroBatch:
 
 
 def collate_part(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """The row of completions of one group whose prompt has been computed before.
+    """Lay out sequences of one group whose shared prefix has been computed before.
 
-    `source` counts the prompt's last token as position 0, and the row's own tokens from 1 on.
+    `logit_positions` counts the prefix's last token as position 0, and the row's own tokens from 1 on.
     """
-    row, sources = _Row(), []
+    row, positions = _Row(), []
     for s in sequences:
-        inputs = s.token_ids[s.num_prompt_tokens : -1]
-        sources.append(np.zeros(1, dtype=np.int64))
-        if len(inputs):
-            sources.append(1 + row.positions(row.add(inputs, root=PREFIX)))
-    if not row.inputs:  # completions of one token: all that they need is the prompt's last hidden state
+        inputs = s.token_ids[s.shared_prefix_tokens : -1]
+        own = 1 + row.positions(row.add(inputs, root=PREFIX)) if len(inputs) else inputs
+        # in the prefix only the last token predicts one that may be trained
+        positions.append(np.concatenate([np.zeros(s.shared_prefix_tokens, dtype=np.int64), own]))
+    if not row.inputs:  # one token each after the prefix: all that they need is the prefix's last hidden state
         row.add(_PLACEHOLDER, count=0)
-    return _micro_batch(row, sources, sequences, prefix_tokens=sequences[0].num_prompt_tokens)
+    prefix_tokens = sequences[0].shared_prefix_tokens
+    return _micro_batch(row, _logit_positions(positions, sequences), sequences, prefix_tokens=prefix_tokens)
+
+
+def _logit_positions(positions: Sequence[IntArray], sequences: Sequence[TrainSequence]) -> list[IntArray]:
+    """For each sequence the positions that predict its loss tokens, of the positions [L - 1] of its inputs.
+
+    The head computes these alone.
+    """
+    return [of_inputs[s.loss_mask[1:]] for of_inputs, s in zip(positions, sequences, strict=True)]
 
 
 def _micro_batch(
-    row: "_Row", sources: Sequence[IntArray], sequences: Sequence[TrainSequence], *, prefix_tokens: int = 0
+    row: "_Row", logit_positions: Sequence[IntArray], sequences: Sequence[TrainSequence], *, prefix_tokens: int = 0
 ) -> MicroBatch:
-    lengths = [s.num_completion_tokens for s in sequences]
+    numbers: dict[int, int] = {}  # trajectory -> number in the micro-batch
+    for s in sequences:
+        numbers.setdefault(s.trajectory, len(numbers))
     return MicroBatch(
         input_ids=_joined(row.inputs),
         position_ids=_joined(row.position_ids(prefix_tokens)),
@@ -75,13 +88,13 @@ def _micro_batch(
         segments=lay_out(
             [len(ids) for ids in row.inputs], row.roots, prefix_tokens=prefix_tokens if PREFIX in row.roots else 0
         ),
-        source=_joined(sources),
-        targets=_joined([s.token_ids[s.num_prompt_tokens :] for s in sequences]),
-        sampling_logprobs=_joined([s.sampling_logprobs for s in sequences], np.float64),
-        advantages=_joined([s.advantages for s in sequences], np.float64),
-        loss_weights=_joined([s.loss_weights for s in sequences], np.float64),
-        returns=_joined([s.returns for s in sequences], np.float64),
-        sequence_ids=_joined([np.full(n, i) for i, n in enumerate(lengths)]),
+        logit_positions=_joined(logit_positions),
+        targets=_joined([s.token_ids[s.loss_mask] for s in sequences]),
+        sampling_logprobs=_joined([s.sampling_logprobs[s.loss_mask] for s in sequences], np.float64),
+        advantages=_joined([s.advantages[s.loss_mask] for s in sequences], np.float64),
+        loss_weights=_joined([s.loss_weights[s.loss_mask] for s in sequences], np.float64),
+        returns=_joined([s.returns[s.loss_mask] for s in sequences if len(s.returns)], np.float64),
+        sequence_ids=_joined([np.full(s.num_loss_tokens, numbers[s.trajectory]) for s in sequences]),
     )
 
 
@@ -94,23 +107,20 @@ class _Row:
     def __init__(self) -> None:
         self.inputs: list[IntArray] = []  # per segment
         self.roots: list[int] = []  # per segment, the one that it goes on from
-        self.counts: list[int] = []  # per segment, the completions that it is part of
+        self.counts: list[int] = []  # per segment, the sequences that it is part of
         self._starts: list[int] = [0]
 
     def add_group(self, group: Sequence[TrainSequence]) -> list[IntArray]:
-        """Put the sequences of one prompt at the end; for each the positions that predict its completion.
-
-        Position p predicts token p + 1: the prompt's last token predicts the first of each of its completions.
-        """
-        num_prompt, inputs = group[0].num_prompt_tokens, [s.token_ids[:-1] for s in group]
+        """Append sequences with one shared prefix; for each the positions of its inputs in the row."""
+        num_shared, inputs = group[0].shared_prefix_tokens, [s.token_ids[:-1] for s in group]
         if len(group) == 1:
-            return [self.positions(self.add(inputs[0]))[num_prompt - 1 :]]
-        prompt = self.add(inputs[0][:num_prompt], count=len(group))
-        last = self.positions(prompt)[-1:]
+            return [self.positions(self.add(inputs[0]))]
+        prefix = self.add(inputs[0][:num_shared], count=len(group))
+        shared = self.positions(prefix)
         return [
-            np.concatenate([last, self.positions(self.add(ids[num_prompt:], root=prompt))])
-            if len(ids) > num_prompt
-            else last
+            np.concatenate([shared, self.positions(self.add(ids[num_shared:], root=prefix))])
+            if len(ids) > num_shared
+            else shared
             for ids in inputs
         ]
 
@@ -134,10 +144,10 @@ class _Row:
 
 
 def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:
-    """Numbers of the sequences of each group, groups in the order of their first sequence."""
+    """Numbers of the sequences that share a prefix, in the order of the first of each; one alone shares with nobody."""
     members: dict[int, list[int]] = {}
     for n, s in enumerate(sequences):
-        members.setdefault(s.group, []).append(n)
+        members.setdefault(s.group if s.shared_prefix_tokens else -1 - n, []).append(n)
     return list(members.values())
 
 

@@ -1,6 +1,6 @@
 """A critic: the body of a causal language model, and what it makes of the future instead of the next token.
 
-T scored tokens, H hidden.
+T loss tokens, H hidden.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class Critic(Policy):
         model.add_module(VALUE_HEAD, head)
 
     def values(self, micro_batch: MicroBatch, *, branch: Branch | None = None) -> Tensor:
-        """What the critic expects of the rest of the completion, before each scored token; [T], carries a gradient.
+        """What the critic expects of the rest of the completion, before each loss token; [T], carries a gradient.
 
         Args:
             micro_batch: on the critic's device.

@@ -1,6 +1,6 @@
 """Micro-batches through a Hugging Face model.
 
-S tokens of the row, B sequences of a padded call, L the longest, T scored tokens, H features of the output.
+S tokens of the row, B sequences of a padded call, L the longest, T loss tokens, H features of the output.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def forward(
     branch: Branch | None = None,
     captured: KeyValues | None = None,
 ) -> Tensor:
-    """What `module` puts out at the positions that predict the scored tokens, [T, H].
+    """What `module` puts out at the positions that predict the loss tokens, [T, H].
 
     Args:
         module: the model, or its body without the head.
@@ -49,7 +49,7 @@ def forward(
     out = output(returned).squeeze(0)
     if branch is not None:
         out = torch.cat([branch.hidden_1H, out])
-    return out.index_select(0, micro_batch.source)
+    return out.index_select(0, micro_batch.logit_positions)
 
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
@@ -58,7 +58,7 @@ def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any]
     rows = _as_rows(micro_batch, micro_batch.input_ids)
     position_ids = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
     out = output(module(input_ids=rows, position_ids=position_ids, use_cache=False)).flatten(0, 1)
-    return out.index_select(0, _padded_positions(micro_batch).index_select(0, micro_batch.source))
+    return out.index_select(0, _padded_positions(micro_batch).index_select(0, micro_batch.logit_positions))
 
 
 def computed_counts(micro_batch: MicroBatch, *, padded: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """The language-model head: from the last hidden states to logits and logprobs.
 
-T scored tokens, H hidden, V vocabulary, R rank of an adapter.
+T loss tokens, H hidden, V vocabulary, R rank of an adapter.
 """
 
 from dataclasses import dataclass

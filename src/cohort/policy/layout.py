@@ -191,7 +191,7 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
         position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
         input_counts=nothing,
         segments=to_device(lay_out([len(s) for s in segments], roots), device),
-        source=torch.tensor(source, device=device),
+        logit_positions=torch.tensor(source, device=device),
         targets=nothing,
         sampling_logprobs=nothing,
         advantages=nothing,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cohort.errors import UserError
-from cohort.records import Completion, FloatArray, Prompt, RolloutGroup, ScoredGroup
+from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.describe import excerpt
 from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, own_arguments, wanted_arguments
@@ -76,20 +76,20 @@ class RewardRunner:
             UserError: a function raised, hung, or returned anything but one number or None per completion; or no
                 function judged any completion where one must.
         """
-        places = [(group.prompt, completion) for group in groups for completion in group.completions]
+        places = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
         if not places:
-            return [ScoredGroup(prompt=g.prompt, completions=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
+            return [ScoredGroup(prompt=g.prompt, trajectories=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
         returned = self._call_all(places, during)
         parts = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
         rewards_N = self._weighted_sum(parts, must_judge=must_judge)
         scored, start = [], 0
         for group in groups:
-            own = slice(start, start + len(group.completions))
+            own = slice(start, start + len(group.trajectories))
             start = own.stop
             scored.append(
                 ScoredGroup(
                     prompt=group.prompt,
-                    completions=group.completions,
+                    trajectories=group.trajectories,
                     rewards=rewards_N[own],
                     reward_parts={name: part_N[own] for name, part_N in parts.items()},
                 )
@@ -104,7 +104,7 @@ class RewardRunner:
             for kind, number in getattr(f.function, "last_counts", {}).items()
         }
 
-    def _call_all(self, places: Sequence[tuple[Prompt, Completion]], during: str) -> dict[str, Any]:
+    def _call_all(self, places: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, Any]:
         returned = {}
         for f in self.functions:
             if not is_async(f.function):
@@ -128,7 +128,7 @@ class RewardRunner:
             return nullcontext(lambda items: items)
         return self.marker.inside(f"{name}{during and f' in {during}'}", num_completions)
 
-    def _arguments(self, reward: RewardFunction, places: Sequence[tuple[Prompt, Completion]]) -> dict[str, Any]:
+    def _arguments(self, reward: RewardFunction, places: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
         """Fresh lists for every function: one that changes them must not change what the next one sees."""
         column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in places for name in prompt.columns)))
         own = own_arguments(reward.function)  # a column of the same name is not meant for these
@@ -163,20 +163,20 @@ class RewardRunner:
         return np.where(judged_N, sums_N, NOT_JUDGED)
 
 
-def _prompt(prompt: Prompt, _: Completion) -> Any:
+def _prompt(prompt: Prompt, _: Trajectory) -> Any:
     return prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
 
 
-def _completion(prompt: Prompt, completion: Completion) -> Any:
+def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:
     is_text = isinstance(prompt.content, str)
-    return completion.text if is_text else [{"role": "assistant", "content": completion.text}]
+    return trajectory.text if is_text else [dict(message) for message in trajectory.messages]
 
 
-def _completion_ids(_: Prompt, completion: Completion) -> Any:
-    return completion.token_ids.tolist()
+def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
+    return trajectory.token_ids.tolist()
 
 
-_ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Completion], Any]] = dict(
+_ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(
     zip(ROLLOUT_NAMES, (_prompt, _completion, _completion_ids), strict=True)
 )
 
@@ -193,7 +193,7 @@ def _with_unique_names(functions: Sequence[RewardFunction]) -> tuple[RewardFunct
     return tuple(dataclasses.replace(f, name=unique(f.name)) for f in functions)
 
 
-def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Prompt, Completion]]) -> FloatArray:
+def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Prompt, Trajectory]]) -> FloatArray:
     """One float64 per completion, NaN for None."""
     values = returned
     with suppress(Exception):  # a user's class may raise anything; then it is no list
@@ -212,17 +212,17 @@ def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Promp
     for i, value in enumerate(values):
         number = NOT_JUDGED if value is None else _as_float(value)
         if number is None or (value is not None and not abs(number) <= LARGEST):
-            prompt, completion = places[i]
+            prompt, trajectory = places[i]
             raise UserError(
                 f"reward {reward.name!r} returned {_kind(value)} at position {i} (prompt {prompt.id}), for the "
-                f"completion {excerpt(completion.text)}; it must be a number from "
+                f"completion {excerpt(trajectory.text)}; it must be a number from "
                 f"{-LARGEST:g} to {LARGEST:g}, or None for not judged"
             )
         parts_N[i] = number
     return parts_N
 
 
-def _odd_one_out(values: Sequence[Any], places: Sequence[tuple[Prompt, Completion]]) -> str:
+def _odd_one_out(values: Sequence[Any], places: Sequence[tuple[Prompt, Trajectory]]) -> str:
     """Names the first completion without a value, or the first value without a completion."""
     if len(values) < len(places):
         i = len(values)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from cohort import stopping
-from cohort.records import Completion, ModelCall, Prompt, RolloutGroup
+from cohort.records import ModelCall, Prompt, RolloutGroup, Trajectory
 from cohort.rollout.base import Generate, RolloutEngine, SamplingParams, StreamKey
 
 T = TypeVar("T")
@@ -86,7 +86,8 @@ class RolloutCollector:
     async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey) -> RolloutGroup:
         """Sample the completions of one prompt at the same time."""
         rollouts = (answer_prompt(generate, prompt, sampling, key, i) for i in range(sampling.num_generations))
-        return RolloutGroup(prompt=prompt, completions=completions_of(await asyncio.gather(*rollouts), self._tokenizer))
+        calls = await asyncio.gather(*rollouts)
+        return RolloutGroup(prompt=prompt, trajectories=single_turns(calls, self._tokenizer))
 
     def load_weights(self, *, policy_version: int) -> None:
         """Sample from the trainer's weights as they are now, known as `policy_version` from here on."""
@@ -119,19 +120,10 @@ class RolloutCollector:
             task.exception()  # nobody may be waiting for it: asyncio would log that it was never retrieved
 
 
-def completions_of(calls: Sequence[ModelCall], tokenizer: Any) -> tuple[Completion, ...]:
-    """Turn rollouts of one call each into completions with their text."""
+def single_turns(calls: Sequence[ModelCall], tokenizer: Any) -> tuple[Trajectory, ...]:
+    """Make a trajectory of each call, with its text."""
     texts = tokenizer.batch_decode([call.token_ids.tolist() for call in calls], skip_special_tokens=True)
-    return tuple(
-        Completion(
-            token_ids=call.token_ids,
-            sampling_logprobs=call.sampling_logprobs,
-            finish_reason=call.finish_reason,
-            policy_version=call.policy_version,
-            text=text,
-        )
-        for call, text in zip(calls, texts, strict=True)
-    )
+    return tuple(Trajectory.single_turn(call, text=text) for call, text in zip(calls, texts, strict=True))
 
 
 class _Selector(selectors.DefaultSelector):

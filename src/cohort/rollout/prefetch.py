@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from cohort.records import Completion, Prompt, RolloutGroup
+from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout.base import SamplingParams, StreamKey
 from cohort.rollout.collector import RolloutCollector
 
@@ -113,9 +113,9 @@ class Prefetcher:
         self._newest_taken = max(self._newest_taken, *(p.number for p in taken))
         return [p.group.result() for p in taken]
 
-    def staleness(self, completions: Sequence[Completion]) -> float:
+    def staleness(self, trajectories: Sequence[Trajectory]) -> float:
         """Steps between the weights that began a group and those of the step that groups are being taken for."""
-        oldest = min(completion.policy_version for completion in completions)
+        oldest = min(trajectory.policy_version for trajectory in trajectories)
         return self._step - oldest / self._updates_per_step
 
     def counts(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class Prefetcher:
             self._num_asked += 1
 
     def _is_too_old(self, group: RolloutGroup) -> bool:
-        return self._drop_stale and self.staleness(group.completions) > self._max_staleness
+        return self._drop_stale and self.staleness(group.trajectories) > self._max_staleness
 
     def _forget(self, some: Sequence[_Pending]) -> None:
         gone = {p.number for p in some}

@@ -36,7 +36,7 @@ class StepCosts:
             "num_tokens": self.num_tokens,
             "tokens_per_second": sampled / times["step_time"],
             "rollout/tokens_per_second": sampled / times["time/rollout_s"],
-            "completions/trained_ratio": batch.num_sequences / len(sequences),
+            "completions/trained_ratio": batch.num_trajectories / gathered.num_trajectories,
             "padding_fraction": 1 - sum(p.num_inputs for p in policy) / num_positions if num_positions else 0.0,
             "micro_batches": policy[-1].num_micro_batches,
             "micro_batch_tokens": workers.local.engine.micro_batch_tokens,
@@ -58,7 +58,7 @@ class StepCosts:
         """FLOPs of a step: policy forward and backward, reference forward."""
         total = 0.0
         for update, done in enumerate(results):
-            sizes = {"tokens": done.num_inputs, "scored": batch.num_scored_tokens, "pairs": done.attention_pairs}
+            sizes = {"tokens": done.num_inputs, "scored": batch.num_loss_tokens, "pairs": done.attention_pairs}
             total += self._flops.forward_backward(**sizes)
             if self._workers.local.engine.reference_in_loss and update == 0:
                 total += self._flops.forward(**sizes)

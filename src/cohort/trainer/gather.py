@@ -24,9 +24,14 @@ class Gathered:
     metrics: Mapping[str, float]
 
     @property
+    def num_trajectories(self) -> int:
+        """All that are trained on."""
+        return sum(len(group.trajectories) for group in self.groups)
+
+    @property
     def num_completion_tokens(self) -> int:
         """All that were sampled."""
-        return sum(len(c.token_ids) for group in (*self.groups, *self.replaced) for c in group.completions)
+        return sum(len(t.token_ids) for group in (*self.groups, *self.replaced) for t in group.trajectories)
 
 
 class Gatherer:
@@ -109,7 +114,7 @@ class Gatherer:
         return chosen, rest
 
     def _metrics(self, trained: Sequence[ScoredGroup], *, num_replaced: int) -> dict[str, float]:
-        staleness = [self.prefetcher.staleness(group.completions) for group in trained]
+        staleness = [self.prefetcher.staleness(group.trajectories) for group in trained]
         return {
             "rollout/resampled_ratio": num_replaced / (len(trained) + num_replaced),
             "rollout/staleness_mean": float(np.mean(staleness)),

@@ -94,7 +94,9 @@ class Trainer:
             sequences = assign_advantages(gathered.groups, algorithm, estimates, weights, coefficients)
             batches = self.updater.pack(sequences)
         self.warnings.long_sequences(batches.of_policy[0])
-        updates = self.updater.update(batches, estimates, num_completions=len(sequences), steps_done=step + 1)
+        updates = self.updater.update(
+            batches, sequences, estimates, num_trajectories=gathered.num_trajectories, steps_done=step + 1
+        )
         with phase("publish"):
             parity = publish_weights(self.parts, step + 1)
         self._write_completions(step + 1, gathered, sequences)

@@ -91,10 +91,10 @@ def check_parity(
 def _differences(
     workers: WorkerGroup[Worker], groups: Sequence[RolloutGroup]
 ) -> tuple[list[TrainSequence], FloatArray]:
-    """The completions of some groups, and the absolute difference of each one's tokens' logprobs, one after another."""
+    """The completions of some groups, and the absolute differences of their loss tokens' logprobs."""
     sequences = bare_sequences(groups)
     ours = compute_estimates(workers, sequences, {"logprobs"}).logprobs
-    return sequences, np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs) for s in sequences])
+    return sequences, np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs)[s.loss_mask] for s in sequences])
 
 
 def _story(

@@ -10,7 +10,7 @@ from cohort.engine import TrainResult
 from cohort.metrics import PhaseClock
 from cohort.records import Estimates, TrainSequence
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import pack_batches
+from cohort.trainer.worker_calls import pack_batches, pack_for_policy
 from cohort.trainer.worker_group import WorkerGroup
 
 
@@ -46,23 +46,31 @@ class Updater:
         """Pack a step's sequences for the policy, without those that have no gradient, and for the critic."""
         worker = self.workers.local
         return Batches(
-            of_policy=pack_batches(worker.engine, with_gradient(sequences, worker.algorithm)),
+            of_policy=pack_for_policy(worker, with_gradient(sequences, worker.algorithm)),
             of_critic=() if worker.critic is None else pack_batches(worker.critic, with_returns(sequences)),
         )
 
-    def update(self, batches: Batches, estimates: Estimates, *, num_completions: int, steps_done: int) -> Updates:
+    def update(
+        self,
+        batches: Batches,
+        sequences: Sequence[TrainSequence],
+        estimates: Estimates,
+        *,
+        num_trajectories: int,
+        steps_done: int,
+    ) -> Updates:
         """Do all updates of a step, which is number `steps_done` counted from 1."""
         algorithm = self.workers.local.algorithm
         of_policy, of_critic, metrics = [], [], []
         for number in range(self.config.train.updates_per_rollout):
             policy, critic, of_update = self._update_once(batches, again=number > 0)
-            self.control = algorithm.updated(self.control, policy.metrics, num_completions)
+            self.control = algorithm.updated(self.control, policy.metrics, num_trajectories)
             self.out_of_memory(policy.num_out_of_memory + critic.num_out_of_memory)
             of_policy.append(policy)
             of_critic.append(critic)
             metrics.append(of_update)
-        kl_of_rewards = mean_reference_kl(algorithm, estimates)
-        self.control = algorithm.updated(self.control, kl_of_rewards, num_completions)
+        kl_of_rewards = mean_reference_kl(algorithm, estimates, sequences)
+        self.control = algorithm.updated(self.control, kl_of_rewards, num_trajectories)
         with self.clock.phase("optim"):
             self._refresh_reference(steps_done)
         means = {name: sum(update[name] for update in metrics) / len(metrics) for name in metrics[0]}

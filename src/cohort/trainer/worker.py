@@ -17,7 +17,7 @@ from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, LargestShare, OptimResult, TrainEngine, TrainResult, find_budget, must_fit
 from cohort.metrics import PeakMemory
 from cohort.policy import Policy, Saving, stream_weights, weight_specs
-from cohort.records import Estimate, FloatArray, TrainSequence
+from cohort.records import Estimate, FloatArray, TrainSequence, scatter
 from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
 from cohort.rollout.vllm import Lender, describe_device
 
@@ -62,12 +62,16 @@ class Worker:
     def estimate(
         self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]
     ) -> dict[Estimate, dict[int, FloatArray]]:
-        """Compute the estimates of this rank's sequences: by sequence index, float64, one per completion token."""
+        """Compute the estimates of this rank's sequences: by sequence index, [L] float64, 0 outside the loss mask."""
         estimates = self.engine.estimate(sequences, wanted - {"values"})
         if "values" in wanted:
             assert self.critic is not None, "an algorithm that asks for values was built without a critic"
             estimates |= self.critic.estimate(sequences, {"values"})
-        return {name: {i: x.double().cpu().numpy() for i, x in of.items()} for name, of in estimates.items()}
+        masks = {s.index: s.loss_mask for s in sequences}
+        return {
+            name: {i: scatter(masks[i], x.double().cpu().numpy()) for i, x in of.items()}
+            for name, of in estimates.items()
+        }
 
     def send_weights(self, send: SendWeights | None, dtype: torch.dtype, *, lend: bool = False) -> None:
         """Gather the weights one by one, and hand them to rank 0's `send`.

@@ -17,14 +17,28 @@ def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> l
     return merge_shares(requests, workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose))
 
 
-def pack_batches(engine: TrainEngine, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
-    """Pack a step's sequences into one batch per rank, under the engine's current token budget."""
+def pack_for_policy(worker: Worker, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
+    """Pack a step's sequences as the policy loss needs them (`pack_batches`)."""
+    return pack_batches(worker.engine, sequences, whole_trajectories=worker.algorithm.whole_trajectories)
+
+
+def pack_batches(
+    engine: TrainEngine, sequences: Sequence[TrainSequence], *, whole_trajectories: bool = False
+) -> tuple[TrainBatch, ...]:
+    """Pack a step's sequences into one batch per rank, under the engine's current token budget.
+
+    Args:
+        engine: that computes them.
+        sequences: of a step.
+        whole_trajectories: keep all sequences of a trajectory in one micro-batch, for losses that sum over them.
+    """
     return pack(
         sequences,
         micro_batch_tokens=engine.micro_batch_tokens,
         world_size=engine.ranks.dp_size,
         share_prompts=engine.policy.shares_prompts,
         padded=engine.policy.layout == "padded",
+        whole_trajectories=whole_trajectories,
     )
 
 
