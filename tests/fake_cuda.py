@@ -91,6 +91,7 @@ def fake_cuda(
     library = _library()
     device = FakeCuda(index)
     with ExitStack() as stack:
+        stack.callback(_forget_what_torch_compile_has_seen)
         library.install()
         stack.callback(library.uninstall)
         for target, name, value in _patches(device, capability):
@@ -102,6 +103,13 @@ def fake_cuda(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_Mode(device, answers or {}, nothing_found))
         yield device
+
+
+def _forget_what_torch_compile_has_seen() -> None:
+    """Functions that it gave up on inside of the fake machine would not be compiled outside either."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 @cache
