@@ -177,7 +177,7 @@ def test_a_step_stays_on_its_device_and_waits_where_it_says(name: str, tmp_path:
         assert result.num_out_of_memory == 0 and optim.grad_norm == 1
         assert {p.device for p in policy.model.parameters()} == {DEVICE}
         assert {x.device for x in worker.engine.old_outputs.values()} == {DEVICE}
-        assert waits.pop("engine/totals.py") <= 20  # sums over all of the step, once it is computed
+        assert waits.pop("engine/loss.py") <= 20  # sums over all of the step, once it is computed
         per_micro_batch = Counter({"policy/logprobs.py": variant.live_rows, **variant.in_micro_batches})
         expected = Counter({file: n * result.num_micro_batches for file, n in per_micro_batch.items()})
         expected.update({"engine/engine.py": 1, **variant.per_step})  # the gradient's norm

@@ -268,7 +268,9 @@ def test_what_goes_wrong_is_seen(sabotage: str, monkeypatch: pytest.MonkeyPatch)
 
 def plain_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole row as one sequence."""
-    monkeypatch.setattr("cohort.packing.row.lay_out", lambda lengths, *_, **__: lay_out([sum(lengths)], [ROOT]))
+    monkeypatch.setattr(
+        "cohort.packing.micro_batches.lay_out", lambda lengths, *_, **__: lay_out([sum(lengths)], [ROOT])
+    )
 
 
 def unrestarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing():
 @pytest.mark.parametrize("name", ["grpo_kl", "dapo_kl_masked", "grpo_kl_corrected"])
 def test_gradients_in_forward_are_the_same(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch):
     """With a loss per tile of a few tokens, streams among the micro-batches, and a second update."""
-    monkeypatch.setattr("cohort.policy.head.linear_loss", partial(linear_loss, tile_elements=7 * VOCAB_SIZE))
+    monkeypatch.setattr("cohort.policy.forward.linear_loss", partial(linear_loss, tile_elements=7 * VOCAB_SIZE))
     algorithm = build_algorithm(ALGORITHMS[name], max_completion_tokens=32)
     groups = [*random_groups([[3, 14, 9, 1, 1, 8]], 0, (290, 310)), *random_groups([[5, 9, 2, 30, 1, 1]], 1)]
     sequences = assign_advantages(groups, algorithm)

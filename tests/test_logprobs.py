@@ -74,7 +74,7 @@ def test_a_completion_that_sees_another_would_be_noticed(monkeypatch: pytest.Mon
         assert [root for _, root in segments] == roots[: len(segments)]  # roots are still where branches point
         return lay_out(*zip(*segments, strict=True))
 
-    monkeypatch.setattr("cohort.packing.row.lay_out", joined)
+    monkeypatch.setattr("cohort.packing.micro_batches.lay_out", joined)
     policy = make_policy(dtype=torch.float64)
     assert policy.shares_prompts
     logprob, _, gradient = compare_with_naive(policy, lengths=[(5, [7, 4, 3])])

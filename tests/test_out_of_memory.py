@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from cohort.engine.accumulation import AloneAccumulation, attempt
 from cohort.engine.out_of_memory import Meaning, TooLarge, is_out_of_memory, meaning_of, must_fit, too_large
+from cohort.engine.passes import AloneAccumulation, attempt
 from cohort.errors import OutOfStepError
 from tiny import random_sequences
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.engine import TrainEngine
-from cohort.engine.work import Turn, Work
+from cohort.engine.passes import Turn, Work
 from cohort.errors import OutOfStepError
 from cohort.policy import OpenPrompt
 from cohort.policy.activations import enable_gradient_checkpointing

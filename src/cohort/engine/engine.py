@@ -18,17 +18,24 @@ from torch.distributed.tensor import DTensor
 from cohort.batch import TrainBatch
 from cohort.config import AdamwConfig, OptimConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
-from cohort.engine.accumulation import Accumulation, AloneAccumulation, ShardedAccumulation, no_gradient
 from cohort.engine.balance import Balance
 from cohort.engine.forward_only import ForwardOnly
-from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, per_sequence
+from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, TrainResult, per_sequence
 from cohort.engine.offload import local
 from cohort.engine.optimizer import Optimizers
 from cohort.engine.out_of_memory import is_out_of_memory
-from cohort.engine.passes import Passes
+from cohort.engine.passes import (
+    Accumulation,
+    AloneAccumulation,
+    Passes,
+    Piece,
+    Sequences,
+    ShardedAccumulation,
+    Turn,
+    Work,
+    no_gradient,
+)
 from cohort.engine.repack import packed_again
-from cohort.engine.totals import TrainResult
-from cohort.engine.work import Piece, Sequences, Turn, Work
 from cohort.errors import OutOfStepError, StopRequested, TrainingError
 from cohort.policy import Policy
 from cohort.records import Estimate, TrainSequence

@@ -13,11 +13,9 @@ from torch import Tensor
 from cohort import stopping
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
-from cohort.engine.accumulation import Accumulation, attempt
 from cohort.engine.loss import PerSequence, per_sequence
 from cohort.engine.out_of_memory import must_fit, too_large
-from cohort.engine.passes import num_positions, on_device
-from cohort.engine.work import Sequences
+from cohort.engine.passes import Accumulation, Sequences, attempt, num_positions, on_device
 from cohort.errors import StopRequested
 from cohort.packing import collate, pack
 from cohort.policy import Policy

@@ -1,22 +1,242 @@
-"""The passes of a step: micro-batches forward and backward, and prompts of streams, forward first and backward last."""
+"""The passes of a step: what is left to compute, forward and backward of each, and gradients added up over all of them.
 
+Every rank runs the same passes at the same time, as each of them is a sequence of collectives. A pass is a micro-batch,
+or the prompt of a stream: forward when it is opened, backward when all parts of the streams that are open have been
+computed. A rank without a stream opens nothing in particular then, and goes on with its micro-batches meanwhile.
+
+A backward pass that runs out of memory halfway has added its gradient to some parameters and not to others. Nobody
+keeps a record of which: all ranks drop their gradients and begin again, with smaller micro-batches.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from cohort.batch import MicroBatch
-from cohort.engine.accumulation import Accumulation, attempt
+from cohort import stopping
+from cohort.batch import MicroBatch, TrainBatch
+from cohort.distributed import Ranks
 from cohort.engine.balance import Balance
-from cohort.engine.loss import AnyStepLoss, per_sequence
-from cohort.engine.out_of_memory import TooLarge, too_large, too_large_prompt
-from cohort.engine.totals import Totals
-from cohort.engine.work import Piece, Sequences, Stream
+from cohort.engine.loss import AnyStepLoss, Totals, per_sequence
+from cohort.engine.out_of_memory import NOTHING, TooLarge, is_out_of_memory, must_fit, too_large, too_large_prompt
 from cohort.packing import collate, collate_part, collate_prompt
-from cohort.policy import OpenPrompt, Policy
-from cohort.records import TrainSequence
+from cohort.policy import Collectives, OpenPrompt, Policy
+from cohort.records import IntArray, TrainSequence
 from cohort.staging import to_device
+
+
+class Accumulation(Protocol):
+    """What the engine tells whoever adds up the gradients."""
+
+    scale: float  # factor of the loss that undoes what the addition over ranks divides by
+
+    def begin(self) -> None:
+        """A pass begins: a micro-batch, or one way through the prompt of a stream."""
+        ...
+
+    def recover(self, compute_nothing: Callable[[], object]) -> None:
+        """After a pass failed: free what it held, and stay in step with the other ranks.
+
+        Args:
+            compute_nothing: the same pass without any sequences.
+        """
+        ...
+
+    def behind(self) -> AbstractContextManager[None]:
+        """Inside, in `compute_nothing`, is what came before the pass that failed, and all ranks have behind them."""
+        ...
+
+    def start_again(self) -> None:
+        """All ranks drop what they have begun."""
+        ...
+
+
+class AloneAccumulation:
+    """One process: autograd adds to each parameter's gradient, once per backward pass.
+
+    The gradient of an embedding table is 0 but for the rows of the tokens in a micro-batch. Only these are made and
+    added: as many numbers as in the whole table, once more in every backward pass, are more than all else in small
+    models with large vocabularies.
+    """
+
+    scale = 1.0
+
+    def __init__(self, tables: Sequence[nn.Embedding], head: Tensor | None):
+        """Take over the gradients of a model.
+
+        Args:
+            tables: of embeddings, whose gradient may be sparse.
+            head: weight of the language-model head, whose gradient is dense; one of the tables' where they are tied.
+        """
+        self._added_to = [table.weight for table in tables if table.weight.requires_grad and table.weight is not head]
+        for table in tables:
+            # sums of rows in 16 bits are left to the dense form, which adds them up in 32
+            table.sparse = table.weight.dtype in (torch.float32, torch.float64)
+
+    def begin(self) -> None:
+        """Make the gradients that sparse ones are added to."""
+        for weight in self._added_to:
+            if weight.grad is None:  # what is sparse is added to what is dense; else it would be the gradient itself
+                weight.grad = no_gradient(weight)
+
+    def recover(self, compute_nothing: Callable[[], object]) -> None:
+        """Nobody waits for this process: nothing needs to be computed."""
+        torch.cuda.empty_cache()
+
+    def behind(self) -> AbstractContextManager[None]:
+        """Nothing is owed to anyone."""
+        return nullcontext()
+
+    def start_again(self) -> None:
+        """Nothing is kept between passes."""
+
+
+class ShardedAccumulation:
+    """FSDP2 reduces each group's gradient over the mesh axis `dp`, which may have one rank, and takes the mean."""
+
+    def __init__(self, collectives: Collectives, dp_size: int):
+        self.scale = float(dp_size)
+        self._collectives = collectives
+
+    def begin(self) -> None:
+        """Count collectives."""
+        self._collectives.begin()
+
+    def recover(self, compute_nothing: Callable[[], object]) -> None:
+        """Issue the rest of the pass's collectives: the other ranks are in the midst of it and need them."""
+        self._collectives.stay_in_step()
+        torch.cuda.empty_cache()  # what was gathered is free by now
+        compute_nothing()
+
+    def behind(self) -> AbstractContextManager[None]:
+        """The other ranks do not take part inside."""
+        return self._collectives.left_out()
+
+    def start_again(self) -> None:
+        """Forget the prompts that are open, and whatever else a pass has left."""
+        self._collectives.reset()
+
+
+def no_gradient(parameter: Tensor) -> Tensor:
+    """Zeros, in the dtype that the parameter's gradients are added up in."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+
+def attempt(accumulation: Accumulation, compute: Callable[[], object], compute_nothing: Callable[[], object]) -> bool:
+    """Run a pass, in step with the other ranks. Whether it fitted into memory; else nothing of it is of use.
+
+    Args:
+        accumulation: of the gradients.
+        compute: the pass.
+        compute_nothing: the same pass without sequences, which the other ranks need where they are in the midst of it.
+
+    Raises:
+        OutOfStepError: there is not even memory for nothing.
+    """
+    accumulation.begin()
+    try:
+        compute()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return True
+    # not in the except block: there the traceback holds what the failed pass has computed
+    with must_fit(str(NOTHING.whole)):
+        accumulation.recover(compute_nothing)
+    return False
+
+
+Sequences = tuple[TrainSequence, ...]
+
+
+class Turn(IntEnum):
+    """What all ranks do at the same time. The largest of their wishes is done."""
+
+    NOTHING = 0
+    CLOSE = 1  # backward of the open prompts
+    COMPUTE = 2  # a micro-batch, or a part of a stream
+    OPEN = 3  # forward of prompts
+    START_AGAIN = 4  # with smaller micro-batches: a rank has run out of memory
+    STOP = 5  # the run was asked to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Sequences to compute together; none where the rank only keeps step."""
+
+    sequences: Sequences = ()
+    in_stream: bool = False  # goes on from the open prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """A group whose prompt is computed once and whose completions are computed in parts."""
+
+    prompt: IntArray  # [P] token ids
+    parts: tuple[Sequences, ...]
+
+    @classmethod
+    def of(cls, parts: tuple[Sequences, ...]) -> "Stream":
+        """Of the parts, which all begin with the prompt."""
+        first = parts[0][0]
+        return cls(prompt=first.token_ids[: first.shared_prefix_tokens], parts=parts)
+
+
+class Work:
+    """The streams and micro-batches of a rank that are not computed yet."""
+
+    def __init__(self, batch: TrainBatch):
+        self.ran_out = False  # of memory, on this rank
+        self._micro_batches = deque(batch.micro_batches)
+        self._streams = deque(map(Stream.of, batch.streams))
+        self._is_open = False  # on all ranks or none
+        self._has_stream = False  # this rank, of those that are open
+        self._parts: deque[Sequences] = deque()  # of it
+
+    def agree(self, ranks: Ranks, *, may_stop: bool = False) -> Turn:
+        """What all ranks do next.
+
+        Args:
+            ranks: all that do it.
+            may_stop: nothing is lost by leaving the rest undone; the same on every rank.
+        """
+        if may_stop and stopping.requested():
+            wish = Turn.STOP
+        elif self.ran_out:
+            wish = Turn.START_AGAIN
+        elif self._is_open:
+            wish = Turn.COMPUTE if self._parts else Turn.CLOSE
+        elif self._streams:
+            wish = Turn.OPEN
+        else:
+            wish = Turn.COMPUTE if self._micro_batches else Turn.NOTHING
+        return Turn(int(ranks.largest(wish)))
+
+    def open(self) -> Stream | None:
+        """The stream whose prompt is to be opened; None where this rank has no more."""
+        stream = self._streams.popleft() if self._streams else None
+        self._is_open, self._has_stream = True, stream is not None
+        self._parts = deque(stream.parts if stream else ())
+        return stream
+
+    def close(self) -> None:
+        """All parts are through."""
+        self._is_open = self._has_stream = False
+
+    def next(self) -> Piece:
+        """What this rank computes now."""
+        if self._parts:
+            return Piece(sequences=self._parts.popleft(), in_stream=True)
+        if self._has_stream or not self._micro_batches:  # beside an open prompt is no room for more
+            return Piece()
+        return Piece(sequences=self._micro_batches.popleft())
 
 
 class Passes:

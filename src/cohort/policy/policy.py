@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from cohort.batch import MicroBatch
 from cohort.policy.adapter import Adapter
 from cohort.policy.attention import KeyValues
-from cohort.policy.forward import computed_counts, forward, padded_shape
-from cohort.policy.head import find_head, head_of
+from cohort.policy.forward import computed_counts, find_head, forward, head_of, padded_shape
 from cohort.policy.layout import Layout, choose_layout
 from cohort.policy.logprobs import TokenLoss, token_logprobs
 from cohort.policy.masters import Masters

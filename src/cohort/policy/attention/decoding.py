@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.policy.attention.primitive import wide_product
+from cohort.policy.attention.cascade import wide_product
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer
 
