@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from cohort.config import AutoRolloutConfig, Config, load_config
+from cohort.config import Config, load_config
 from cohort.errors import UserError
 from cohort.placement import num_gpus, why_vllm_does_not_fit
 from cohort.plan.rollout_engine import why_not_vllm, with_engine
@@ -25,7 +25,7 @@ def with_chosen_engine(config: Config, note: Callable[[str], None]) -> Config:
     Raises:
         UserError: something in the configuration does not go with the engine.
     """
-    if not isinstance(config.rollout, AutoRolloutConfig):
+    if config.rollout.engine != "auto":
         return config
     engine, why = _chosen(config)
     if why is not None:

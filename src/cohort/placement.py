@@ -1,4 +1,4 @@
-"""Which GPUs the vLLM servers of a run get on this machine: decided where the run is started, and told to rank 0."""
+"""Which GPUs the rollout servers of a run get on this machine: decided where the run is started, and told to rank 0."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config
 from cohort.errors import UserError
 from cohort.plan import rollout_engine
 from cohort.plan.calibration import calibration_of
@@ -41,7 +41,7 @@ def server_placement(config: Config) -> Placement:
     `cohort train` has told it to its processes. Those of another launcher see which GPUs of their machine no rank uses.
 
     Args:
-        config: of a run with `rollout.engine: vllm` and without `rollout.urls`.
+        config: of a run that uses servers, without `rollout.urls`.
 
     Raises:
         UserError: there are no GPUs for them.
@@ -64,7 +64,7 @@ def split_machine(config: Config) -> GpuSplit | None:
     Raises:
         UserError: the configuration asks for what this machine does not have.
     """
-    if not isinstance(config.rollout, VllmRolloutConfig) or config.rollout.urls:
+    if not config.rollout.uses_servers or config.rollout.urls:
         return None
     num = num_gpus(config)
     decides = config.hardware.rollout_gpus == config.hardware.processes == "auto" and num > 1

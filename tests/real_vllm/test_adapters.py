@@ -22,7 +22,7 @@ from serving import (
 from test_runs import run_config, steps_of
 
 import cohort
-from cohort.config import KEYS_OF_OWN_SERVERS, config_from_dict
+from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.errors import TrainingError
 from cohort.policy.adapter import Adapter
 from cohort.rollout.vllm import server_options
@@ -96,7 +96,8 @@ def url(tmp_path: Path, vllm_python: str) -> Iterator[str]:
 def test_runs_of_an_adapter(tmp_path: Path, vllm_python: str, url: str, monkeypatch: pytest.MonkeyPatch):
     """Two processes, then one whose adapter is changed on its way: the gate sees that, and only that."""
     config = adapter_run(tmp_path / "run", vllm_python)
-    config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in KEYS_OF_OWN_SERVERS} | {"urls": [url]}
+    own = VllmRolloutConfig.keys_of_own_servers
+    config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in own} | {"urls": [url]}
     result = cohort.train(config | {"hardware": config["hardware"] | {"processes": 2}})
     steps = steps_of(result.run_dir)
     assert len(steps) == 3 and all(0 < step["sampling/parity/mean"] < 1e-5 for step in steps)

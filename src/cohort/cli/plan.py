@@ -170,7 +170,7 @@ def _show(
 
     from cohort.cli.plan_report import print_plan
 
-    print_plan(predicted, advice, answer, Console(), with_vllm=settings.rollout.engine == "vllm")
+    print_plan(predicted, advice, answer, Console(), with_servers=settings.rollout.uses_servers)
 
 
 def _largest(settings: "Config", predicted: "Plan", wanted: str) -> tuple[dict[str, str | int | None], str | None]:

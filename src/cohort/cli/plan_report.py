@@ -56,9 +56,9 @@ def _speed(bandwidth: float | None) -> str:
 
 
 def print_plan(
-    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console, *, with_vllm: bool
+    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console, *, with_servers: bool
 ) -> None:
-    """The plan in tables, the verdict and the advice; `with_vllm`: whether the run samples so already."""
+    """The plan in tables, the verdict and the advice; `with_servers`: whether the run samples so already."""
     shape, machines, memory = plan.shape, plan.hardware, plan.memory
     console.print(
         f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
@@ -91,7 +91,7 @@ def print_plan(
         highlight=False,
         soft_wrap=True,
     )
-    for line in _verdict(plan, advice, answer, with_vllm=with_vllm):
+    for line in _verdict(plan, advice, answer, with_servers=with_servers):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -131,7 +131,7 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield _LABELS[name], f"{_digits(number.value, 3)}  [dim]{number.origin}: {number.how}[/dim]"
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, with_vllm: bool) -> Iterator[str]:
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, with_servers: bool) -> Iterator[str]:
     memory, headroom = plan.memory, plan.headroom_bytes
     peak = f"peak {_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}"
     if plan.fits:
@@ -155,7 +155,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
             yield escape(f"  {change.told()}: {size}, {seconds}; costs {change.costs}")
     elif not plan.fits:
         others = (
-            "other GPUs or a smaller model" if with_vllm else "other GPUs, a smaller model, or rollout.engine: vllm"
+            "other GPUs or a smaller model" if with_servers else "other GPUs, a smaller model, or rollout.engine: vllm"
         )
         yield f"\nno change that is known here makes it fit; try {others}"
     for name, value in answer.get("max", {}).items():

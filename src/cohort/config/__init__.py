@@ -20,11 +20,12 @@ from cohort.config.optim import (
 from cohort.config.quantization import Quantization
 from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
-    KEYS_OF_OWN_SERVERS,
+    ENGINES,
     AutoRolloutConfig,
     LocalRolloutConfig,
     RolloutConfig,
     SamplingConfig,
+    ServersConfig,
     VllmRolloutConfig,
 )
 from cohort.config.schema import Config, RunConfig, TrainConfig
@@ -32,7 +33,7 @@ from cohort.config.schema import Config, RunConfig, TrainConfig
 __all__ = [
     "ALGORITHMS",
     "COMPONENTS",
-    "KEYS_OF_OWN_SERVERS",
+    "ENGINES",
     "WRITTEN_BY_COHORT",
     "AdafactorConfig",
     "Adamw8bitConfig",
@@ -59,6 +60,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "ServersConfig",
     "SgdConfig",
     "TrainConfig",
     "VllmRolloutConfig",

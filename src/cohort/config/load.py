@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 from cohort.config.algorithm import OwnFunction
 from cohort.config.catalogue import COMPONENTS
 from cohort.config.data import RewardConfig
-from cohort.config.rollout import VllmRolloutConfig
 from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.config.yaml_text import read_yaml
 from cohort.errors import UserError
@@ -293,13 +292,9 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
         "algorithm": config.algorithm.model_copy(
             update={kind: component(getattr(config.algorithm, kind)) for kind in COMPONENTS}
         ),
+        "rollout": config.rollout.in_folders(folders),
         "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
     }
-    if isinstance(config.rollout, VllmRolloutConfig) and config.rollout.vllm_python is not None:
-        python = os.path.expanduser(config.rollout.vllm_python)
-        # not resolved: the python of an environment is a link to another one, and knows itself by the link's name
-        files = (str((folder / python).absolute()) for folder in folders if os.path.isfile(folder / python))
-        updates["rollout"] = config.rollout.model_copy(update={"vllm_python": next(files, python)})
     if config.critic is not None and config.critic.path is not None:
         updates["critic"] = config.critic.model_copy(update={"path": found(config.critic.path)})
     if config.eval is not None:

@@ -29,7 +29,7 @@ def check_base(kind: Quantization, *, has_adapter: bool, dtype: str) -> None:
         )
 
 
-def check_run(field: str, kind: Quantization, *, processes: int | str, engine: str) -> None:
+def check_run(field: str, kind: Quantization, *, processes: int | str, engine: str, shares_weights: bool) -> None:
     """Compare a key that asks for quantized weights with where the run trains and samples.
 
     Raises:
@@ -37,8 +37,8 @@ def check_run(field: str, kind: Quantization, *, processes: int | str, engine: s
     """
     if processes not in (1, "auto"):
         raise ValueError(f"{field}: {kind} {ONE_PROCESS}; hardware.processes is {processes}")
-    if field == "model.quantization" and engine == "vllm":
+    if field == "model.quantization" and not shares_weights:
         raise ValueError(
-            f"{field}: {kind} with rollout.engine: vllm: servers load the base as its files have it, and would sample "
-            f"from another policy than the one that is trained; use rollout.engine: local, or no quantization"
+            f"{field}: {kind} with rollout.engine: {engine}: servers load the base as its files have it, and would "
+            f"sample from another policy than the one that is trained; use rollout.engine: local, or no quantization"
         )

@@ -1,13 +1,17 @@
-"""The `rollout` section: one class for each engine, so that a key that the engine does not have is an error."""
+"""The `rollout` section: one class for each engine, so that a key that the engine does not have is an error.
 
-from typing import Annotated, Any, Literal, Self
+What the rest of Cohort has to know of an engine, its class says: nothing else asks which engine it is.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from cohort.config.section import Section
 
-# Of servers that a run starts itself. Next to `urls` they have no effect, and `cohort serve` takes them.
-KEYS_OF_OWN_SERVERS = ("servers", "vllm_python", "vllm_args", "tensor_parallel", "gpu_memory_utilization")
 # vLLM samples at this temperature where it is told a lower one, and does not say so.
 LOWEST_TEMPERATURE = 0.01
 # What Cohort itself says to a server, and where a user says it. Without it weights do not arrive, or requests do not.
@@ -38,7 +42,16 @@ _NOT_VLLM_ARGS = {
 
 
 class SamplingConfig(Section):
-    """What every rollout engine is told."""
+    """What every rollout engine is told, and what is so of an engine unless its class says otherwise."""
+
+    uses_servers: ClassVar[bool] = False
+    """Whether servers sample, which have GPUs and memory of their own; the class is then a `ServersConfig`."""
+    shares_weights: ClassVar[bool] = True
+    """Whether the training processes sample with the very weights that they train, so that none are published."""
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
+    """`algorithm.sampling_correction: auto`: what the engine's logprobs need beside the trainer's."""
+    sampled_by: ClassVar[str] = "by the training processes"
+    """For a person, of completions."""
 
     num_generations: int = Field(
         8,
@@ -60,6 +73,15 @@ class SamplingConfig(Section):
         "group learns nothing, are replaced by those of new prompts, in at most so many rounds a step. 0: off.",
     )
 
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether completions of later steps are sampled while this one trains."""
+        return False
+
+    def in_folders(self, folders: Sequence[Path]) -> Self:
+        """The section with its relative paths replaced by absolute ones of the first folder that has them."""
+        return self
+
 
 class AutoRolloutConfig(SamplingConfig):
     """Sampling of completions by vLLM where the run trains on GPUs, vLLM is installed and fits, else as `local`.
@@ -67,6 +89,8 @@ class AutoRolloutConfig(SamplingConfig):
     The engine that was chosen is in the run's `config.yaml`, and the run goes on with it.
     """
 
+    uses_servers: ClassVar[Literal[False]] = False
+    sampled_by: ClassVar[str] = "by vLLM servers where vLLM is installed beside GPUs, else by the training processes"
     engine: Literal["auto"] = Field(
         "auto",
         description="vllm on a machine with GPUs and vLLM, where it fits by the plan and can sample the run; else "
@@ -77,27 +101,25 @@ class AutoRolloutConfig(SamplingConfig):
 class LocalRolloutConfig(SamplingConfig):
     """Sampling of completions in the training processes, with torch."""
 
+    uses_servers: ClassVar[Literal[False]] = False
     engine: Literal["local"] = Field("local", description="Sampling in the training processes, with torch.")
 
 
-class VllmRolloutConfig(SamplingConfig):
-    """Sampling of completions by vLLM servers, which get the weights after every step."""
+class ServersConfig(SamplingConfig):
+    """What an engine is told whose servers get the weights after every step."""
 
-    engine: Literal["vllm"] = Field("vllm", description="Sampling by vLLM servers.")
+    uses_servers: ClassVar[Literal[True]] = True
+    shares_weights: ClassVar[bool] = False
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
+    server_name: ClassVar[str]
+    """What a person calls a server, such as "vLLM server"."""
+    # Of servers that a run starts itself. Next to `urls` they have no effect, and `cohort serve` takes them.
+    keys_of_own_servers: ClassVar[tuple[str, ...]] = ("servers", "tensor_parallel", "gpu_memory_utilization")
+
     urls: tuple[str, ...] = Field(
         (),
         description="Servers that someone else runs (`cohort serve` starts one), such as [http://node7:8000]. Default: "
         "the run starts and ends servers of its own.",
-    )
-    vllm_python: str | None = Field(
-        None,
-        description="Python of the environment that vLLM is installed in. Default: $COHORT_VLLM_PYTHON, or the one "
-        "that runs Cohort.",
-    )
-    vllm_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="More options of the server, such as {quantization: fp8, max_num_batched_tokens: 16384}; none that "
-        "Cohort sets itself.",
     )
     servers: int | Literal["auto"] = Field(
         "auto", description="Servers that the run starts. auto: one for each `tensor_parallel` rollout GPUs; 1 on CPU."
@@ -107,7 +129,7 @@ class VllmRolloutConfig(SamplingConfig):
         "auto", description="Dtype of the servers' weights. auto: that in which the trainer computes."
     )
     gpu_memory_utilization: float | Literal["auto"] = Field(
-        "auto", description="Share of a GPU's memory for vLLM. auto: 0.9, or 0.45 where training shares the GPU."
+        "auto", description="Share of a GPU's memory for a server. auto: 0.9, or 0.45 where training shares the GPU."
     )
     start_timeout_s: float = Field(900.0, gt=0, description="Longest wait for a server to answer after its start.")
     request_timeout_s: float = Field(
@@ -156,16 +178,6 @@ class VllmRolloutConfig(SamplingConfig):
             raise ValueError("names a server twice")
         return tuple(url.rstrip("/") for url in value)
 
-    @field_validator("vllm_args")
-    @classmethod
-    def _nothing_that_cohort_sets(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            # vLLM takes no_x for x: false, and x.y for a part of x
-            name = key.replace("-", "_").removeprefix("no_").partition(".")[0]
-            if name in _NOT_VLLM_ARGS:
-                raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
-        return value
-
     @field_validator("servers", mode="before")
     @classmethod
     def _a_number_or_auto(cls, value: Any) -> Any:
@@ -190,7 +202,7 @@ class VllmRolloutConfig(SamplingConfig):
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
         theirs, told = "urls: the servers are someone else's", ", and `cohort serve` takes it on its command line"
-        without_effect = [(key, theirs + told * (key != "servers")) for key in KEYS_OF_OWN_SERVERS if self.urls]
+        without_effect = [(key, theirs + told * (key != "servers")) for key in self.keys_of_own_servers if self.urls]
         without_effect += [("parity_tolerance", "parity_every: 0")] * (self.parity_every == 0)
         without_effect += [("stale_completions", "max_staleness: 0")] * (self.max_staleness == 0)
         for key, reason in without_effect:
@@ -199,5 +211,56 @@ class VllmRolloutConfig(SamplingConfig):
                 raise ValueError(f"{key} has no effect with {reason}; remove one of the two")
         return self
 
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether completions of later steps are sampled while this one trains."""
+        return self.max_staleness > 0
+
+
+class VllmRolloutConfig(ServersConfig):
+    """Sampling of completions by vLLM servers, which get the weights after every step."""
+
+    server_name: ClassVar[str] = "vLLM server"
+    sampled_by: ClassVar[str] = "by vLLM servers"
+    keys_of_own_servers: ClassVar[tuple[str, ...]] = (
+        *ServersConfig.keys_of_own_servers,
+        "vllm_python",
+        "vllm_args",
+    )
+    engine: Literal["vllm"] = Field("vllm", description="Sampling by vLLM servers.")
+    vllm_python: str | None = Field(
+        None,
+        description="Python of the environment that vLLM is installed in. Default: $COHORT_VLLM_PYTHON, or the one "
+        "that runs Cohort.",
+    )
+    vllm_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More options of the server, such as {quantization: fp8, max_num_batched_tokens: 16384}; none that "
+        "Cohort sets itself.",
+    )
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _nothing_that_cohort_sets(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            # vLLM takes no_x for x: false, and x.y for a part of x
+            name = key.replace("-", "_").removeprefix("no_").partition(".")[0]
+            if name in _NOT_VLLM_ARGS:
+                raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
+        return value
+
+    def in_folders(self, folders: Sequence[Path]) -> Self:
+        """The section with an absolute `vllm_python` where one of the folders has it."""
+        if self.vllm_python is None:
+            return self
+        python = os.path.expanduser(self.vllm_python)
+        # not resolved: the python of an environment is a link to another one, and knows itself by the link's name
+        files = (str((folder / python).absolute()) for folder in folders if os.path.isfile(folder / python))
+        return self.model_copy(update={"vllm_python": next(files, python)})
+
 
 RolloutConfig = Annotated[AutoRolloutConfig | LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]
+# By the value of `rollout.engine`.
+ENGINES: dict[str, type[SamplingConfig]] = {
+    section.model_fields["engine"].default: section for section in get_args(get_args(RolloutConfig)[0])
+}

@@ -14,7 +14,7 @@ from cohort.config.model import ModelConfig
 from cohort.config.optim import MUON_ON_HOST, AdamwConfig, OptimConfig
 from cohort.config.quantization import Quantization, check_run
 from cohort.config.reference import ReferenceConfig
-from cohort.config.rollout import AutoRolloutConfig, RolloutConfig, VllmRolloutConfig
+from cohort.config.rollout import AutoRolloutConfig, RolloutConfig
 from cohort.config.section import Section
 from cohort.config.sizes import Size
 
@@ -159,13 +159,13 @@ class Config(Section):
         rollout, gpus = self.rollout, self.hardware.rollout_gpus
         if gpus == "auto":
             return self
-        if rollout.engine == "local":
-            raise ValueError(
-                "hardware.rollout_gpus has no effect with rollout.engine: local, which samples on the training "
-                "GPUs; remove it, or use rollout.engine: vllm"
-            )
-        if not isinstance(rollout, VllmRolloutConfig):
+        if rollout.engine == "auto":
             return self
+        if not rollout.uses_servers:
+            raise ValueError(
+                f"hardware.rollout_gpus has no effect with rollout.engine: {rollout.engine}, which samples on the "
+                f"training GPUs; remove it, or use rollout.engine: vllm"
+            )
         if rollout.urls:
             raise ValueError(
                 "hardware.rollout_gpus has no effect with rollout.urls: the servers have theirs; remove one"
@@ -173,20 +173,20 @@ class Config(Section):
         if gpus == "shared" and rollout.max_staleness:
             raise ValueError(
                 f"rollout.max_staleness: {rollout.max_staleness} has no effect with hardware.rollout_gpus: shared, "
-                f"where vLLM sleeps while the policy trains; use max_staleness: 0, or GPUs that only sample"
+                f"where servers sleep while the policy trains; use max_staleness: 0, or GPUs that only sample"
             )
         return self
 
     @model_validator(mode="after")
     def _correction_suits_the_run(self) -> Self:
         algorithm, rollout = self.algorithm, self.rollout
-        has_none = algorithm.sampling_correction == "auto" and rollout.engine == "local"
-        if has_none and algorithm.sampling_correction_cap != CORRECTION_CAP:
+        has_none = algorithm.sampling_correction == "auto" and rollout.default_correction == "none"
+        if rollout.engine != "auto" and has_none and algorithm.sampling_correction_cap != CORRECTION_CAP:
             raise ValueError(
-                "algorithm.sampling_correction_cap has no effect with rollout.engine: local, where "
-                "sampling_correction: auto is none; remove it, or set sampling_correction"
+                f"algorithm.sampling_correction_cap has no effect with rollout.engine: {rollout.engine}, where "
+                f"sampling_correction: auto is none; remove it, or set sampling_correction"
             )
-        corrects_stale = rollout.engine == "vllm" and rollout.max_staleness and rollout.stale_completions == "correct"
+        corrects_stale = rollout.uses_servers and rollout.samples_ahead and rollout.stale_completions == "correct"
         if corrects_stale and algorithm.sampling_correction == "none":
             raise ValueError(
                 "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "
@@ -262,7 +262,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _quantization_suits_the_run(self) -> Self:
         for field, kind in self.quantized():
-            check_run(field, kind, processes=self.hardware.processes, engine=self.rollout.engine)
+            check_run(
+                field,
+                kind,
+                processes=self.hardware.processes,
+                engine=self.rollout.engine,
+                shares_weights=self.rollout.shares_weights,
+            )
         return self
 
     def quantized(self) -> list[tuple[str, Quantization]]:

@@ -5,7 +5,7 @@ import signal
 import sys
 from dataclasses import replace
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config
 from cohort.errors import TrainingError, UserError
 from cohort.placement import num_gpus, visible_devices
 from cohort.plan.rollout_engine import with_engine
@@ -26,7 +26,7 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     """
     config = with_engine(config, "vllm")
     rollout = config.rollout
-    if not isinstance(rollout, VllmRolloutConfig):
+    if not rollout.uses_servers:
         raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")
     if not 1 <= port <= 65535:
         raise UserError(f"--port: {port}: must be from 1 to 65535; use 8000, which is usual")

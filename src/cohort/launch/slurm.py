@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
 from cohort.plan.rollout_engine import with_engine, with_planned_engine
@@ -96,10 +96,10 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
 
 
 def _splits_its_gpus(config: Config, options: SlurmOptions, gpus: int) -> bool:
-    """Whether the run is on one node, whose GPUs train and sample with vLLM, or may."""
+    """Whether the run is on one node, whose GPUs train and sample in servers of their own, or may."""
     rollout = config.rollout
-    may_be_vllm = rollout.engine == "auto" or (isinstance(rollout, VllmRolloutConfig) and not rollout.urls)
-    return may_be_vllm and gpus > 0 and options.nodes == 1 and options.rollout_nodes == 0
+    may_have_servers = rollout.engine == "auto" or (rollout.uses_servers and not rollout.urls)
+    return may_have_servers and gpus > 0 and options.nodes == 1 and options.rollout_nodes == 0
 
 
 def _check_split(config: Config, gpus: int) -> None:
@@ -109,7 +109,7 @@ def _check_split(config: Config, gpus: int) -> None:
         UserError: names the number that is too large.
     """
     planned, _ = with_planned_engine(config)
-    if isinstance(planned.rollout, VllmRolloutConfig):
+    if planned.rollout.uses_servers:
         split_gpus(planned, num_gpus=gpus, shape=None, hardware=None)
     else:
         _ranks_per_node(planned, gpus)
@@ -139,12 +139,15 @@ def _who_trains_and_samples(
     each = f"{gpus} GPUs" if gpus else "no GPUs"
     if rollout is not None:
         samples = rollout.header(gpus)
-    elif not isinstance(config.rollout, VllmRolloutConfig):
-        samples = "Rollout nodes: 0. The training nodes sample the completions themselves (rollout.engine: local)."
+    elif not config.rollout.uses_servers:
+        samples = (
+            f"Rollout nodes: 0. The training nodes sample the completions themselves (rollout.engine: "
+            f"{config.rollout.engine})."
+        )
     elif config.rollout.urls:
         samples = "Rollout nodes: 0. The servers of rollout.urls sample the completions."
     else:
-        samples = "Rollout nodes: 0. vLLM servers on the first node sample the completions."
+        samples = f"Rollout nodes: 0. {config.rollout.server_name}s on the first node sample the completions."
     ranks = options.nodes * ranks_per_node
     return [f"Training nodes: {options.nodes}, with {each} and {ranks_per_node} ranks each: {ranks} ranks.", samples]
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cohort.config import KEYS_OF_OWN_SERVERS, Config, VllmRolloutConfig
+from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 
 _FIRST_PORT = 8000
@@ -48,18 +48,19 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     rollout = config.rollout
     if num_nodes < 0:
         raise UserError(f"--rollout-nodes: {num_nodes}: must be at least 0; use 0 or more")
-    if not isinstance(rollout, VllmRolloutConfig):
+    if not rollout.uses_servers:
         if num_nodes > 0:
             raise UserError(
-                f"--rollout-nodes: {num_nodes} with rollout.engine: local, which samples on the training nodes; use 0, "
-                f"or rollout.engine=vllm"
+                f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}, which samples on the training "
+                f"nodes; use 0, or rollout.engine=vllm"
             )
         return None
     if num_nodes == 0:
         if gpus_per_node and not gpus_left and not rollout.urls:
             raise UserError(
-                "--rollout-nodes: 0 with rollout.engine: vllm: the ranks take all GPUs of the training nodes, so that "
-                "none is left for servers; use --rollout-nodes 1, or rollout.urls, or --nodes 1, whose GPUs are split"
+                f"--rollout-nodes: 0 with rollout.engine: {rollout.engine}: the ranks take all GPUs of the training "
+                f"nodes, so that none is left for servers; use --rollout-nodes 1, or rollout.urls, or --nodes 1, whose "
+                f"GPUs are split"
             )
         return None
     for field, value, default in (
@@ -74,7 +75,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     return _servers_of(rollout, num_nodes, gpus_per_node)
 
 
-def _servers_of(rollout: VllmRolloutConfig, num_nodes: int, gpus_per_node: int) -> RolloutNodes:
+def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> RolloutNodes:
     size = rollout.tensor_parallel
     if gpus_per_node and gpus_per_node % size:
         fitting = [n for n in range(1, gpus_per_node + 1) if gpus_per_node % n == 0]
@@ -100,9 +101,11 @@ def _servers_of(rollout: VllmRolloutConfig, num_nodes: int, gpus_per_node: int) 
 
 def training_overrides(config: Config) -> list[str]:
     """Put what is said of the servers back to its default, since it has no effect on ranks that are given addresses."""
-    fields = VllmRolloutConfig.model_fields
-    defaults = {key: fields[key].get_default(call_default_factory=True) for key in KEYS_OF_OWN_SERVERS}
-    changed = {key: default for key, default in defaults.items() if getattr(config.rollout, key) != default}
+    rollout = config.rollout
+    assert rollout.uses_servers
+    fields = type(rollout).model_fields
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in rollout.keys_of_own_servers}
+    changed = {key: default for key, default in defaults.items() if getattr(rollout, key) != default}
     return [f"rollout.{key}={'null' if default is None else default}" for key, default in changed.items()]
 
 

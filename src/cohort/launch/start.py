@@ -53,7 +53,7 @@ def train(
     split = None if in_processes else split_machine(config)
     num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
     if not in_processes and split is None and (found := num_gpus(config)) > 1:
-        what = "train and sample" if config.rollout.engine == "local" else "train"
+        what = "train and sample" if not config.rollout.uses_servers else "train"
         note(f"{num_processes} of {found} GPUs {what} (hardware.processes: {config.hardware.processes})")
     if not in_processes and num_processes == 1 and config.hardware.max_restarts == 0:
         from cohort import trainer

@@ -75,7 +75,7 @@ def _budget(config: Config, plan: Plan) -> Iterator[Changes]:
 
 
 def _sampled(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.rollout.engine != "vllm":
+    if config.rollout.shares_weights:
         for number in _halves(config.rollout.max_num_seqs, least=8):
             yield {"rollout.max_num_seqs": number}
 
@@ -165,7 +165,7 @@ def _quantized_reference(config: Config, plan: Plan) -> Iterator[Changes]:
 def _quantized(config: Config, plan: Plan) -> Iterator[Changes]:
     """Where what samples has the quantized weights too."""
     model = config.model
-    if model.quantization is not None or config.rollout.engine == "vllm" or model.dtype == "float64":
+    if model.quantization is not None or not config.rollout.shares_weights or model.dtype == "float64":
         return
     if model.adapter is not None:
         if not model.adapter.dora:
@@ -306,7 +306,7 @@ def _faster(config: Config, plan: Plan) -> list[Advice]:
         options.append((kept, _MEMORY))
         if config.train.micro_batch_tokens != "auto":  # where the budget is too large without
             options.append(({**kept, "train.micro_batch_tokens": "auto"}, _MEMORY))
-    if config.rollout.engine == "vllm" and not plan.layout.shared and config.hardware.rollout_gpus == "auto":
+    if config.rollout.uses_servers and not plan.layout.shared and config.hardware.rollout_gpus == "auto":
         options.append(({"hardware.rollout_gpus": "shared"}, _TURNS))
     options += [(changes, _GPUS) for changes in [*_gpus(config, plan)][:1] or [*_nodes(config, plan)][:1]]
     tried = (_try(config, plan, changes, costs) for changes, costs in options)

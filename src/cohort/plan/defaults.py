@@ -1,8 +1,8 @@
-"""What `auto` means for dtypes and for vLLM's share of a GPU: the same for estimates, training and servers."""
+"""What `auto` means for dtypes and for a server's share of a GPU: the same for estimates, training and servers."""
 
 from typing import Literal
 
-from cohort.config import Config, ModelConfig, VllmRolloutConfig
+from cohort.config import Config, ModelConfig, ServersConfig
 
 PORTION_BYTES = 256 << 20  # of weights that are lent to vLLM at a time; a tensor that is larger is a portion by itself
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # of one number
@@ -21,17 +21,17 @@ def serving_dtype(config: Config, *, on_gpu: bool) -> Literal["float32", "bfloat
     """That of the servers' weights: as training computes, where nothing else is wanted; vLLM has no float64.
 
     Args:
-        config: of a run with `rollout.engine: vllm`.
+        config: of a run that uses servers.
         on_gpu: whether it is trained, or served, on GPUs.
     """
-    assert isinstance(config.rollout, VllmRolloutConfig)
+    assert config.rollout.uses_servers
     if config.rollout.dtype != "auto":
         return config.rollout.dtype
     return "bfloat16" if compute_dtype(config.model, on_gpu=on_gpu) == "bfloat16" else "float32"
 
 
-def memory_share(rollout: VllmRolloutConfig, *, shared: bool) -> float:
-    """Of a server's GPU that vLLM takes; `shared` where training takes turns with it there."""
+def memory_share(rollout: ServersConfig, *, shared: bool) -> float:
+    """Of a server's GPU that it takes; `shared` where training takes turns with it there."""
     if rollout.gpu_memory_utilization != "auto":
         return rollout.gpu_memory_utilization
     return _SHARE_OF_SHARED_GPU if shared else _SHARE_OF_OWN_GPU

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config
 from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
@@ -42,7 +42,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
             f"hardware.processes: {processes} is more than the {hardware.num_gpus} GPUs of this plan; give more with "
             f"--gpus or --nodes, or use hardware.processes: auto"
         )
-    if not isinstance(rollout, VllmRolloutConfig):
+    if not rollout.uses_servers:
         number = hardware.gpus_per_node if processes == "auto" else processes
         # a run on several nodes has as many processes on each
         number = min(number * hardware.nodes, hardware.num_gpus)
@@ -78,7 +78,7 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     The fastest split of those that fit, and of all where none does.
     """
     per_node, rollout = hardware.gpus_per_node, config.rollout
-    assert isinstance(rollout, VllmRolloutConfig)
+    assert rollout.uses_servers
     tensor_parallel = rollout.tensor_parallel
     if tensor_parallel > per_node:
         raise UserError(f"rollout.tensor_parallel: {tensor_parallel} is more than the {per_node} GPUs of a node")

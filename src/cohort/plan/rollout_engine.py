@@ -2,9 +2,9 @@
 
 from typing import Literal, Protocol
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config
 from cohort.config.load import config_from_dict
-from cohort.config.rollout import LOWEST_TEMPERATURE, AutoRolloutConfig
+from cohort.config.rollout import LOWEST_TEMPERATURE
 from cohort.errors import UserError
 from cohort.plan.adapter import requested_adapter
 from cohort.plan.hardware import Hardware
@@ -38,7 +38,7 @@ def with_engine(config: Config, engine: Literal["local", "vllm"]) -> Config:
     Raises:
         UserError: something in the configuration does not go with it.
     """
-    if not isinstance(config.rollout, AutoRolloutConfig):
+    if config.rollout.engine != "auto":
         return config
     settings = config.model_dump()
     return config_from_dict({**settings, "rollout": {**settings["rollout"], "engine": engine}})
@@ -57,7 +57,7 @@ def with_planned_engine(
     Raises:
         UserError: numbers of the configuration contradict each other or the machines.
     """
-    if not isinstance(config.rollout, AutoRolloutConfig):
+    if config.rollout.engine != "auto":
         return config, None
     reason = why_not_vllm(config)
     if reason is None and shape is not None and hardware is not None:
@@ -127,7 +127,7 @@ def why_vllm_does_not_fit(config: Config, shape: ModelShape, hardware: Hardware)
     """
     config = with_engine(config, "vllm")
     rollout = config.rollout
-    assert isinstance(rollout, VllmRolloutConfig)
+    assert rollout.uses_servers
     if config.hardware.rollout_gpus != "auto":
         return None
     if hardware.nodes > 1:

@@ -1,6 +1,6 @@
 """Whether a number of training GPUs, and servers beside them, have room for a run."""
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config, ServersConfig
 from cohort.plan.defaults import BYTES, memory_share, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
@@ -13,7 +13,7 @@ _KV_SHARE = 0.2  # of a server's GPU, for keys and values
 
 def why_it_does_not_fit(
     config: Config,
-    rollout: VllmRolloutConfig,
+    rollout: ServersConfig,
     shape: ModelShape,
     hardware: Hardware,
     num_training: int,

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine train and which sample for them, with `rollout.engine: vllm`, and why.
+"""Which GPUs of a machine train and which sample for them, in servers of the run's own, and why.
 
 Numbers in the configuration are kept, and `auto` is what they leave over. Where both sides are `auto`, every split is
 compared by how long a step takes (`cohort.plan.timing`), among those that fit (`cohort.plan.room`).
@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
 from cohort.plan.rates import USUAL_GPU
@@ -40,7 +40,7 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     """Split a machine between training and the servers that the run starts.
 
     Args:
-        config: of a run with `rollout.engine: vllm` and without `rollout.urls`.
+        config: of a run that uses servers, without `rollout.urls`.
         num_gpus: of this machine; 0: everything is on CPU.
         shape: of the model; None where it is not known, as before it is downloaded.
         hardware: the kind of GPU; None where it is not known. Without either, memory is not looked at.
@@ -50,7 +50,7 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
         DoesNotFitError: no split fits its memory.
     """
     rollout = config.rollout
-    assert isinstance(rollout, VllmRolloutConfig) and not rollout.urls
+    assert rollout.uses_servers and not rollout.urls
     if num_gpus == 0:
         return _on_cpu(config, rollout)
     processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
@@ -77,7 +77,7 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     return _separate(rollout, num_gpus, num_training, num_sampling, kept)
 
 
-def _on_cpu(config: Config, rollout: VllmRolloutConfig) -> GpuSplit:
+def _on_cpu(config: Config, rollout: ServersConfig) -> GpuSplit:
     if config.hardware.rollout_gpus != "auto":
         raise UserError(
             f"hardware.rollout_gpus: {config.hardware.rollout_gpus} has no effect without GPUs: training and servers "
@@ -92,11 +92,11 @@ def _on_cpu(config: Config, rollout: VllmRolloutConfig) -> GpuSplit:
         training_gpus=(),
         server_gpus=((),) * num_servers,
         shared=False,
-        reason=f"{_count(num_processes, 'process')} and {_count(num_servers, 'vLLM server')} share the CPU",
+        reason=f"{_count(num_processes, 'process')} and {_count(num_servers, rollout.server_name)} share the CPU",
     )
 
 
-def _shared(config: Config, rollout: VllmRolloutConfig, num_gpus: int, why: str) -> GpuSplit:
+def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> GpuSplit:
     """Every GPU trains, and one server on each samples.
 
     Raises:
@@ -129,7 +129,7 @@ def _shared(config: Config, rollout: VllmRolloutConfig, num_gpus: int, why: str)
     )
 
 
-def _num_sampling(config: Config, rollout: VllmRolloutConfig, num_gpus: int) -> int:
+def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
     """GPUs that only sample, where the configuration gives this number or that of the others.
 
     Raises:
@@ -180,7 +180,7 @@ def _ways_out(num_gpus: int, needed: int, left: int, per_server: int) -> str:
     return _either(ways or ["fewer GPUs for each server"])
 
 
-def _separate(rollout: VllmRolloutConfig, num_gpus: int, num_training: int, num_sampling: int, why: str) -> GpuSplit:
+def _separate(rollout: ServersConfig, num_gpus: int, num_training: int, num_sampling: int, why: str) -> GpuSplit:
     """The first GPUs train, the next ones sample."""
     training = tuple(range(num_training))
     sampling = tuple(range(num_training, num_training + num_sampling))
@@ -194,7 +194,7 @@ def _separate(rollout: VllmRolloutConfig, num_gpus: int, num_training: int, num_
         server_gpus=servers,
         shared=False,
         reason=f"{_gpus(training)} {'trains' if num_training == 1 else 'train'}, {_gpus(sampling)} "
-        f"{'samples' if num_sampling == 1 else 'sample'} ({_count(len(servers), 'vLLM server')}{each})"
+        f"{'samples' if num_sampling == 1 else 'sample'} ({_count(len(servers), rollout.server_name)}{each})"
         + (f", {_gpus(idle)} {'is' if len(idle) == 1 else 'are'} not used" if idle else "")
         + f": {why}",
     )
@@ -204,7 +204,7 @@ def _separate(rollout: VllmRolloutConfig, num_gpus: int, num_training: int, num_
 
 
 def _best(
-    config: Config, rollout: VllmRolloutConfig, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None
+    config: Config, rollout: ServersConfig, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None
 ) -> GpuSplit:
     """The separate split with the shortest step among those that fit; shared GPUs where none does.
 
@@ -242,7 +242,7 @@ def _best(
 
 
 def _shared_if_it_fits(
-    config: Config, rollout: VllmRolloutConfig, shape: ModelShape, hardware: Hardware, num_gpus: int, problem: str
+    config: Config, rollout: ServersConfig, shape: ModelShape, hardware: Hardware, num_gpus: int, problem: str
 ) -> GpuSplit:
     """Shared GPUs, where no separate ones fit.
 
@@ -260,7 +260,7 @@ def _shared_if_it_fits(
 
 
 def _what_fits(
-    config: Config, rollout: VllmRolloutConfig, shape: ModelShape, hardware: Hardware, num_gpus: int
+    config: Config, rollout: ServersConfig, shape: ModelShape, hardware: Hardware, num_gpus: int
 ) -> list[str]:
     """Changes that let one server and training on the other GPUs fit, those that change no gradient first."""
     parallel = sorted({rollout.tensor_parallel, 1, 2, 4, 8})

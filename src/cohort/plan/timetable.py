@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config
 from cohort.plan.activations import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
@@ -43,7 +43,7 @@ def plan_timing(
     computing = computing_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
     reading = reading_rate(hardware)
     num_sampling = layout.num_sampling
-    if isinstance(config.rollout, VllmRolloutConfig) and config.rollout.urls:
+    if config.rollout.uses_servers and config.rollout.urls:
         # servers of other people are taken to be as many GPUs as names
         num_sampling = len(config.rollout.urls) * config.rollout.tensor_parallel
     times = step_times(
@@ -68,7 +68,7 @@ def plan_timing(
         f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
         f"{computing.share:.0%}"
     )
-    if config.rollout.engine != "vllm":
+    if config.rollout.shares_weights:
         sampler += "; PyTorch's own sampling is slower than that"
     numbers = {
         "products_tflops": _rate(computing, hardware, 1e-12),

@@ -24,7 +24,7 @@ wait for each other; with `rollout.max_staleness` above 0 they overlap, and it t
 import math
 from dataclasses import dataclass
 
-from cohort.config import Config, VllmRolloutConfig
+from cohort.config import Config, ServersConfig
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.critic import critic_shape
 from cohort.plan.defaults import BYTES, compute_dtype, memory_share, serving_dtype
@@ -75,7 +75,7 @@ def step_times(
     return StepTimes(
         training_s=operations / (num_training * speed),
         sampling_s=_sampling_s(config, shape, hardware, num_sampling, shared=shared),
-        overlap=isinstance(rollout, VllmRolloutConfig) and rollout.max_staleness > 0,
+        overlap=rollout.samples_ahead,
     )
 
 
@@ -128,7 +128,7 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     rollout, on_gpu = config.rollout, hardware.on_gpu
     length = rollout.max_completion_tokens
     dtype: str
-    if isinstance(rollout, VllmRolloutConfig):
+    if rollout.uses_servers:
         dtype, per_server = serving_dtype(config, on_gpu=on_gpu), rollout.tensor_parallel
         most = min(rollout.max_num_seqs, _places(rollout, shape, hardware, BYTES[dtype], shared=shared))
     else:
@@ -147,7 +147,7 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     return prefill_s + decoding_s
 
 
-def _places(rollout: VllmRolloutConfig, shape: ModelShape, hardware: Hardware, bytes_each: int, *, shared: bool) -> int:
+def _places(rollout: ServersConfig, shape: ModelShape, hardware: Hardware, bytes_each: int, *, shared: bool) -> int:
     """Completions of the longest length whose keys and values a server has room for, a prompt's once per group."""
     memory = rollout.tensor_parallel * memory_share(rollout, shared=shared) * hardware.gpu_memory_bytes
     room = memory - bytes_each * shape.num_parameters

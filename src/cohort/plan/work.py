@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cohort.config import AdamwConfig, Config, OptimConfig, Quantization, VllmRolloutConfig
+from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
 from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.critic import critic_shape
 from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, memory_share, serving_dtype
@@ -125,12 +125,12 @@ def work_of(
         hardware: the kind of GPU.
         rows: what the process computes in a step.
         num_training: processes.
-        shared: whether servers sleep on the same GPUs meanwhile; of `rollout.engine: vllm` only.
+        shared: whether servers sleep on the same GPUs meanwhile; of an engine that uses servers.
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
     vllm_bytes = lent_bytes = sampled = sampled_tokens = 0
-    if isinstance(rollout, VllmRolloutConfig):
+    if rollout.uses_servers:
         if shared:
             vllm_bytes = int(memory_share(rollout, shared=True) * hardware.gpu_memory_bytes)
             lent_bytes = _lent_bytes(config, shape) if hardware.on_gpu and adapter is None else 0

@@ -72,7 +72,7 @@ def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: tor
     algorithm = build_algorithm(
         config.algorithm,
         max_completion_tokens=rollout.max_completion_tokens,
-        auto_correction="token_truncate" if rollout.engine == "vllm" else "none",
+        auto_correction=rollout.default_correction,
         value_clip=critic_config.value_clip,
     )
     policy = load_policy(_of_policy(request, config, algorithm, order))

@@ -79,7 +79,7 @@ def plan_on(
     if hardware.on_gpu:  # what does not fit is computed in parts, so that only the smallest budget has to
         train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
         smallest = smallest.model_copy(update={"train": train})
-    samples_itself = config.rollout.engine != "vllm"
+    samples_itself = not config.rollout.uses_servers
     layout = Layout(
         num_training=hardware.num_gpus,
         num_sampling=hardware.num_gpus if shared or samples_itself else 0,

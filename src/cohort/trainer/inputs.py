@@ -170,7 +170,7 @@ def read_evaluation(
         success_threshold=settings.success_threshold,
         # servers have queues of their own
         prompts_at_a_time=len(prompts.prompts)
-        if config.rollout.engine == "vllm"
+        if config.rollout.uses_servers
         else max(1, config.rollout.max_num_seqs // settings.num_samples),
     )
 

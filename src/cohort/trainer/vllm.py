@@ -70,7 +70,7 @@ def find_servers(config: Config, inputs: Inputs) -> Servers | None:
         UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot sample what the run asks for.
     """
     rollout = config.rollout
-    if not isinstance(rollout, VllmRolloutConfig):
+    if not rollout.uses_servers:
         return None
     if (reason := why_not_sampled(config, inputs.adapter)) is not None:
         raise UserError(f"{reason}, or rollout.engine: local")

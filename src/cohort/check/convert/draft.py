@@ -10,6 +10,7 @@ from cohort.check.rules.start import Start
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.catalogue import parameters
 from cohort.config.quantization import check_base, check_run
+from cohort.config.rollout import ENGINES
 
 Kind = Literal["text", "whole", "number", "flag"]
 
@@ -159,7 +160,10 @@ class Draft:
         try:
             check_base(kind, has_adapter="adapter" in model, dtype=model.get("dtype", "float32"))
             engine = rollout.get("engine", "auto")
-            check_run("model.quantization", kind, processes=self.processes or 1, engine=engine)
+            shares_weights = ENGINES[engine].shares_weights
+            check_run(
+                "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
+            )
         except ValueError as why:
             self.note(f"no equivalent: {told(bits)}; here the model's weights keep their dtype: {why}")
         else:

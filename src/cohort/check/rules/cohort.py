@@ -9,15 +9,11 @@ from typing import Any
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Said, Settings
 from cohort.check.rules.start import Judged, Knobs, Start, refused
-from cohort.config import config_from_dict
+from cohort.config import ENGINES, SamplingConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.data import missing_files
 
 _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
-_SAMPLING = {  # rollout.engine: who samples
-    "auto": "by vLLM servers where vLLM is installed beside GPUs, else by the training processes",
-    "vllm": "by vLLM servers",
-}
 
 
 def judge_cohort(launch: Launch) -> Judged:
@@ -44,14 +40,14 @@ def judge_cohort(launch: Launch) -> Judged:
             prompts=prompts,
         )
 
-    sampling = _SAMPLING.get(settings.text("rollout.engine", "auto"), "by the training processes")
+    engine = ENGINES.get(settings.text("rollout.engine", "auto"), SamplingConfig)
     return Judged(
         version=_installed(),
         version_reason="installed",
         knobs={},
         decides=frozenset(),
         start=start,
-        sampling=sampling,
+        sampling=engine.sampled_by,
         findings=() if problem is None else (_refusal(launch, problem),),
         blocked=problem,
     )
