@@ -180,4 +180,4 @@ def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int,
         return ThreadEngine(worker.policy, worker.tokenizer)
 
     patch("cohort.trainer.gather.Prefetcher", prefetcher)
-    patch("cohort.trainer.setup.LocalEngine", engine)
+    patch("cohort.trainer.local.LocalEngine", engine)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey
 from cohort.trainer import vllm
+from cohort.trainer.engines import find_engine
 from cohort.trainer.inputs import Inputs, read_inputs
+from cohort.trainer.local import TrainingProcesses
 from cohort.trainer.parity import check_parity, make_probe
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import sample
@@ -162,7 +165,7 @@ def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkey
 
 def test_the_local_engine_has_no_servers(tmp_path: Path):
     config = config_from_dict(make_inputs(tmp_path))
-    assert vllm.find_servers(config, read_inputs(config)) is None
+    assert isinstance(find_engine(config, read_inputs(config)), TrainingProcesses)
 
 
 def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):
@@ -190,7 +193,7 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype(
     servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=servers_dtype)
     policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
     probed = WorkerGroup(replace(workers.local, policy=policy), ALONE)
-    gate = vllm.make_parity_gate(config, servers, inputs, probed, engine=None, collector=None)
+    gate = vllm.make_parity_gate(config, servers, inputs, probed, engine=Mock(), collector=Mock())
     assert gate is not None and gate.tolerance == expected
 
 

@@ -50,6 +50,8 @@ class SamplingConfig(Section):
     """Whether the training processes sample with the very weights that they train, so that none are published."""
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
     """`algorithm.sampling_correction: auto`: what the engine's logprobs need beside the trainer's."""
+    setup: ClassVar[str] = "cohort.trainer.local:TrainingProcesses"
+    """Module and name of what sets the engine up for a run, as `cohort.trainer.engines.EngineSetup` has it."""
     sampled_by: ClassVar[str] = "by the training processes"
     """For a person, of completions."""
 
@@ -220,6 +222,7 @@ class ServersConfig(SamplingConfig):
 class VllmRolloutConfig(ServersConfig):
     """Sampling of completions by vLLM servers, which get the weights after every step."""
 
+    setup: ClassVar[str] = "cohort.trainer.vllm:find_servers"
     server_name: ClassVar[str] = "vLLM server"
     sampled_by: ClassVar[str] = "by vLLM servers"
     keys_of_own_servers: ClassVar[tuple[str, ...]] = (

@@ -13,8 +13,8 @@ from cohort.plan.hardware import Hardware, cpu_here
 from cohort.plan.layout import Layout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
+from cohort.trainer.engines import EngineSetup
 from cohort.trainer.inputs import Inputs
-from cohort.trainer.vllm import Servers
 
 _MARGIN = 1.1  # the closed form is good to a tenth
 
@@ -22,7 +22,7 @@ _MARGIN = 1.1  # the closed form is good to a tenth
 def foresee(
     config: Config,
     inputs: Inputs,
-    servers: Servers | None,
+    setup: EngineSetup,
     *,
     device: torch.device,
     world_size: int,
@@ -35,7 +35,7 @@ def foresee(
     Args:
         config: of the run.
         inputs: the longest prompt may be shorter than what the configuration allows.
-        servers: may sleep on the training GPUs.
+        setup: of the rollout engine, whose servers may sleep on the training GPUs.
         device: of this rank; all have the same GPU.
         world_size: training processes.
         note: takes a sentence for a person.
@@ -46,7 +46,7 @@ def foresee(
     return plan_on(
         config,
         _gpus(device, world_size) if device.type == "cuda" else cpu_here(world_size, resident_bytes=resident_now()),
-        shared=bool(servers and servers.placement and servers.placement.shared),
+        shared=setup.shares_gpus,
         longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
         num_prompts=len(inputs.prompts.prompts),
         note=note,

@@ -4,7 +4,7 @@ A server that kept an old head, lost an update, serves another model or computes
 distribution that is not the policy's. Training goes on then and learns from it; the numbers look as always.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,8 @@ from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import compute_estimates
 from cohort.trainer.worker_group import WorkerGroup
 
+# The groups of every server, by its address.
+SampleOnEach = Callable[[Sequence[Prompt], SamplingParams, StreamKey], Mapping[str, Sequence[RolloutGroup]]]
 _NUM_PROMPTS, _NUM_COMPLETIONS, _MOST_TOKENS = 4, 2, 64
 
 
@@ -107,3 +109,28 @@ def _story(
         f"Usual causes: another model or dtype on the server, weights that did not arrive, a cache of old weights, "
         f"another implementation of this model. Where it is rounding alone, raise rollout.parity_tolerance"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityGate:
+    """Compares the servers' numbers with the trainer's, after the first publish and every so many steps."""
+
+    sample_on_each: SampleOnEach
+    workers: WorkerGroup[Worker]
+    probe: Probe
+    every: int
+    tolerance: float  # nats, in the mean
+
+    def due(self, steps_done: int) -> bool:
+        """Whether to compare after so many steps."""
+        return steps_done % self.every == 0
+
+    def check(self, steps_done: int) -> dict[str, float]:
+        """Sample on every server, and compare.
+
+        Raises:
+            TrainingError: a server's logprobs are others than the trainer's.
+        """
+        key = self.probe.key(steps_done)
+        sampled = self.sample_on_each(self.probe.prompts, self.probe.sampling, key)
+        return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)

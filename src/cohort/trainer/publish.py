@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from cohort import stopping
 from cohort.errors import OutOfStepError, TrainingError
+from cohort.trainer.parity import ParityGate
 from cohort.trainer.setup import Run
-from cohort.trainer.vllm import ParityGate
 
 
 def publish_weights(run: Run, steps_done: int) -> dict[str, float]:

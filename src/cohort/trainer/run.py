@@ -17,6 +17,7 @@ from cohort.startup import resume_collection
 from cohort.stopping import RunStopped
 from cohort.trainer.budget import first_budget
 from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.engines import find_engine
 from cohort.trainer.foresee import compared, foresee
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.loop import Trainer
@@ -27,7 +28,6 @@ from cohort.trainer.setup import (
     check_steps,
     rank_device,
 )
-from cohort.trainer.vllm import find_servers
 from cohort.trainer.worker_group import WorkerGroup
 
 
@@ -51,7 +51,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
         with others.taking_part():
             device = rank_device(config, ranks)
         inputs = read_inputs(config)
-        servers = find_servers(config, inputs)
+        setup = find_engine(config, inputs)
         with closing(RunFolder(config, resume=resume)) as folder:
             finished = folder.finished_steps()
             if finished is not None and finished >= inputs.plan.num_steps:
@@ -64,7 +64,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 display.note(note)
             checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.note)
             check_steps(inputs.plan, state, folder.path)
-            foreseen = foresee(config, inputs, servers, device=device, world_size=ranks.world_size, note=display.note)
+            foreseen = foresee(config, inputs, setup, device=device, world_size=ranks.world_size, note=display.note)
             order = BuildOrder(
                 folder=folder.path,
                 num_steps=inputs.plan.num_steps,
@@ -81,7 +81,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             for note in worker.policy.notes():
                 display.note(note)
             folder.rewind(state.steps_done if state else 0, display.note)
-            run = build_run(config, inputs, workers, state, servers=servers, folder=folder.path, note=display.note)
+            run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, note=display.note)
             if foreseen is not None:
                 folder.write_plan(foreseen.as_json())
             with closing(run.rollout):

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,13 +23,13 @@ from cohort.policy import (
     resolve_device,
     saved_bytes,
 )
-from cohort.rollout import LocalEngine, RolloutCollector, RolloutEngine
+from cohort.rollout import RolloutCollector
 from cohort.run_files import DAMAGED
+from cohort.trainer.engines import EngineSetup
 from cohort.trainer.gather import Gatherer, build_gatherer
 from cohort.trainer.inputs import Inputs
-from cohort.trainer.vllm import ParityGate, Servers, make_parity_gate, start_engine
+from cohort.trainer.parity import ParityGate
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import sample
 from cohort.trainer.worker_group import WorkerGroup
 
 
@@ -53,7 +52,7 @@ def build_run(
     workers: WorkerGroup[Worker],
     state: TrainerState | None,
     *,
-    servers: Servers | None,
+    setup: EngineSetup,
     folder: Path,
     note: Callable[[str], None],
 ) -> Run:
@@ -64,13 +63,13 @@ def build_run(
         inputs: of the run.
         workers: that train.
         state: of the checkpoint that the run goes on from.
-        servers: that sample; None where the training processes do.
+        setup: of the rollout engine.
         folder: of the run.
-        note: told what becomes of servers.
+        note: told what becomes of the rollout engine.
 
     Raises:
         UserError: the data do not go with the model, or with the checkpoint.
-        TrainingError: no server can be started.
+        TrainingError: the rollout engine cannot be started.
     """
     check_vocabulary(
         workers.local.policy, [*inputs.prompts.prompts, *(inputs.evaluation.prompts if inputs.evaluation else ())]
@@ -79,18 +78,10 @@ def build_run(
     if state is not None:
         data.restore(state.data)
     with ExitStack() as if_it_fails:
-        engine: RolloutEngine
-        parity = None
-        if servers is None:
-            engine = LocalEngine(partial(sample, workers))
-            engine.load_weights(policy_version=workers.local.engine.updates_done)
-            collector = RolloutCollector(engine, inputs.tokenizer)
-            if_it_fails.callback(collector.close)
-        else:
-            engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=note)
-            collector = RolloutCollector(engine, inputs.tokenizer)
-            if_it_fails.callback(collector.close)
-            parity = make_parity_gate(config, servers, inputs, workers, engine, collector)
+        started = setup.start(config, inputs, workers, folder=folder, note=note)
+        collector = RolloutCollector(started.engine, inputs.tokenizer)
+        if_it_fails.callback(collector.close)
+        parity = started.gate(collector)
         gatherer = build_gatherer(config, inputs.plan, collector, data, inputs.rewards)
         if state is not None:
             gatherer.prefetcher.restore(state.pending)

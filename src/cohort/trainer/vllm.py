@@ -38,8 +38,9 @@ from cohort.rollout.vllm import (
     server_options,
 )
 from cohort.run_folder import ADAPTERS, LOGS
+from cohort.trainer.engines import StartedEngine
 from cohort.trainer.inputs import Inputs
-from cohort.trainer.parity import Probe, check_parity, make_probe
+from cohort.trainer.parity import ParityGate, make_probe
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import keep_waiting
 from cohort.trainer.worker_group import WorkerGroup
@@ -57,21 +58,38 @@ class Servers:
     placement: Placement | None  # of the former
     dtype: torch.dtype  # of their weights
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether they take turns with training on its GPUs."""
+        return self.placement is not None and self.placement.shared
+
+    def start(
+        self,
+        config: Config,
+        inputs: Inputs,
+        workers: WorkerGroup[Worker],
+        *,
+        folder: Path,
+        note: Callable[[str], None],
+    ) -> StartedEngine:
+        """Start them, as `start_engine` has it."""
+        engine = start_engine(config, self, workers, tokenizer=inputs.tokenizer, folder=folder, note=note)
+        return StartedEngine(engine=engine, gate=partial(make_parity_gate, config, self, inputs, workers, engine))
+
     def handles(self, logs: Path) -> list[ServerHandle]:
         """One for each server, not started yet."""
         ours = [ServerProcess(o, log_file=logs / f"vllm-{i}.log") for i, o in enumerate(self.options)]
         return [*ours, *map(RemoteServer, self.urls)]
 
 
-def find_servers(config: Config, inputs: Inputs) -> Servers | None:
-    """Which servers the run samples with; None where it does not.
+def find_servers(config: Config, inputs: Inputs) -> Servers:
+    """Which servers the run samples with.
 
     Raises:
         UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot sample what the run asks for.
     """
     rollout = config.rollout
-    if not rollout.uses_servers:
-        return None
+    assert isinstance(rollout, VllmRolloutConfig)
     if (reason := why_not_sampled(config, inputs.adapter)) is not None:
         raise UserError(f"{reason}, or rollout.engine: local")
     placement = None if rollout.urls else server_placement(config)
@@ -136,7 +154,7 @@ def start_engine(
         request_timeout_s=rollout.request_timeout_s,
         max_server_failures=rollout.max_server_failures,
     )
-    shared = servers.placement is not None and servers.placement.shared
+    shared = servers.shares_gpus
     fleet = Fleet(servers.handles(logs), client, limits)
     common: dict[str, Any] = {
         "note": note,
@@ -261,32 +279,6 @@ def _tell(channels: Sequence[WeightChannel], note: Callable[[str], None]) -> Non
         channel.notes.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityGate:
-    """Compares the servers' numbers with the trainer's, after the first publish and every so many steps."""
-
-    engine: Engine
-    collector: RolloutCollector
-    workers: WorkerGroup[Worker]
-    probe: Probe
-    every: int
-    tolerance: float  # nats, in the mean
-
-    def due(self, steps_done: int) -> bool:
-        """Whether to compare after so many steps."""
-        return steps_done % self.every == 0
-
-    def check(self, steps_done: int) -> dict[str, float]:
-        """Sample on every server, and compare.
-
-        Raises:
-            TrainingError: a server's logprobs are others than the trainer's.
-        """
-        key = self.probe.key(steps_done)
-        sampled = self.engine.sample_on_each_server(self.collector, self.probe.prompts, self.probe.sampling, key)
-        return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)
-
-
 def make_parity_gate(
     config: Config,
     servers: Servers,
@@ -311,8 +303,7 @@ def make_parity_gate(
         temperature=rollout.temperature,
     )
     return ParityGate(
-        engine=engine,
-        collector=collector,
+        sample_on_each=partial(engine.sample_on_each_server, collector),
         workers=workers,
         probe=make_probe(inputs.prompts.prompts, sampling, seed=config.train.seed),
         every=rollout.parity_every,
