@@ -37,7 +37,7 @@ from cohort.distributed import ALONE
 from cohort.policy import end_token_ids, load_tokenizer
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
-from cohort.rollout.vllm import engine as engine_module
+from cohort.rollout.servers import engine as engine_module
 from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import rank_device

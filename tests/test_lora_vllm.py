@@ -11,7 +11,8 @@ from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.launch.serve import serve_command
 from cohort.plan.rollout_engine import with_planned_engine
-from cohort.rollout.vllm import AdapterChannel, ServerError, publish_adapter
+from cohort.rollout.servers import ServerError
+from cohort.rollout.vllm import AdapterChannel, publish_adapter
 from cohort.trainer import vllm
 from cohort.trainer.inputs import read_inputs
 from configs import MINIMAL

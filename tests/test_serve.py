@@ -20,7 +20,7 @@ from cohort.cli.app import app
 from cohort.config import Config, config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
-from cohort.rollout.vllm import ServerError
+from cohort.rollout.servers import ServerError
 from cohort.rollout.vllm.options import server_options
 from cohort.trainer.vllm import _connect as connect
 from cohort.trainer.vllm import find_servers

@@ -11,6 +11,7 @@ from cohort.check.rules.cohort import judge_cohort
 from cohort.config import ENGINES, Config, config_from_dict, load
 from cohort.config.schema import sections_in
 from cohort.errors import UserError
+from cohort.launch.serve import serve_command
 from cohort.placement import split_machine
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
@@ -72,6 +73,11 @@ def test_what_contradicts_its_capabilities_is_refused():
         config_from_dict(stub(rollout={"max_staleness": 1}, algorithm={"sampling_correction": "none"}))
     # `auto` truncates, so that the cap has an effect
     config_from_dict(stub(algorithm={"sampling_correction_cap": 3.0}))
+
+
+def test_its_servers_are_not_started_as_vllm():
+    with pytest.raises(UserError, match=r"rollout\.engine: stub does not sample with vLLM servers"):
+        serve_command(config_from_dict(stub(hardware={"device": "cpu"})), host="127.0.0.1", port=8000)
 
 
 def test_check_tells_who_samples():

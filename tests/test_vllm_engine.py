@@ -6,7 +6,7 @@ import numpy as np
 
 from cohort.records import ModelCall, Prompt
 from cohort.rollout import StreamKey
-from cohort.rollout.vllm.client import seed_of
+from cohort.rollout.servers.requests import seed_of
 from fake_vllm import ThreadServer, sampled
 from vllm_runs import KEY, SAMPLING, assert_right, prompts, run_with
 from waiting import until

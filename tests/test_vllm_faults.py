@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.errors import TrainingError, UserError
-from cohort.rollout.vllm import RemoteServer
+from cohort.rollout.servers import RemoteServer
 from fake_vllm import ProcessServer, ThreadServer
 from selection import examples
 from vllm_runs import IMPATIENT, KEY, LIMITS, SAMPLING, assert_right, prompts, run_with

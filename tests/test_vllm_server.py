@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from cohort.errors import UserError
+from cohort.rollout.servers.requests import ServerError
 from cohort.rollout.vllm import server as server_module
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess, check_vllm, server_command
 from waiting import until
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from cohort.policy import TensorSpec
+from cohort.rollout.servers.requests import ServerError
 from cohort.rollout.vllm import transfer
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.transfer import WeightChannel
 from cohort.rollout.vllm.ways import GroupTransfer

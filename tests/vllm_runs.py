@@ -11,8 +11,10 @@ import numpy as np
 
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
-from cohort.rollout.vllm import Fleet, FleetLimits, GenerateClient, ServerError, ServerHandle, VllmEngine
-from cohort.rollout.vllm.client import seed_of
+from cohort.rollout.servers import Fleet, FleetLimits, ServerEngine, ServerError, ServerHandle
+from cohort.rollout.servers.requests import seed_of
+from cohort.rollout.vllm import GenerateClient
+from cohort.rollout.vllm.root_cause import root_cause
 from fake_vllm import END, VOCAB_SIZE, logprob_of, sampled
 from tiny import make_tokenizer
 from waiting import PATIENCE_S
@@ -82,8 +84,9 @@ class Run:
     def __init__(self, handles: Sequence[ServerHandle], limits: FleetLimits, sleeps: bool):
         self.notes: list[str] = []
         self.published = Published()
-        self.fleet = Fleet(handles, lambda: make_client(limits.request_timeout_s), limits)
-        self.engine = VllmEngine(
+        client = lambda: make_client(limits.request_timeout_s)  # noqa: E731
+        self.fleet = Fleet(handles, client, limits, server_name="vLLM server", find_cause=root_cause)
+        self.engine = ServerEngine(
             self.fleet,
             connect=Channel,
             publish=self.published,

@@ -16,7 +16,8 @@ import torch
 
 from cohort.policy.export import stream_weights, weight_specs
 from cohort.records import TrainSequence
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.servers.requests import ServerError
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.server import ServerOptions, ServerProcess
 from cohort.rollout.vllm.transfer import WeightChannel

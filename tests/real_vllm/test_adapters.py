@@ -25,9 +25,9 @@ import cohort
 from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.errors import TrainingError
 from cohort.policy.adapter import Adapter
+from cohort.rollout.servers.requests import ServerError
 from cohort.rollout.vllm import server_options
 from cohort.rollout.vllm.adapter import AdapterChannel, publish_adapter
-from cohort.rollout.vllm.api import ServerError
 from cohort.rollout.vllm.server import ServerProcess
 
 

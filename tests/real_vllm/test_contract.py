@@ -6,7 +6,7 @@ import httpx2 as httpx
 import pytest
 from serving import Server, healthy, models, random_prompt
 
-from cohort.rollout.vllm.api import ServerError
+from cohort.rollout.servers.requests import ServerError
 
 PARAMETERS = {
     ("get", "/health"): set(),

@@ -16,8 +16,8 @@ import torch
 from serving import Server, engine_of, generate, options_for, processes_of, serving_folder, serving_model, start
 
 from cohort.policy.export import stream_weights, weight_specs
+from cohort.rollout.servers.requests import ServerError
 from cohort.rollout.vllm import server as server_module
-from cohort.rollout.vllm.api import ServerError
 from cohort.rollout.vllm.root_cause import root_cause
 from cohort.rollout.vllm.server import ServerProcess
 from tiny import policy_of, save_model_folder

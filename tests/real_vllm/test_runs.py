@@ -25,7 +25,8 @@ from cohort.demo import run as demo
 from cohort.demo import task
 from cohort.errors import TrainingError
 from cohort.policy import Policy, stream_weights
-from cohort.rollout.vllm import ServerProcess, engine
+from cohort.rollout.servers import engine
+from cohort.rollout.vllm import ServerProcess
 from cohort.trainer import worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.vllm import find_servers

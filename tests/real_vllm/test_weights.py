@@ -11,7 +11,8 @@ import torch
 from serving import LONG_PROMPT, Server, engine_of, largest_difference, random_prompt, serving_model, slow_steps
 
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.servers.requests import ServerError
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.transfer import WeightChannel
 from tiny import policy_of

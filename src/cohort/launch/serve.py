@@ -9,7 +9,7 @@ from cohort.config import Config
 from cohort.errors import TrainingError, UserError
 from cohort.placement import num_gpus, visible_devices
 from cohort.plan.rollout_engine import with_engine
-from cohort.rollout.vllm import guard
+from cohort.rollout.servers import guard
 from cohort.rollout.vllm.options import server_options
 from cohort.rollout.vllm.server import check_vllm, server_command, start_guarded
 

@@ -17,19 +17,14 @@ from cohort.plan.defaults import serving_dtype
 from cohort.plan.rollout_engine import why_not_sampled
 from cohort.policy import end_token_ids, resolve_device, weight_specs
 from cohort.rollout import RolloutCollector, SamplingParams
+from cohort.rollout.servers import Fleet, FleetLimits, RemoteServer, ServerEngine, ServerError, ServerHandle
 from cohort.rollout.vllm import (
     POLICY_NAME,
     AdapterChannel,
-    Fleet,
-    FleetLimits,
     GenerateClient,
-    RemoteServer,
-    ServerError,
-    ServerHandle,
     ServerOptions,
     ServerProcess,
     VllmApi,
-    VllmEngine,
     WeightChannel,
     check_version,
     check_vllm,
@@ -37,6 +32,7 @@ from cohort.rollout.vllm import (
     publish_adapter,
     server_options,
 )
+from cohort.rollout.vllm.root_cause import root_cause
 from cohort.run_folder import ADAPTERS, LOGS
 from cohort.trainer.engines import StartedEngine
 from cohort.trainer.inputs import Inputs
@@ -45,7 +41,7 @@ from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import keep_waiting
 from cohort.trainer.worker_group import WorkerGroup
 
-Engine = VllmEngine[WeightChannel] | VllmEngine[AdapterChannel]
+Engine = ServerEngine[WeightChannel] | ServerEngine[AdapterChannel]
 _MEET_TIMEOUT_S = 60.0  # making and trying a way of weights takes seconds where it works
 
 
@@ -155,7 +151,7 @@ def start_engine(
         max_server_failures=rollout.max_server_failures,
     )
     shared = servers.shares_gpus
-    fleet = Fleet(servers.handles(logs), client, limits)
+    fleet = Fleet(servers.handles(logs), client, limits, server_name=rollout.server_name, find_cause=root_cause)
     common: dict[str, Any] = {
         "note": note,
         "while_waiting": partial(keep_waiting, workers),
@@ -167,10 +163,10 @@ def start_engine(
         lenders = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if shared else frozenset()
         connect = partial(_connect, config, policy.device, sleeps=shared, lenders=lenders, note=note)
         send = partial(_publish, workers, servers.dtype, note)
-        engine = VllmEngine(fleet, connect=connect, publish=send, **common)
+        engine = ServerEngine(fleet, connect=connect, publish=send, **common)
     else:
         share = partial(_publish_adapter, workers, folder / ADAPTERS)
-        engine = VllmEngine(fleet, connect=partial(_connect_adapter, config), publish=share, **common)
+        engine = ServerEngine(fleet, connect=partial(_connect_adapter, config), publish=share, **common)
     try:
         engine.load_weights(policy_version=workers.local.engine.updates_done)
         engine.release_gpus()  # training finds the memory of shared GPUs free from here on

@@ -1,33 +1,23 @@
-"""The `vllm` rollout engine: servers that sample, and the trainer's side of them."""
+"""The `vllm` rollout engine: what of its servers is vLLM's."""
 
 from cohort.rollout.vllm.adapter import AdapterChannel, publish_adapter
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.client import GenerateClient
-from cohort.rollout.vllm.engine import Channel, VllmEngine
-from cohort.rollout.vllm.fleet import Fleet
 from cohort.rollout.vllm.lending import Lender
 from cohort.rollout.vllm.options import server_options
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.server import POLICY_NAME, ServerOptions, ServerProcess, check_version, check_vllm
-from cohort.rollout.vllm.servers import FleetLimits, RemoteServer, ServerHandle
 from cohort.rollout.vllm.transfer import WeightChannel
 from cohort.rollout.vllm.worker.cohort_weight_group import describe_device
 
 __all__ = [
     "POLICY_NAME",
     "AdapterChannel",
-    "Channel",
-    "Fleet",
-    "FleetLimits",
     "GenerateClient",
     "Lender",
-    "RemoteServer",
-    "ServerError",
-    "ServerHandle",
     "ServerOptions",
     "ServerProcess",
     "VllmApi",
-    "VllmEngine",
     "WeightChannel",
     "check_version",
     "check_vllm",

@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.servers.requests import ServerError
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.server import POLICY_NAME
 
 

@@ -13,9 +13,7 @@ from typing import Any, cast
 
 import httpx2 as httpx
 
-
-class ServerError(RuntimeError):
-    """A server did not do what it was asked. The message names the server, the endpoint and what came back."""
+from cohort.rollout.servers.requests import ServerError
 
 
 class VllmApi:

@@ -4,19 +4,16 @@ C tokens of a completion.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import httpx2
 import numpy as np
 
 from cohort.errors import UserError
-from cohort.records import FinishReason, FloatArray, IntArray
-from cohort.rollout.base import CallKey, Sampled, SamplingParams
-from cohort.rollout.calls import WaitingCall
-from cohort.rollout.sampling import prompt_name, turn_name
-from cohort.rollout.vllm.api import ServerError
+from cohort.records import FinishReason, FloatArray
+from cohort.rollout.base import Sampled
+from cohort.rollout.servers.requests import BusyError, GeneratedGroup, GenerateRequest, ServerError
 
 _CONNECT_TIMEOUT_S = 10.0
 _QUICK_TIMEOUT_S = 10.0  # of what a server answers without computing
@@ -26,84 +23,6 @@ _BUSY = (429, 503)
 _NO_LOGPROB = -9999.0
 # Rounding may leave a probability a little over 1.
 _LOGPROB_TOLERANCE = 1e-4
-
-
-class BusyError(ServerError):
-    """The server takes no more requests for the moment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """Completions of one context that are sampled together."""
-
-    prompt_id: int  # of the first call, for messages
-    token_ids: IntArray  # [K] the context
-    num_completions: int
-    sampling: SamplingParams
-    seed: int  # completion i is sampled with seed + i
-
-    @property
-    def total_tokens(self) -> int:
-        """Of the context and the longest completion."""
-        return len(self.token_ids) + self.sampling.max_completion_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedGroup:
-    """What one request has brought."""
-
-    completions: tuple[Sampled, ...]  # [num_completions]
-    policy_versions: tuple[int, ...]  # [num_completions] the oldest one among each completion's tokens
-
-
-def requests_for(calls: Sequence[WaitingCall], *, max_num_seqs: int) -> list[tuple[GenerateRequest, list[WaitingCall]]]:
-    """Join calls into requests, each with the calls that it answers.
-
-    A request has calls with the same context, sampling parameters and consecutive seeds, as many as a server samples at
-    a time. Greedy completions are all the same, and vLLM samples one of them at a time: one is asked for.
-    """
-    joined: dict[object, list[WaitingCall]] = {}
-    for call in calls:
-        rollouts = None if call.sampling.temperature == 0 else replace(call.key, index=0)
-        joined.setdefault((call.token_ids.tobytes(), call.sampling, rollouts), []).append(call)
-    return [request for same in joined.values() for request in _requests_of(same, max_num_seqs)]
-
-
-def _requests_of(calls: Sequence[WaitingCall], max_num_seqs: int) -> list[tuple[GenerateRequest, list[WaitingCall]]]:
-    """The requests for calls that differ by the index at most."""
-    first = calls[0]
-    if first.sampling.temperature == 0:
-        return [(_request(first, num_completions=1), list(calls))]
-    parts: list[list[WaitingCall]] = []
-    for call in sorted(calls, key=lambda call: call.key.index):
-        if parts and call.key.index == parts[-1][-1].key.index + 1 and len(parts[-1]) < max_num_seqs:
-            parts[-1].append(call)
-        else:
-            parts.append([call])
-    return [(_request(part[0], num_completions=len(part)), part) for part in parts]
-
-
-def _request(first: WaitingCall, *, num_completions: int) -> GenerateRequest:
-    return GenerateRequest(
-        prompt_id=first.key.prompt_id,
-        token_ids=first.token_ids,
-        num_completions=num_completions,
-        sampling=first.sampling,
-        seed=seed_of(first.key, first.sampling),
-    )
-
-
-def seed_of(key: CallKey, sampling: SamplingParams) -> int:
-    """The seed of a call, below 2^63. Rollouts of a prompt have consecutive seeds, which are no other prompt's.
-
-    The first seed is a multiple of the smallest power of two that suffices, and not of a larger one, since generators
-    on the CPU see the lowest 32 bits of a seed alone.
-    """
-    total, index = (1, 0) if sampling.temperature == 0 else (sampling.num_generations, key.index)
-    assert index < total, key
-    name = (*prompt_name(key), *turn_name(key))
-    hashed = int(np.random.SeedSequence(name).generate_state(1, np.uint64)[0]) >> 1
-    return hashed - hashed % (1 << (total - 1).bit_length()) + index
 
 
 class GenerateClient:

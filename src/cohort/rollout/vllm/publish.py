@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cohort.policy import TensorSpec
-from cohort.rollout.vllm.api import ServerError
+from cohort.rollout.servers.requests import ServerError
 from cohort.rollout.vllm.transfer import WeightChannel
 
 _Do = Callable[[WeightChannel], None]

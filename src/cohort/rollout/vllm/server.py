@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from cohort.errors import UserError
-from cohort.rollout.vllm import guard
+from cohort.rollout.servers import guard
 
 VLLM_LINE = "0.32"
 POLICY_NAME = "policy"  # what requests give as `model`

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cohort.policy import TensorSpec
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.servers.requests import ServerError
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.ways import GroupTransfer, LentTransfer, Way, WeightTransfer, wait_for_both
 from cohort.rollout.vllm.worker.cohort_weight_group import WeightGroup, describe_device, in_thread, result_within
 

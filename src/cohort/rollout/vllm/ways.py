@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from cohort.policy import TensorSpec
-from cohort.rollout.vllm.api import ServerError, VllmApi
+from cohort.rollout.servers.requests import ServerError
+from cohort.rollout.vllm.api import VllmApi
 from cohort.rollout.vllm.lending import Portion, portions
 from cohort.rollout.vllm.worker.cohort_weight_group import WeightGroup, in_thread, result_within
 

@@ -1,4 +1,4 @@
-"""The `vllm` rollout engine: model calls answered by a fleet of servers that have the trainer's weights."""
+"""A rollout engine over servers: model calls answered by a fleet of servers that have the trainer's weights."""
 
 import asyncio
 from collections import defaultdict
@@ -14,10 +14,9 @@ from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout.base import CallKey, SamplingParams, StreamKey
 from cohort.rollout.calls import CallQueue, WaitingCall
 from cohort.rollout.collector import RolloutCollector
-from cohort.rollout.vllm.api import ServerError
-from cohort.rollout.vllm.client import GeneratedGroup, GenerateRequest, requests_for
-from cohort.rollout.vllm.fleet import Fleet
-from cohort.rollout.vllm.servers import RunningServer
+from cohort.rollout.servers.fleet import Fleet
+from cohort.rollout.servers.handles import RunningServer
+from cohort.rollout.servers.requests import GeneratedGroup, GenerateRequest, ServerError, requests_for
 
 # How long to wait without looking whether the fleet's thread is still there.
 _TICK_S = 0.5
@@ -42,7 +41,7 @@ class Channel(Protocol):
 C = TypeVar("C", bound=Channel)
 
 
-class VllmEngine(Generic[C]):
+class ServerEngine(Generic[C]):
     """Submits calls to the fleet, and brings the weights to its servers.
 
     Weights are handed over in the thread that calls, since all training ranks take part: in `load_weights`, and in
@@ -154,7 +153,9 @@ class VllmEngine(Generic[C]):
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerError)]
             if sampled := {url: o for url, o in outcomes.items() if not isinstance(o, ServerError)}:
                 return sampled
-        raise TrainingError(f"every vLLM server has failed at the same few prompts again and again: {failures[0]}")
+        raise TrainingError(
+            f"every {self._fleet.server_name} has failed at the same few prompts again and again: {failures[0]}"
+        )
 
     def close(self) -> None:
         """End the fleet. Calls in flight fail with a `TrainingError`."""

@@ -16,10 +16,9 @@ from itertools import count
 from typing import Any, TypeVar
 
 from cohort.errors import TrainingError, UserError
-from cohort.rollout.vllm.api import ServerError
-from cohort.rollout.vllm.client import BusyError, GenerateClient, GeneratedGroup, GenerateRequest
-from cohort.rollout.vllm.servers import FleetLimits, RunningServer, Server, ServerHandle, State
-from cohort.rollout.vllm.supervisor import Supervisor
+from cohort.rollout.servers.handles import FleetLimits, RunningServer, Server, ServerHandle, State
+from cohort.rollout.servers.requests import BusyError, Client, GeneratedGroup, GenerateRequest, ServerError
+from cohort.rollout.servers.supervisor import Supervisor
 
 T = TypeVar("T")
 
@@ -48,15 +47,27 @@ class _Job:
 class Fleet:
     """Leases requests to servers and keeps the servers running. Its methods are for one thread, that of the loop."""
 
-    def __init__(self, handles: Sequence[ServerHandle], client: Callable[[], GenerateClient], limits: FleetLimits):
+    def __init__(
+        self,
+        handles: Sequence[ServerHandle],
+        client: Callable[[], Client],
+        limits: FleetLimits,
+        *,
+        server_name: str,
+        find_cause: Callable[[str], str | None] = lambda log: None,
+    ):
         """Start the servers; returns at once.
 
         Args:
             handles: of the servers.
             client: makes the client, in the fleet's thread.
             limits: of times and failures.
+            server_name: of one of them in messages, such as "vLLM server".
+            find_cause: why a server ended, from its log; None where the log does not tell.
         """
         self.limits = limits
+        self.server_name = server_name
+        self._find_cause = find_cause
         self._make_client = client
         self._handles = handles
         self._servers: list[Server] = []
@@ -70,10 +81,10 @@ class Fleet:
         self.on_change: Callable[[], None] = lambda: None  # called in the fleet's thread when servers come, go or fail
         self._changed = threading.Event()
         self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vllm-fleet", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
         if not self._begun.wait(_CALL_TIMEOUT_S):
-            raise TrainingError(f"the thread of the vLLM servers does not start within {_CALL_TIMEOUT_S:g} s")
+            raise TrainingError(f"the thread of the {server_name}s does not start within {_CALL_TIMEOUT_S:g} s")
         self.check()
 
     # What the other thread calls.
@@ -207,7 +218,7 @@ class Fleet:
         except TimeoutError:
             self.check()
             raise TrainingError(
-                f"the thread of the vLLM servers does not answer within {_CALL_TIMEOUT_S:g} s"
+                f"the thread of the {self.server_name}s does not answer within {_CALL_TIMEOUT_S:g} s"
             ) from None
 
     # What the fleet's thread does.
@@ -216,7 +227,7 @@ class Fleet:
         try:
             asyncio.run(self._main())
         except BaseException as error:
-            self._die(TrainingError(f"the thread of the vLLM servers has failed: {error!r}"))
+            self._die(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
         finally:
             self._begun.set()
             self._changed.set()
@@ -225,11 +236,17 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._servers = [
-            Server(index=i, handle=handle, failure=self._loop.create_future()) for i, handle in enumerate(self._handles)
+            Server(index=i, name=f"{self.server_name} {i}", handle=handle, failure=self._loop.create_future())
+            for i, handle in enumerate(self._handles)
         ]
         async with self._make_client() as self._client:
             self._supervisor = Supervisor(
-                self._client, self.limits, note=self._note, on_up=self._tell_change, on_down=self._release
+                self._client,
+                self.limits,
+                find_cause=self._find_cause,
+                note=self._note,
+                on_up=self._tell_change,
+                on_down=self._release,
             )
             tasks = [asyncio.create_task(self._supervise(server)) for server in self._servers]
             for task in tasks:
@@ -246,7 +263,7 @@ class Fleet:
         last_words = await self._supervisor.supervise(server)
         failures = f"{server} has failed {server.num_failures} times with no completion between"
         if all(s.state is State.LOST for s in self._servers):
-            self._die(TrainingError(f"no vLLM server is left. {failures}. {last_words}"))
+            self._die(TrainingError(f"no {self.server_name} is left. {failures}. {last_words}"))
         else:
             self._note(f"{failures}: the run goes on without it. {last_words}")
 
@@ -373,7 +390,7 @@ class Fleet:
     def _crashed(self, task: "asyncio.Task[Any]") -> None:
         """Sees to it that no task ends unseen."""
         if not task.cancelled() and (error := task.exception()):
-            self._die(TrainingError(f"the thread of the vLLM servers has failed: {error!r}"))
+            self._die(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
 
     def _die(self, error: TrainingError) -> None:
         """Nothing can be sampled any more."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from cohort.rollout.vllm.api import ServerError
+from cohort.rollout.servers.requests import ServerError
 
 T = TypeVar("T")
 
@@ -95,6 +95,7 @@ class Server:
     """A server and where it stands. Only the fleet's event loop changes one."""
 
     index: int
+    name: str  # in messages
     handle: ServerHandle
     failure: "asyncio.Future[ServerError]"  # of this start of it
     state: State = State.STARTING
@@ -111,7 +112,7 @@ class Server:
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the calls of the handle that may take long
 
     def __str__(self) -> str:
-        return f"vLLM server {self.index} ({self.handle.url})" if self.handle.url else f"vLLM server {self.index}"
+        return f"{self.name} ({self.handle.url})" if self.handle.url else self.name
 
     @property
     def restartable(self) -> bool:

@@ -4,10 +4,8 @@ import asyncio
 import re
 from collections.abc import Callable
 
-from cohort.rollout.vllm.api import ServerError
-from cohort.rollout.vllm.client import GenerateClient
-from cohort.rollout.vllm.root_cause import root_cause
-from cohort.rollout.vllm.servers import FleetLimits, Server, State
+from cohort.rollout.servers.handles import FleetLimits, Server, State
+from cohort.rollout.servers.requests import Client, ServerError
 
 _LOG_LINES = 20
 _FIRST_LOOK_S = 0.05  # at a server that starts or ends; at one that starts it doubles up to `health_every_s`
@@ -18,9 +16,10 @@ class Supervisor:
 
     def __init__(
         self,
-        client: GenerateClient,
+        client: Client,
         limits: FleetLimits,
         *,
+        find_cause: Callable[[str], str | None],
         note: Callable[[str], None],
         on_up: Callable[[], None],
         on_down: Callable[[Server], None],
@@ -30,12 +29,14 @@ class Supervisor:
         Args:
             client: asks whether a server is there.
             limits: of times and failures.
+            find_cause: why a server ended, from its log; None where the log does not tell.
             note: told what a person should know.
             on_up: called when a server has come up.
             on_down: called with a server that has just failed.
         """
         self._client = client
         self._limits = limits
+        self._find_cause = find_cause
         self._note = note
         self._on_up = on_up
         self._on_down = on_down
@@ -133,7 +134,7 @@ class Supervisor:
             await asyncio.sleep(_FIRST_LOOK_S)
         how = str(error) if ended is None or ended in str(error) else f"{error} ({ended})"
         log = (await server.in_thread(server.handle.log)).rstrip()
-        cause = root_cause(log) if ended is not None else None
+        cause = self._find_cause(log) if ended is not None else None
         if cause:  # bytes, ids and addresses differ from one end to the next
             return f"{how}; the cause, from its log:\n{cause}", re.sub(r"\d+", "#", cause)
         last_lines = "\n".join(log.splitlines()[-_LOG_LINES:])
