@@ -15,6 +15,7 @@ from cohort.launch.serve import serve_command
 from cohort.placement import split_machine
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
+from cohort.plan.timing import step_times
 from plans import EIGHT
 from runs import changed, make_inputs, metric, train
 from stub_engine.config import StubRolloutConfig
@@ -55,11 +56,22 @@ def test_a_run_samples_ahead_on_it_and_corrects_by_default(tmp_path: Path):
     assert len(metric(tmp_path / "run", "sampling/importance_weight/clipped_ratio")) == 4
 
 
-def test_layout_and_split_have_servers_of_its_name():
+def test_plan_and_placement_have_its_servers():
     config = config_from_dict(stub(rollout={"tensor_parallel": 2}, hardware={"rollout_gpus": 4}))
     layout = plan_layout(config, preset_shape("llama3-1b"), EIGHT)
     assert (layout.num_training, layout.num_sampling, layout.shared) == (4, 4, False)
     assert "(2 stub servers, 2 GPUs each)" in layout.reason
+    times = {
+        staleness: step_times(
+            config_from_dict(stub(rollout={"max_staleness": staleness})),
+            preset_shape("llama3-1b"),
+            EIGHT,
+            num_training=4,
+            num_sampling=4,
+        )
+        for staleness in (0, 1)
+    }
+    assert not times[0].overlap and times[1].overlap and times[1].step_s < times[0].step_s
     split = split_machine(config_from_dict(stub(hardware={"device": "cpu"})))
     assert split is not None and split.reason == "1 process and 1 stub server share the CPU"
     assert split_machine(config_from_dict(stub(rollout={"urls": ["http://a:1"]}))) is None
