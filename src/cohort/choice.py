@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from cohort.config import Config, load_config
 from cohort.errors import UserError
@@ -33,7 +32,7 @@ def with_chosen_engine(config: Config, note: Callable[[str], None]) -> Config:
     return with_engine(config, engine)
 
 
-def _chosen(config: Config) -> tuple[Literal["local", "vllm"], str | None]:
+def _chosen(config: Config) -> tuple[str, str | None]:
     """The engine, and why for a person."""
     begun = _engine_of_run(Path(config.run.dir))
     if num_gpus(config) == 0:
@@ -58,7 +57,7 @@ def _chosen(config: Config) -> tuple[Literal["local", "vllm"], str | None]:
     return "vllm", f"since vLLM {version} is installed"
 
 
-def _engine_of_run(folder: Path) -> Literal["local", "vllm"] | None:
+def _engine_of_run(folder: Path) -> str | None:
     """The engine that a run has begun with; None where the folder holds none, or one that cannot be read."""
     if not holds_run(folder) or not has_begun(folder):
         return None

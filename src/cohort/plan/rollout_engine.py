@@ -1,6 +1,6 @@
 """What `rollout.engine: auto` comes to: what vLLM cannot sample, and whether it fits beside training."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 from cohort.config import Config
 from cohort.config.load import config_from_dict
@@ -32,7 +32,7 @@ class Adapter(Protocol):
         """Names of the layers that it is on, whole or only their last parts."""
 
 
-def with_engine(config: Config, engine: Literal["local", "vllm"]) -> Config:
+def with_engine(config: Config, engine: str) -> Config:
     """The configuration with this engine in the place of `rollout.engine: auto`; another engine stays.
 
     Raises:
