@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from cohort.algorithms import build_algorithm
 from cohort.batch import PolicyLoss
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
-from cohort.engine import TrainEngine, TrainResult
+from cohort.engine import TokenBudget, TrainEngine, TrainResult
 from cohort.engine.out_of_memory import is_out_of_memory
 from cohort.errors import OutOfStepError
 from cohort.metrics.memory import reset_resident_peak, resident
@@ -172,7 +172,7 @@ def make_engine(policy: Policy, *, micro_batch_tokens: int, learning_rate: float
     return TrainEngine(
         policy,
         TrainConfig(**train),
-        micro_batch_tokens=micro_batch_tokens,
+        budget=TokenBudget(micro_batch_tokens),
         learning_rate=lambda _: learning_rate,
         temperature=1.0,
         reference=None,
@@ -187,7 +187,7 @@ def forward_backward(engine: TrainEngine, sequences: Sequence[TrainSequence]) ->
     """
     (batch,) = pack(
         sequences,
-        micro_batch_tokens=engine.micro_batch_tokens,
+        micro_batch_tokens=engine.budget.tokens,
         share_prompts=engine.policy.shares_prompts,
         padded=engine.policy.layout == "padded",
     )

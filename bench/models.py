@@ -39,7 +39,7 @@ from cohort.batch import LossInputs, LossOutput
 from cohort.checkpoint import save_model
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
-from cohort.engine import TrainEngine
+from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
@@ -137,7 +137,7 @@ def make_engine(policy: Policy, ranks: Ranks = ALONE) -> TrainEngine:
     return TrainEngine(
         policy,
         TrainConfig(),
-        micro_batch_tokens=BUDGET,
+        budget=TokenBudget(BUDGET),
         learning_rate=lambda _: 0.0,
         temperature=1.0,
         reference=None,

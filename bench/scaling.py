@@ -161,8 +161,8 @@ def time_steps(config: Config, inputs, workers, ranks: Ranks) -> list[dict[str, 
         times.append(time.perf_counter())
         batches = pack_batches(workers.local.engine, sequences)
         times.append(time.perf_counter())
-        workers.scatter(Worker.forward_backward, batches, algorithm.coefficients(algorithm.first_control))
-        workers.call(Worker.optim_step)
+        workers.scatter(Worker.forward_backward, batches, "policy", algorithm.coefficients(algorithm.first_control))
+        workers.call(Worker.optim_step, "policy")
         times.append(time.perf_counter())
         rollout, _, pack, train = np.diff(times).tolist()
         step_s = times[-1] - times[0]

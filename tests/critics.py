@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cohort.algorithms import build_algorithm
 from cohort.config import AdamwConfig, AlgorithmConfig, TrainConfig
-from cohort.engine import CriticEngine
+from cohort.engine import CriticEngine, TokenBudget
 from cohort.policy import Critic
 from cohort.records import TrainSequence
 from tiny import make_model
@@ -40,7 +40,7 @@ def engine_of(critic: Critic, *, optim: AdamwConfig | None = None, **train_keys:
         critic,
         config,
         optim,
-        micro_batch_tokens=10_000,
+        budget=TokenBudget(10_000),
         learning_rate=lambda _: config.learning_rate,
         temperature=1.0,
         reference=None,

@@ -14,7 +14,7 @@ from adapters import KINDS
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
-from cohort.engine import TrainEngine
+from cohort.engine import TokenBudget, TrainEngine
 from cohort.policy import Collectives, LoadRequest, arrival, load_policy, load_tokenizer
 from cohort.policy.skeleton import saved_tensors
 from cohort.records import Prompt
@@ -57,7 +57,7 @@ def make_engine(
     return TrainEngine(
         policy,
         settings,
-        micro_batch_tokens=10_000,
+        budget=TokenBudget(10_000),
         learning_rate=lambda _: settings.learning_rate,
         temperature=0.9,
         reference=policy.as_reference(),

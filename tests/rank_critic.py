@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from cohort.algorithms import Coefficients, assign_advantages, bare_sequences, build_algorithm, with_returns
+from cohort.algorithms import assign_advantages, bare_sequences, build_algorithm, with_returns
 from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
-from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
+from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
 from cohort.distributed import Ranks
-from cohort.engine import CriticEngine, TrainEngine
-from cohort.metrics import PeakMemory
+from cohort.engine import CriticEngine, TokenBudget, TrainEngine
+from cohort.metrics import PeakMemory, PhaseClock
 from cohort.policy import Collectives, LoadRequest, load_critic, load_policy, load_tokenizer
 from cohort.records import Estimates, TrainSequence, scatter
 from cohort.rollout import Sampler
+from cohort.trainer.update import Updater
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import compute_estimates, pack_batches
 from cohort.trainer.worker_group import WorkerGroup
@@ -69,9 +70,11 @@ def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint:
             own.copy_(torch.sin(torch.arange(head.shape[1], dtype=head.dtype)).unsqueeze(0)[: len(own)])
     train = TrainConfig(learning_rate=0.01)
 
+    budget = TokenBudget(10_000)
+
     def options() -> dict[str, Any]:
         return {
-            "micro_batch_tokens": 10_000,
+            "budget": budget,
             "learning_rate": lambda _: train.learning_rate,
             "temperature": 1.0,
             "reference": None,
@@ -95,11 +98,31 @@ def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint:
     return worker
 
 
+def make_updater(workers: WorkerGroup[Worker], **critic: Any) -> Updater:
+    """Of a run with one update of the policy per step, and a `critic` section."""
+    config = {
+        "model": {"path": "m"},
+        "data": {"path": "prompts.jsonl", "prompt": "question"},
+        "rewards": [{"use": "exact"}],
+        "train": {"steps": 3},
+        "algorithm": {"name": "ppo"},
+        "critic": critic,
+    }
+    return Updater(
+        config=config_from_dict(config),
+        workers=workers,
+        clock=PhaseClock(),
+        control=ALGORITHM.first_control,
+        begin=lambda: None,
+        out_of_memory=lambda _: None,
+    )
+
+
 def critic_gradient(worker: Worker, sequences: list[TrainSequence], budget: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """The result and the whole gradient of one pass, under a budget, from old values by a formula."""
     critic = worker.critic
     assert critic is not None and ALGORITHM.critic is not None
-    critic.micro_batch_tokens = budget
+    critic.budget.tokens = budget
     batch = pack_batches(critic, sequences)[worker.ranks.rank]
     old = {s.index: torch.from_numpy(values_of(s.num_loss_tokens, s.index)) for s in sequences}
     result = critic.forward_backward(batch, ALGORITHM.critic.loss, old_logprobs=old)
@@ -134,6 +157,7 @@ def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> d
     worker = make_worker(model, ranks, checkpoint=Path(root) / "step-2" if resume else None)
     assert worker.critic is not None
     workers = WorkerGroup(worker, ranks)
+    updater = make_updater(workers)
 
     def command() -> dict[str, Any]:
         metrics = []
@@ -141,11 +165,10 @@ def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> d
             groups = random_groups([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=3 + update)
             estimates = compute_estimates(workers, bare_sequences(groups), ALGORITHM.estimates)
             sequences = assign_advantages(groups, ALGORITHM, estimates)
-            critic = workers.scatter(Worker.train_critic, pack_batches(worker.critic, with_returns(sequences)))[0]
-            batches = pack_batches(worker.engine, sequences)
-            losses = workers.scatter(Worker.forward_backward, batches, Coefficients(kl=0.0, entropy=0.0))[0]
-            workers.call(Worker.optim_step)
-            metrics.append((critic.metrics, losses.metrics["loss"]))
+            updates = updater.update(
+                updater.pack(sequences), sequences, estimates, num_trajectories=9, steps_done=update + 1
+            )
+            metrics.append(updates.metrics)
             if update == 1:
                 workers.call(Worker.save, Path(root), STATE, keep=1)
         return {"metrics": metrics}

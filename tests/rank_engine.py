@@ -31,7 +31,7 @@ from cohort.config import (
     TrainConfig,
 )
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import LargestShare, TrainEngine, TrainResult, find_budget
+from cohort.engine import LargestShare, TokenBudget, TrainEngine, TrainResult, find_budget
 from cohort.errors import StopRequested
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, activations, linear_logprobs, load_policy, load_tokenizer
@@ -85,7 +85,7 @@ def make_engine(
         load(model, trainable=True),
         config,
         optim,
-        micro_batch_tokens=10_000,
+        budget=TokenBudget(10_000),
         learning_rate=lambda _: config.learning_rate,
         temperature=0.9,
         reference=load(reference, trainable=False),
@@ -241,11 +241,11 @@ def run_out_of_memory_later(ranks: Ranks, model: str, reference: str) -> dict[st
         algorithm, sequences = step_sequences("grpo_kl", MANY)
         engine.forward_backward(batches_of(engine, sequences, ranks, 10_000)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
-        engine.micro_batch_tokens = budget
+        engine.budget.tokens = budget
         unlucky = memory is None and ranks.rank == ranks.world_size - 1
         with out_of_memory_over(30, "backward mlp 0", engine) if unlucky else nothing():
             result = engine.forward_backward(None, algorithm.policy_loss)
-        return engine.micro_batch_tokens, (result, whole_gradients(engine), engine.policy.layout)
+        return engine.budget.tokens, (result, whole_gradients(engine), engine.policy.layout)
 
     budget, (result, actual, layout) = second(10_000)
     _, (expected_result, expected, _) = second(budget, nothing())
@@ -302,10 +302,10 @@ def begun_again(
     engine: TrainEngine, compute: Callable[[int], Computed], budget: int, memory: AbstractContextManager[None]
 ) -> BegunAgain:
     """A pass from a budget on, with memory that runs out; and one with the budget that it found, and enough memory."""
-    engine.micro_batch_tokens = budget
+    engine.budget.tokens = budget
     with memory:
         actual = compute(budget)
-    found = engine.micro_batch_tokens
+    found = engine.budget.tokens
     different = differences(actual, compute(found))
     return BegunAgain(actual[0].num_out_of_memory, found, actual[1], different)
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AdamwConfig, ModelConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import TrainEngine, TrainResult
+from cohort.engine import TokenBudget, TrainEngine, TrainResult
 from cohort.packing import pack
 from cohort.policy import Collectives, LoadRequest, Policy, load_policy, load_tokenizer
 from cohort.records import TrainSequence
@@ -36,7 +36,7 @@ def make_engine(policy: Policy, ranks: Ranks = ALONE, **train: Any) -> TrainEngi
         policy,
         config,
         AdamwConfig(weight_decay=0.1),
-        micro_batch_tokens=10_000,
+        budget=TokenBudget(10_000),
         learning_rate=lambda _: config.learning_rate,
         temperature=1.0,
         reference=None,
@@ -46,7 +46,7 @@ def make_engine(policy: Policy, ranks: Ranks = ALONE, **train: Any) -> TrainEngi
 
 def step(engine: TrainEngine, budget: int) -> TrainResult:
     """Forward and backward of all sequences, spread over the ranks."""
-    engine.micro_batch_tokens = budget
+    engine.budget.tokens = budget
     batches = pack(
         sequences(),
         micro_batch_tokens=budget,

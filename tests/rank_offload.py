@@ -11,7 +11,7 @@ import torch
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
 from cohort.distributed import Ranks
-from cohort.engine import TrainEngine
+from cohort.engine import TokenBudget, TrainEngine
 from cohort.engine.offload import local
 from cohort.policy import Collectives, LoadRequest, load_policy, load_tokenizer, sharding
 from cohort.policy.export import stream_weights
@@ -53,7 +53,7 @@ def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = Tr
         load_policy(request),
         TrainConfig(**train),
         optim,
-        micro_batch_tokens=10_000,
+        budget=TokenBudget(10_000),
         learning_rate=lambda _: 0.003,
         temperature=0.9,
         reference=None,
@@ -121,13 +121,13 @@ def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
         with patch.object(sharding, "_all_gather", counted(sharding._all_gather, gathers)):
             whole = gradient(engine, algorithm, sequences, ranks, 10_000)
         streamed = gradient(engine, *step_sequences("dapo", *STEPS["long prompts"]), ranks, 20)
-        engine.micro_batch_tokens = 10_000
+        engine.budget.tokens = 10_000
         unlucky = ranks.rank == ranks.world_size - 1
         with out_of_memory_over(30, "backward mlp 0", engine) if unlucky else nothing():
             recovered = gradient(engine, algorithm, sequences, ranks, 10_000)
         with torch.no_grad(), engine.policy.whole():  # as the sampler does, in between
             pass
-        engine.micro_batch_tokens = 10_000
+        engine.budget.tokens = 10_000
         again = gradient(engine, algorithm, sequences, ranks, 10_000)
         results[str(reshard)] = {
             "gradients": [whole[1], recovered[1], again[1], streamed[1]],

@@ -286,7 +286,7 @@ def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, m
     with out_of_memory_over(200, "backward mlp 1", worker.critic):
         found = worker.find_budget(SHARE, 2000)
     assert 0.9 * 200 / 1.1 <= found <= 200
-    assert worker.engine.micro_batch_tokens == worker.critic.micro_batch_tokens == found
+    assert worker.engine.budget.tokens == worker.critic.budget.tokens == found
     rooms = {("Policy", worker.critic.num_state_bytes), ("Critic", worker.engine.num_state_bytes)}
     assert rooms <= set(asked) <= rooms | {("Policy", 0), ("Critic", 0)}  # 0 where what is kept is measured
     assert all(p.grad is None for e in (worker.engine, worker.critic) for p in e.policy.model.parameters())

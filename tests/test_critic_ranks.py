@@ -48,13 +48,12 @@ def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: 
 def test_updates_over_three_ranks_are_those_of_one(on: RanksOnDemand, model: str, root: Path, tmp_path: Path):
     three = on(3, "critic_steps", model, str(root))
     one = run_critic_steps(ALONE, model, str(tmp_path))
-    for (critic, loss), (expected_critic, expected_loss) in zip(three["metrics"], one["metrics"], strict=True):
-        assert critic == pytest.approx(expected_critic, rel=1e-6)
-        assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+    for actual, expected in zip(three["metrics"], one["metrics"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-9)
     for part in ("policy", "critic"):
         assert three[part].keys() == one[part].keys()
         assert max(relative_error(three[part][k], one[part][k]) for k in one[part]) < 1e-6
-    assert one["metrics"][0][0].keys() == {"value_loss", "value/clip_ratio", "value/grad_norm", "value/learning_rate"}
+    assert {"value_loss", "value/clip_ratio", "value/grad_norm", "value/learning_rate"} <= one["metrics"][0].keys()
 
 
 @slow("test_critic_runs resumes in one process, and test_ranks three ranks")
@@ -62,7 +61,6 @@ def test_a_checkpoint_of_three_ranks_goes_on_with_one(on: RanksOnDemand, model: 
     """Policy, critic and both optimizers."""
     three = on(3, "critic_steps", model, str(root))
     resumed = run_critic_steps(ALONE, model, str(root), "resume")
-    (metrics, loss), (expected, expected_loss) = resumed["metrics"][0], three["metrics"][2]
-    assert metrics == pytest.approx(expected, rel=1e-6) and loss == pytest.approx(expected_loss, rel=1e-6)
+    assert resumed["metrics"][0] == pytest.approx(three["metrics"][2], rel=1e-6, abs=1e-9)
     for part in ("policy", "critic"):
         assert max(relative_error(resumed[part][k], weight) for k, weight in three[part].items()) < 1e-6

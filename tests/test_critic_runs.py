@@ -13,9 +13,14 @@ from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.distributed import ALONE
 from cohort.errors import UserError
-from cohort.trainer.worker import Worker
+from cohort.policy import load_tokenizer
+from cohort.records import Estimates
+from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.worker import TrainedModel
 from cohort.trainer.worker_calls import pack_batches
-from rank_critic import critic_sequences, make_worker
+from cohort.trainer.worker_group import WorkerGroup
+from rank_critic import critic_sequences, make_updater, make_worker
+from rank_engine import out_of_memory_over
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
 from selection import slow
 from tiny import save_model_folder
@@ -84,21 +89,38 @@ def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
 def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
     """As many passes over the same returns, of which the first has the old values."""
     folder = save_model_folder(tmp_path / "m")
-    once, thrice = (replace_updates(make_worker(str(folder), ALONE, dtype="float32"), updates) for updates in (1, 3))
-    assert once.critic is not None
-    (batch,) = pack_batches(once.critic, critic_sequences([[3, 14, 9]], seed=0))
-    single = [once.train_critic(None if update else batch) for update in range(3)]
-    done = thrice.train_critic(batch)
-    for name, value in done.metrics.items():
-        assert value == pytest.approx(np.mean([result.metrics[name] for result in single]), rel=1e-12), name
-    assert done.num_inputs == sum(result.num_inputs for result in single)
-    actual, expected = (worker.critic.policy.model.state_dict() for worker in (thrice, once) if worker.critic)
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    alone, worker = (make_worker(str(folder), ALONE, dtype="float32") for _ in range(2))
+    assert alone.critic is not None and alone.algorithm.critic is not None and worker.critic is not None
+    sequences = critic_sequences([[3, 14, 9]], seed=0)
+    (batch,) = pack_batches(alone.critic, sequences)
+    expected = []
+    for update in range(3):
+        result = alone.critic.forward_backward(None if update else batch, alone.algorithm.critic.loss)
+        expected.append((result.metrics["loss"], alone.critic.optim_step().grad_norm))
+    updater = make_updater(WorkerGroup(worker, ALONE), updates=3)
+    updates = updater.update(updater.pack(sequences), sequences, Estimates(), num_trajectories=3, steps_done=1)
+    actual = [updates.metrics[name] for name in ("value_loss", "value/grad_norm")]
+    assert actual == pytest.approx(np.mean(expected, axis=0), rel=1e-12)
+    assert {model: len(results) for model, results in updates.results.items()} == {"policy": 1, "critic": 3}
+    weights = worker.critic.policy.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in alone.critic.policy.model.state_dict().items())
 
 
-def replace_updates(worker: Worker, updates: int) -> Worker:
-    worker.critic_updates = updates
-    return worker
+@pytest.mark.parametrize("unlucky", ["policy", "critic"])
+def test_memory_that_runs_out_for_one_model_halves_the_budget_of_both(tmp_path: Path, unlucky: TrainedModel):
+    """It is one number in a checkpoint."""
+    config = config_from_dict(ppo_inputs(tmp_path))
+    order = BuildOrder(
+        folder=tmp_path, num_steps=1, checkpoint=None, micro_batch_tokens=200, longest_sequence_tokens=64
+    )
+    tokenizer = load_tokenizer(config.model)
+    worker = build_worker(config, ALONE, order, device=torch.device("cpu"), tokenizer=tokenizer)
+    updater = make_updater(WorkerGroup(worker, ALONE))
+    sequences = critic_sequences([[3, 14, 9], [20, 1, 6]], seed=0)
+    with out_of_memory_over(30, "forward mlp 1", worker.engines[unlucky]):
+        updates = updater.update(updater.pack(sequences), sequences, Estimates(), num_trajectories=6, steps_done=1)
+    assert {model for model, results in updates.results.items() if results[0].num_out_of_memory} == {unlucky}
+    assert worker.engines["policy"].budget.tokens == worker.engines["critic"].budget.tokens < 200
 
 
 def test_a_critic_that_does_not_fit_the_policy(tmp_path: Path):

@@ -147,10 +147,11 @@ def build(variant: Variant, folder: Path, run: Path) -> Worker:
 def update(worker: Worker) -> tuple[TrainResult, OptimResult]:
     """What a step of the loop makes of its sequences."""
     worker.estimate(SEQUENCES, worker.algorithm.estimates)
-    if worker.critic is not None:
-        worker.train_critic(*pack_batches(worker.critic, SEQUENCES))
     coefficients = Coefficients(kl=0.1 if worker.algorithm.needs_reference else 0.0, entropy=0.0)
-    return worker.forward_backward(*pack_batches(worker.engine, SEQUENCES), coefficients), worker.optim_step()
+    for model, engine in reversed(worker.engines.items()):
+        result = worker.forward_backward(*pack_batches(engine, SEQUENCES), model, coefficients)
+        optim = worker.optim_step(model)
+    return result, optim
 
 
 def by_file(waits: dict[str, int]) -> Counter[str]:

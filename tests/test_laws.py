@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.batch import LossInputs
 from cohort.config import AdamwConfig, AlgorithmConfig, OptimConfig, TrainConfig
-from cohort.engine import TrainEngine
+from cohort.engine import TokenBudget, TrainEngine
 from cohort.policy import Policy, linear_loss
 from cohort.policy.layout import Layout
 from cohort.records import Prompt, ScoredGroup, TrainSequence, scatter
@@ -76,7 +76,7 @@ def make_engine(
         policy,
         config,
         optim,
-        micro_batch_tokens=config.micro_batch_tokens,
+        budget=TokenBudget(config.micro_batch_tokens),
         learning_rate=lambda _: config.learning_rate,
         temperature=0.9,
         reference=reference,

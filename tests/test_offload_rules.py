@@ -80,7 +80,7 @@ def test_a_saved_folder_is_as_large_as_foreseen(folder: str, tmp_path: Path, mod
 def test_the_disk_has_room_for_masters_and_their_moments(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Literal: three checkpoints of 12 bytes for each weight, and the final model of 4."""
     engine = make_engine(folder, ALONE, "mixed, offloaded")
-    worker: Any = SimpleNamespace(engine=engine, critic=None, policy=engine.policy, ranks=ALONE)
+    worker: Any = SimpleNamespace(engines={"policy": engine}, policy=engine.policy, ranks=ALONE)
     config = parsed(run={"checkpoint_every": 1, "keep_checkpoints": 2})
     needed = 40 * sum(p.numel() for p in engine.policy.model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))

@@ -153,7 +153,7 @@ def test_memory_that_runs_out_in_a_part(layer: int, way: str):
     old = {s.index: old_logprobs_of(s) for s in sequences}
     with memory_runs_out_once(engine, layer, 30, way) as failed:
         result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
-    assert len(failed) == 1 and result.num_out_of_memory == 1 and engine.micro_batch_tokens < 200
+    assert len(failed) == 1 and result.num_out_of_memory == 1 and engine.budget.tokens < 200
     assert_equal(gradients(policy.model), expected)
 
 

@@ -2,7 +2,8 @@
 
 from cohort.engine.budget import LargestShare, find_budget
 from cohort.engine.critic import CriticEngine
-from cohort.engine.engine import OptimResult, TrainEngine, TrainResult
+from cohort.engine.engine import OptimResult, TokenBudget, TrainEngine, TrainResult
+from cohort.engine.loss import PerTokenLoss
 from cohort.engine.optimizer import check_optimizer, check_weights
 from cohort.engine.out_of_memory import must_fit
 from cohort.engine.schedule import learning_rate_factor
@@ -11,6 +12,8 @@ __all__ = [
     "CriticEngine",
     "LargestShare",
     "OptimResult",
+    "PerTokenLoss",
+    "TokenBudget",
     "TrainEngine",
     "TrainResult",
     "check_optimizer",

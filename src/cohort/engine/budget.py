@@ -63,8 +63,8 @@ def find_budget(
     def fits(tokens: int) -> bool:
         return engine.fits(_trial(tokens, share, engine.policy), per_token_loss, reserved_bytes=reserved_bytes)
 
-    engine.micro_batch_tokens = _largest(fits, longest, most_tokens)
-    return engine.micro_batch_tokens
+    engine.budget.tokens = _largest(fits, longest, most_tokens)
+    return engine.budget.tokens
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:

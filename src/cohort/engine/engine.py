@@ -49,6 +49,13 @@ class OptimResult:
     learning_rate: float
 
 
+@dataclass(slots=True)
+class TokenBudget:
+    """The most tokens of a micro-batch, `train.micro_batch_tokens`. Models that are trained on one device share it."""
+
+    tokens: int
+
+
 class TrainEngine:
     """Holds the policy that is trained, its optimizer and, where there is a KL divergence, the reference."""
 
@@ -58,7 +65,7 @@ class TrainEngine:
         config: TrainConfig,
         optim: OptimConfig | None = None,
         *,
-        micro_batch_tokens: int,
+        budget: TokenBudget,
         learning_rate: Callable[[int], float],
         temperature: float,
         reference: Policy | None,
@@ -72,7 +79,7 @@ class TrainEngine:
             policy: trained in place.
             config: the `train` section.
             optim: the `optim` section; AdamW by default.
-            micro_batch_tokens: budget that the batches are packed under; halved when memory runs out.
+            budget: that the batches are packed under; halved when memory runs out.
             learning_rate: number of updates done -> learning rate of the next.
             temperature: of sampling; the logprobs of the loss are of the same distribution.
             reference: model that a KL divergence is measured from; never trained.
@@ -81,7 +88,7 @@ class TrainEngine:
             ranks: this process among those of the run. All call the same verbs in the same order.
         """
         self.policy = policy
-        self.micro_batch_tokens = micro_batch_tokens
+        self.budget = budget
         self.updates_done = 0
         self._config = config
         self._learning_rate = learning_rate
@@ -89,7 +96,7 @@ class TrainEngine:
         self.ranks = ranks
         self._batch = TrainBatch(
             micro_batches=(),
-            micro_batch_tokens=micro_batch_tokens,
+            micro_batch_tokens=budget.tokens,
             num_trajectories=0,
             num_loss_tokens=0,
             num_over_budget=0,
@@ -138,7 +145,7 @@ class TrainEngine:
         """
         if batch is not None:
             self._batch, self.old_outputs = batch, dict(old_logprobs or {})
-        if self._batch.micro_batch_tokens > self.micro_batch_tokens:  # halved since
+        if self._batch.micro_batch_tokens > self.budget.tokens:  # halved since
             self._pack_again()
         is_old = batch is not None and old_logprobs is None
         num_out_of_memory = 0
@@ -154,7 +161,7 @@ class TrainEngine:
                 break
             del passes  # and the prompt that it has open
             self._accumulation.start_again()
-            self.micro_batch_tokens = int(self.ranks.smallest(self.micro_batch_tokens))
+            self.budget.tokens = int(self.ranks.smallest(self.budget.tokens))
             self._pack_again()
         if is_old:
             self.old_outputs = passes.outputs
@@ -166,7 +173,7 @@ class TrainEngine:
         """The reference's logprobs of the step, for its loss; how often memory ran out."""
         assert self._reference_forward is not None, "a loss that looks at a reference was built without one"
         done = self._reference_forward.compute(
-            self._batch.sequences, micro_batch_tokens=self.micro_batch_tokens, may_stop=may_stop
+            self._batch.sequences, micro_batch_tokens=self.budget.tokens, may_stop=may_stop
         )
         self._reference_logprobs = dict(done.logprobs)
         return done.num_out_of_memory
@@ -192,7 +199,7 @@ class TrainEngine:
         with self._balance.counting(sequences, self.ranks, metrics):
             done = self._policy_forward.compute(
                 sequences,
-                micro_batch_tokens=self.micro_batch_tokens,
+                micro_batch_tokens=self.budget.tokens,
                 may_stop=may_stop,
                 around=self._balance.counted,
             )
@@ -227,7 +234,7 @@ class TrainEngine:
                     too_large = passes.close()
             if too_large is not None:
                 work.ran_out = True
-                self.micro_batch_tokens = too_large.half_of(self.micro_batch_tokens)
+                self.budget.tokens = too_large.half_of(self.budget.tokens)
         return num_micro_batches, 0
 
     def _pack_again(self) -> None:
@@ -237,7 +244,7 @@ class TrainEngine:
             (self.old_outputs, self._reference_logprobs or {}),
             policy=self.policy,
             ranks=self.ranks,
-            micro_batch_tokens=self.micro_batch_tokens,
+            micro_batch_tokens=self.budget.tokens,
         )
         self._reference_logprobs = reference if self.reference_in_loss else None
 
@@ -298,12 +305,12 @@ class TrainEngine:
         if wanted & {"logprobs", "entropies"}:
             self.policy.model.eval()
             of_policy = self._policy_forward.compute(
-                sequences, micro_batch_tokens=self.micro_batch_tokens, entropy="entropies" in wanted
+                sequences, micro_batch_tokens=self.budget.tokens, entropy="entropies" in wanted
             )
             estimates |= {"logprobs": of_policy.logprobs, "entropies": of_policy.entropies}
         if "reference_logprobs" in wanted:
             assert self._reference_forward is not None, "an algorithm that asks for a reference was built without one"
-            of_reference = self._reference_forward.compute(sequences, micro_batch_tokens=self.micro_batch_tokens)
+            of_reference = self._reference_forward.compute(sequences, micro_batch_tokens=self.budget.tokens)
             estimates["reference_logprobs"] = of_reference.logprobs
         return {name: estimates[name] for name in wanted}
 

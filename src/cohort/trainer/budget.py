@@ -37,7 +37,7 @@ def find_auto_budget(
     wanted, ranks = config.train.micro_batch_tokens, workers.ranks
     if wanted != "auto" or (state and knows_budget(state, wanted, ranks.world_size)):
         return
-    most = workers.local.engine.micro_batch_tokens
+    most = workers.local.engine.budget.tokens
     found = workers.call(Worker.find_budget, inputs.largest_share(ranks.dp_size), most)[0]
     why = "a whole step's share of one process" if found == most else "the most that fits"
     note(f"train.micro_batch_tokens: auto: {found} tokens, {why}")

@@ -13,7 +13,7 @@ from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
 from cohort.config.sizes import parse_size
 from cohort.distributed import Ranks, Stopped
-from cohort.engine import CriticEngine, TrainEngine, check_optimizer, learning_rate_factor
+from cohort.engine import CriticEngine, TokenBudget, TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
 from cohort.policy import (
@@ -80,13 +80,13 @@ def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: tor
     reference = build_reference(config, algorithm, policy, request)
     critic = _load_critic(critic_config, policy, order, request) if algorithm.critic else None
     ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
+    engine = _engine(config, algorithm, policy, reference, order, ranks)
     worker = Worker(
         ranks=ranks,
         policy=policy,
         algorithm=algorithm,
-        engine=_engine(config, algorithm, policy, reference, order, ranks),
-        critic=None if critic is None else _critic_engine(config, critic_config, critic, order, ranks),
-        critic_updates=critic_config.updates,
+        engine=engine,
+        critic=None if critic is None else _critic_engine(config, critic_config, critic, order, engine),
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
@@ -138,7 +138,7 @@ def _engine(
         policy,
         config.train,
         config.optim,
-        micro_batch_tokens=order.micro_batch_tokens,
+        budget=TokenBudget(order.micro_batch_tokens),
         learning_rate=_learning_rate(config.train, num_steps=order.num_steps, waits=waits),
         temperature=config.rollout.temperature,
         reference=reference,
@@ -149,7 +149,7 @@ def _engine(
 
 
 def _critic_engine(
-    config: Config, critic_config: CriticConfig, critic: Critic, order: BuildOrder, ranks: Ranks
+    config: Config, critic_config: CriticConfig, critic: Critic, order: BuildOrder, engine: TrainEngine
 ) -> CriticEngine:
     """The policy's `train` and `optim` sections hold for the critic, but for the learning rate, for what its head has
     not, and for groups of weights, which are named after the policy's.
@@ -165,11 +165,11 @@ def _critic_engine(
         critic,
         train,
         config.optim.model_copy(update={"groups": ()}),
-        micro_batch_tokens=order.micro_batch_tokens,
+        budget=engine.budget,
         learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
         temperature=1.0,
         reference=None,
-        ranks=ranks,
+        ranks=engine.ranks,
     )
 
 

@@ -16,19 +16,18 @@ class StepCosts:
     """Measure what steps cost. Tokens are the policy's; a critic computes the same."""
 
     def __init__(self, workers: WorkerGroup[Worker], clock: PhaseClock, *, num_tokens: int):
-        policy, critic = workers.local.policy, workers.local.critic
+        policy = workers.local.policy
         self.num_tokens = num_tokens  # that the run has trained on so far
         self._workers = workers
         self._clock = clock
-        self._flops = flops_of(policy.model)
-        self._critic_flops = None if critic is None else flops_of(critic.policy.model)
+        self._flops = {model: flops_of(engine.policy.model) for model, engine in workers.local.engines.items()}
         self._device_peak = device_peak_flops(policy.device, policy.compute_dtype or policy.dtype)
 
     def take(
         self, batch: TrainBatch, updates: Updates, sequences: Sequence[TrainSequence], gathered: Gathered
     ) -> dict[str, float]:
         """Metrics of the step that has just ended; `batch` is rank 0's."""
-        workers, times, policy = self._workers, self._clock.take(), updates.of_policy
+        workers, times, policy = self._workers, self._clock.take(), updates.results["policy"]
         sampled = gathered.num_completion_tokens
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
         num_positions = sum(p.num_positions for p in policy)
@@ -39,14 +38,14 @@ class StepCosts:
             "completions/trained_ratio": batch.num_trajectories / gathered.num_trajectories,
             "padding_fraction": 1 - sum(p.num_inputs for p in policy) / num_positions if num_positions else 0.0,
             "micro_batches": policy[-1].num_micro_batches,
-            "micro_batch_tokens": workers.local.engine.micro_batch_tokens,
-            "out_of_memory": sum(p.num_out_of_memory for p in (*policy, *updates.of_critic)),
+            "micro_batch_tokens": workers.local.engine.budget.tokens,
+            "out_of_memory": sum(r.num_out_of_memory for results in updates.results.values() for r in results),
             "sequences_over_budget": batch.num_over_budget,
             "processes": workers.ranks.world_size,
             "time/move_s": workers.seconds_moving(),
             **largest_peaks(workers.call(Worker.peak_memory)),
             **speed_metrics(
-                self._train_flops(batch, policy) + self._train_flops_of_critic(updates.of_critic),
+                self._train_flops(batch, updates),
                 seconds=times["time/train_s"],
                 num_processes=workers.ranks.world_size,
                 peak=self._device_peak,
@@ -54,23 +53,18 @@ class StepCosts:
             "prompt_tokens_saved": _prompt_tokens_saved(policy),
         }
 
-    def _train_flops(self, batch: TrainBatch, results: Sequence[TrainResult]) -> float:
-        """FLOPs of a step: policy forward and backward, reference forward."""
+    def _train_flops(self, batch: TrainBatch, updates: Updates) -> float:
+        """FLOPs of a step: forward and backward of what is trained, reference forward."""
         total = 0.0
-        for update, done in enumerate(results):
-            sizes = {"tokens": done.num_inputs, "scored": batch.num_loss_tokens, "pairs": done.attention_pairs}
-            total += self._flops.forward_backward(**sizes)
-            if self._workers.local.engine.reference_in_loss and update == 0:
-                total += self._flops.forward(**sizes)
+        for model, results in updates.results.items():
+            flops, engine = self._flops[model], self._workers.local.engines[model]
+            scored = batch.num_loss_tokens if model == "policy" else 0  # a critic's head is negligible
+            for update, done in enumerate(results):
+                sizes = {"tokens": done.num_inputs, "scored": scored, "pairs": done.attention_pairs}
+                total += flops.forward_backward(**sizes)
+                if engine.reference_in_loss and update == 0:
+                    total += flops.forward(**sizes)
         return total
-
-    def _train_flops_of_critic(self, results: Sequence[TrainResult]) -> float:
-        """FLOPs of the critic's forward and backward; its head's are negligible."""
-        if self._critic_flops is None:
-            return 0.0
-        return sum(
-            self._critic_flops.forward_backward(tokens=d.num_inputs, scored=0, pairs=d.attention_pairs) for d in results
-        )
 
 
 def _prompt_tokens_saved(results: Sequence[TrainResult]) -> float:

@@ -93,7 +93,7 @@ class Trainer:
             weights, coefficients = self.parts.inputs.rewards.weights, algorithm.coefficients(self.updater.control)
             sequences = assign_advantages(gathered.groups, algorithm, estimates, weights, coefficients)
             batches = self.updater.pack(sequences)
-        self.warnings.long_sequences(batches.of_policy[0])
+        self.warnings.long_sequences(batches["policy"][0])
         updates = self.updater.update(
             batches, sequences, estimates, num_trajectories=gathered.num_trajectories, steps_done=step + 1
         )
@@ -101,7 +101,7 @@ class Trainer:
             parity = publish_weights(self.parts, step + 1)
         self._write_completions(step + 1, gathered, sequences)
         values = value_metrics(sequences, estimates.values)
-        costs = self.costs.take(batches.of_policy[0], updates, sequences, gathered)
+        costs = self.costs.take(batches["policy"][0], updates, sequences, gathered)
         metrics = {**gathered.metrics, **parity, **updates.metrics, **values, **costs}
         self._log(step + 1, metrics)
         self.warnings.different_logprobs(metrics)
@@ -141,7 +141,7 @@ class Trainer:
             pending=self.parts.gatherer.prefetcher.state(),
             num_tokens=self.costs.num_tokens,
             seconds=self._seconds(),
-            micro_batch_tokens=self.parts.workers.local.engine.micro_batch_tokens,
+            micro_batch_tokens=self.parts.workers.local.engine.budget.tokens,
             micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
             processes=self.parts.workers.ranks.world_size,
             control=asdict(self.updater.control),

@@ -152,13 +152,12 @@ def check_disk_space(config: Config, worker: Worker, folder: Path) -> None:
     Raises:
         UserError: names what is needed and what is free.
     """
-    learning = (worker.engine,) if worker.critic is None else (worker.engine, worker.critic)
     weights = saved_bytes(worker.policy)
     # A checkpoint is the model or its adapter, the optimizer's state, and a reference that is refreshed; one more is
     # being written while the kept ones are there.
-    states = sum(engine.num_state_bytes for engine in learning) * worker.ranks.dp_size
+    states = sum(engine.num_state_bytes for engine in worker.engines.values()) * worker.ranks.dp_size
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
-    checkpoint = sum(saved_bytes(engine.policy) for engine in learning) + states + refreshed
+    checkpoint = sum(saved_bytes(engine.policy) for engine in worker.engines.values()) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
     ours = [p for p in (folder / "checkpoints").glob("*") if not p.name.startswith(DAMAGED)]  # these make room in time
     existing = sum(f.stat().st_size for p in ours for f in p.rglob("*") if f.is_file())

@@ -5,29 +5,22 @@ from dataclasses import asdict, dataclass
 
 from cohort.algorithms import Control, mean_reference_kl, with_gradient, with_returns
 from cohort.batch import TrainBatch
-from cohort.config import Config
-from cohort.engine import TrainResult
+from cohort.config import Config, CriticConfig
+from cohort.engine import OptimResult, TrainResult
 from cohort.metrics import PhaseClock
 from cohort.records import Estimates, TrainSequence
-from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import pack_batches, pack_for_policy
+from cohort.trainer.worker import TrainedModel, Worker
+from cohort.trainer.worker_calls import pack_batches
 from cohort.trainer.worker_group import WorkerGroup
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """A step's sequences, packed: one batch per rank."""
-
-    of_policy: Sequence[TrainBatch]
-    of_critic: Sequence[TrainBatch]  # none without a critic
+Batches = Mapping[TrainedModel, Sequence[TrainBatch]]  # a step's sequences, packed: one batch per rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
     """Results of a step's updates."""
 
-    of_policy: Sequence[TrainResult]  # by update
-    of_critic: Sequence[TrainResult]
+    results: Mapping[TrainedModel, Sequence[TrainResult]]  # by update
     metrics: Mapping[str, float]  # means over the updates
 
 
@@ -44,11 +37,12 @@ class Updater:
 
     def pack(self, sequences: Sequence[TrainSequence]) -> Batches:
         """Pack a step's sequences for the policy, without those that have no gradient, and for the critic."""
-        worker = self.workers.local
-        return Batches(
-            of_policy=pack_for_policy(worker, with_gradient(sequences, worker.algorithm)),
-            of_critic=() if worker.critic is None else pack_batches(worker.critic, with_returns(sequences)),
-        )
+        worker, algorithm = self.workers.local, self.workers.local.algorithm
+        learned = with_gradient(sequences, algorithm)
+        of_policy = pack_batches(worker.engine, learned, whole_trajectories=algorithm.whole_trajectories)
+        if worker.critic is None:
+            return {"policy": of_policy}
+        return {"policy": of_policy, "critic": pack_batches(worker.critic, with_returns(sequences))}
 
     def update(
         self,
@@ -61,41 +55,71 @@ class Updater:
     ) -> Updates:
         """Do all updates of a step, which is number `steps_done` counted from 1."""
         algorithm = self.workers.local.algorithm
-        of_policy, of_critic, metrics = [], [], []
+        results: dict[TrainedModel, list[TrainResult]] = {model: [] for model in batches}
+        metrics = []
         for number in range(self.config.train.updates_per_rollout):
-            policy, critic, of_update = self._update_once(batches, again=number > 0)
-            self.control = algorithm.updated(self.control, policy.metrics, num_trajectories)
-            self.out_of_memory(policy.num_out_of_memory + critic.num_out_of_memory)
-            of_policy.append(policy)
-            of_critic.append(critic)
+            done, of_update = self._update_once(batches, again=number > 0)
+            self.control = algorithm.updated(self.control, done["policy"][0].metrics, num_trajectories)
+            self.out_of_memory(sum(r.num_out_of_memory for of_model in done.values() for r in of_model))
+            for model, of_model in done.items():
+                results[model] += of_model
             metrics.append(of_update)
         kl_of_rewards = mean_reference_kl(algorithm, estimates, sequences)
         self.control = algorithm.updated(self.control, kl_of_rewards, num_trajectories)
         with self.clock.phase("optim"):
             self._refresh_reference(steps_done)
-        means = {name: sum(update[name] for update in metrics) / len(metrics) for name in metrics[0]}
-        return Updates(of_policy=of_policy, of_critic=of_critic, metrics={**means, **kl_of_rewards})
+        return Updates(results=results, metrics={**_means(metrics), **kl_of_rewards})
 
-    def _update_once(self, batches: Batches, *, again: bool) -> tuple[TrainResult, TrainResult, dict[str, float]]:
-        """One update of the policy, with the critic's that go with it; `again`: another one on the same batches."""
+    def _update_once(
+        self, batches: Batches, *, again: bool
+    ) -> tuple[dict[TrainedModel, list[TrainResult]], dict[str, float]]:
+        """One update of the policy, after the critic's that go with it; `again`: another one on the same batches.
+
+        A critic's gradient is gone before the policy's is there: memory never has both.
+        """
         workers, algorithm = self.workers, self.workers.local.algorithm
         coefficients = algorithm.coefficients(self.control)
-        of_critic = TrainResult.nothing()
+
+        def forward_backward(model: TrainedModel, *, again: bool) -> TrainResult:
+            shards = [None if again else batch for batch in batches[model]]
+            return workers.scatter(Worker.forward_backward, shards, model, coefficients)[0]
+
+        results: dict[TrainedModel, list[TrainResult]] = {model: [] for model in batches}
+        critic_metrics = []
+        num_critic_updates = (self.config.critic or CriticConfig()).updates if "critic" in batches else 0
         with self.clock.phase("train"):
-            if workers.local.critic is not None:
+            for number in range(num_critic_updates):
                 self.begin()
-                shards = [None if again else batch for batch in batches.of_critic]
-                of_critic = workers.scatter(Worker.train_critic, shards)[0]
-            shards = [None if again else batch for batch in batches.of_policy]
-            of_policy = workers.scatter(Worker.forward_backward, shards, coefficients)[0]
+                result = forward_backward("critic", again=again or number > 0)
+                optim = workers.call(Worker.optim_step, "critic")[0]
+                results["critic"].append(result)
+                critic_metrics.append(_value_metrics(result, optim))
+            result = forward_backward("policy", again=again)
+            results["policy"].append(result)
         self.begin()
         with self.clock.phase("optim"):
-            optim = workers.call(Worker.optim_step)[0]
-        metrics = {**of_policy.metrics, **of_critic.metrics, **asdict(optim), **algorithm.as_metrics(coefficients)}
-        return of_policy, of_critic, metrics
+            optim = workers.call(Worker.optim_step, "policy")[0]
+        metrics = {**result.metrics, **_means(critic_metrics), **asdict(optim), **algorithm.as_metrics(coefficients)}
+        return results, metrics
 
     def _refresh_reference(self, steps_done: int) -> None:
         """Move the reference towards the policy every `reference.refresh_every` steps."""
         reference = self.config.reference
         if reference is not None and reference.mix is not None and steps_done % reference.refresh_every == 0:
             self.workers.call(Worker.refresh_reference, reference.mix)
+
+
+def _value_metrics(result: TrainResult, optim: OptimResult) -> dict[str, float]:
+    """A critic's metrics under names of their own."""
+    renamed = {"loss": "value_loss"}
+    return {
+        **{renamed.get(name, name): value for name, value in result.metrics.items()},
+        "value/grad_norm": optim.grad_norm,
+        "value/learning_rate": optim.learning_rate,
+    }
+
+
+def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over updates, which all have the same metrics; none of no update."""
+    names = metrics[0] if metrics else ()
+    return {name: sum(of_update[name] for of_update in metrics) / len(metrics) for name in names}

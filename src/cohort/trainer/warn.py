@@ -21,7 +21,7 @@ class StepWarnings:
     def out_of_memory(self, num_out_of_memory: int) -> None:
         """Say that micro-batches ran out of memory, and which budget holds from here on."""
         if num_out_of_memory:
-            budget = self.worker.engine.micro_batch_tokens
+            budget = self.worker.engine.budget.tokens
             self.note(
                 f"out of memory in {num_out_of_memory} micro-batches: that pass was computed again with smaller ones; "
                 f"the gradient is the same, and the budget is {budget} tokens from here on"
@@ -31,7 +31,7 @@ class StepWarnings:
         """Warn once of sequences that are longer than the token budget."""
         if batch.num_over_budget and not self._warned_of_long_sequences:
             self._warned_of_long_sequences = True
-            budget = self.worker.engine.micro_batch_tokens
+            budget = self.worker.engine.budget.tokens
             self.note(
                 f"warning: {batch.num_over_budget} sequences are longer than train.micro_batch_tokens: {budget}; each "
                 f"has a micro-batch to itself, over that cap"

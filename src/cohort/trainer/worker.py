@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +14,23 @@ from cohort.algorithms import Algorithm, Coefficients
 from cohort.batch import TrainBatch
 from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
 from cohort.distributed import Ranks
-from cohort.engine import CriticEngine, LargestShare, OptimResult, TrainEngine, TrainResult, find_budget, must_fit
+from cohort.engine import (
+    CriticEngine,
+    LargestShare,
+    OptimResult,
+    PerTokenLoss,
+    TrainEngine,
+    TrainResult,
+    find_budget,
+    must_fit,
+)
 from cohort.metrics import PeakMemory
 from cohort.policy import Policy, Saving, stream_weights, weight_specs
 from cohort.records import Estimate, FloatArray, TrainSequence, scatter
 from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
 from cohort.rollout.vllm import Lender, describe_device
 
+TrainedModel = Literal["policy", "critic"]
 SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]
 
 
@@ -33,11 +43,15 @@ class Worker:
     algorithm: Algorithm
     engine: TrainEngine
     critic: CriticEngine | None = None  # None: the algorithm has none
-    critic_updates: int = 1  # per update of the policy
     sampler: Sampler
     tokenizer: Any  # rank 0's; None elsewhere
     memory: PeakMemory
     saving: Saving = field(default_factory=Saving)  # how weights are written
+
+    @property
+    def engines(self) -> dict[TrainedModel, TrainEngine]:
+        """Those of all models that are trained."""
+        return {"policy": self.engine} if self.critic is None else {"policy": self.engine, "critic": self.critic}
 
     def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[tuple[Sampled, ...]]:
         """Sample this rank's share of the completions of each request."""
@@ -98,59 +112,38 @@ class Worker:
         """This rank's GPU, by UUID; None on a CPU."""
         return describe_device(self.policy.device)["gpu"]
 
-    def forward_backward(self, batch: TrainBatch | None, coefficients: Coefficients) -> TrainResult:
-        """Compute the gradient of a step.
+    def forward_backward(
+        self, batch: TrainBatch | None, model: TrainedModel, coefficients: Coefficients
+    ) -> TrainResult:
+        """Compute a model's gradient of a step.
 
         Args:
-            batch: this rank's; None for another update on the last one.
-            coefficients: of the loss's terms.
+            batch: this rank's; None for another update on the model's last one.
+            model: whose gradient.
+            coefficients: of the terms of the policy's loss.
 
         Raises:
             StopRequested: the run was asked to end; no weight was changed.
         """
+        may_stop = batch is not None and (model == "critic" or self.critic is None)  # the critic is updated first
         with self.memory.phase("train"):
-            may_stop = batch is not None and self.critic is None  # which has been updated in this step already
-            result = self.engine.forward_backward(batch, self.algorithm.loss_at(coefficients), may_stop=may_stop)
-            self._keep_one_budget()
-            return result
+            return self.engines[model].forward_backward(batch, self._loss(model, coefficients), may_stop=may_stop)
 
-    def train_critic(self, batch: TrainBatch | None) -> TrainResult:
-        """Do the critic's updates that go with one of the policy: gradient and optimizer step.
-
-        The gradient is gone before the policy's is there: memory never has both.
-
-        Args:
-            batch: this rank's; None for more updates on the last one.
-
-        Returns:
-            metrics as means over the updates, and counts of all of them.
-
-        Raises:
-            TrainingError: the gradient is NaN or infinite; the weights are as before.
-            StopRequested: the run was asked to end; no weight was changed.
-        """
-        assert self.critic is not None and self.algorithm.critic is not None
-        total = TrainResult.nothing()
-        with self.memory.phase("train"):
-            for update in range(self.critic_updates):
-                again = update > 0
-                result = self.critic.forward_backward(
-                    None if again else batch, self.algorithm.critic.loss, may_stop=batch is not None and not again
-                )
-                self._keep_one_budget()
-                with _update_must_fit():
-                    optim = self.critic.optim_step()
-                total += replace(result, metrics=_value_metrics(result, optim))
-        return replace(total, metrics={name: value / self.critic_updates for name, value in total.metrics.items()})
-
-    def optim_step(self) -> OptimResult:
-        """Update the policy.
+    def optim_step(self, model: TrainedModel) -> OptimResult:
+        """Update a model, whose gradient is gone then.
 
         Raises:
             TrainingError: the gradient is NaN or infinite; the weights are as before.
         """
-        with self.memory.phase("optim"), _update_must_fit():
-            return self.engine.optim_step()
+        # a critic's updates count as training, in memory as in time
+        with (
+            self.memory.phase("optim" if model == "policy" else "train"),
+            must_fit(
+                "in the update: weights, gradients and the optimizer's state do not fit together; use more processes, "
+                "or model.dtype: bfloat16"
+            ),
+        ):
+            return self.engines[model].optim_step()
 
     def refresh_reference(self, mix: float) -> None:
         """Move the reference towards the policy, by `mix` of the way."""
@@ -214,44 +207,24 @@ class Worker:
             share: a rank's largest share of a step; the trials are made of its groups.
             most_tokens: no more than this is ever computed at a time.
         """
-        critic, functions = self.critic, self.algorithm.critic
-        room = 0 if critic is None else critic.num_device_state_bytes
-        found = find_budget(
-            self.engine,
-            self.algorithm.policy_loss,
-            share=share,
-            most_tokens=most_tokens,
-            reserved_bytes=room,
-        )
-        if critic is not None and functions is not None:
-            room = self.engine.num_device_state_bytes
-            found = find_budget(critic, functions.loss, share=share, most_tokens=found, reserved_bytes=room)
-        self._keep_one_budget()
-        return found
+        first = self.algorithm.coefficients(self.algorithm.first_control)
+        state_bytes = {model: engine.num_device_state_bytes for model, engine in self.engines.items()}
+        for model, engine in self.engines.items():
+            most_tokens = find_budget(
+                engine,
+                self._loss(model, first),
+                share=share,
+                most_tokens=most_tokens,
+                reserved_bytes=sum(state_bytes.values()) - state_bytes[model],
+            )
+        return most_tokens
 
     def peak_memory(self) -> dict[str, int]:
         """Peak bytes by phase since the last call, and since the start."""
         return self.memory.take()
 
-    def _keep_one_budget(self) -> None:
-        """What has run out of memory for one model is the budget of both: it is one number in a checkpoint."""
-        if self.critic is not None:
-            smaller = min(self.engine.micro_batch_tokens, self.critic.micro_batch_tokens)
-            self.engine.micro_batch_tokens = self.critic.micro_batch_tokens = smaller
-
-
-def _update_must_fit() -> AbstractContextManager[None]:
-    return must_fit(
-        "in the update: weights, gradients and the optimizer's state do not fit together; use more processes, or "
-        "model.dtype: bfloat16"
-    )
-
-
-def _value_metrics(result: TrainResult, optim: OptimResult) -> dict[str, float]:
-    """A critic's metrics under names of their own."""
-    renamed = {"loss": "value_loss"}
-    return {
-        **{renamed.get(name, name): value for name, value in result.metrics.items()},
-        "value/grad_norm": optim.grad_norm,
-        "value/learning_rate": optim.learning_rate,
-    }
+    def _loss(self, model: TrainedModel, coefficients: Coefficients) -> PerTokenLoss:
+        if model == "policy":
+            return self.algorithm.loss_at(coefficients)
+        assert self.algorithm.critic is not None, "an algorithm without a critic trains none"
+        return self.algorithm.critic.loss

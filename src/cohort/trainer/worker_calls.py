@@ -17,11 +17,6 @@ def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> l
     return merge_shares(requests, workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose))
 
 
-def pack_for_policy(worker: Worker, sequences: Sequence[TrainSequence]) -> tuple[TrainBatch, ...]:
-    """Pack a step's sequences as the policy loss needs them (`pack_batches`)."""
-    return pack_batches(worker.engine, sequences, whole_trajectories=worker.algorithm.whole_trajectories)
-
-
 def pack_batches(
     engine: TrainEngine, sequences: Sequence[TrainSequence], *, whole_trajectories: bool = False
 ) -> tuple[TrainBatch, ...]:
@@ -34,7 +29,7 @@ def pack_batches(
     """
     return pack(
         sequences,
-        micro_batch_tokens=engine.micro_batch_tokens,
+        micro_batch_tokens=engine.budget.tokens,
         world_size=engine.ranks.dp_size,
         share_prompts=engine.policy.shares_prompts,
         padded=engine.policy.layout == "padded",
