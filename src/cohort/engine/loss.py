@@ -39,17 +39,6 @@ class TrainResult:
     num_micro_batches: int  # of each rank, empty ones included
     num_out_of_memory: int  # micro-batches that did not fit
 
-    @classmethod
-    def nothing(cls) -> "TrainResult":
-        """Of a pass that was not made."""
-        return cls(metrics={}, num_micro_batches=0, **dict.fromkeys(COUNTS, 0))
-
-    def __add__(self, other: "TrainResult") -> "TrainResult":
-        """Counts and metrics of both, added up."""
-        names = (*COUNTS, "num_micro_batches")
-        metrics = {n: self.metrics.get(n, 0.0) + other.metrics.get(n, 0.0) for n in {**self.metrics, **other.metrics}}
-        return TrainResult(metrics=metrics, **{n: getattr(self, n) + getattr(other, n) for n in names})
-
 
 class Totals:
     """What is added up while a step's micro-batches are computed."""
