@@ -26,7 +26,7 @@ def test_a_gradient_is_computed_by_few_files():
 
     sys.setprofile(note)
     try:
-        (batch,) = pack(sequences, micro_batch_tokens=engine.micro_batch_tokens, share_prompts=True, padded=False)
+        (batch,) = pack(sequences, micro_batch_tokens=engine.budget.tokens, share_prompts=True, padded=False)
         engine.forward_backward(batch, loss)
     finally:
         sys.setprofile(None)
