@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.policy import Policy, head, linear_logprobs, linear_loss, logit_tiles, trial
+from cohort.policy import Policy, forward, linear_logprobs, linear_loss, logit_tiles, trial
 from cohort.policy.attention import interface
 from selection import slow
 from tiny import make_gemma2, policy_of
@@ -136,7 +136,9 @@ def test_a_policy_on_a_gpu_tries_the_kernels_of_its_head(
     device: str, tried: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[Any] = []
-    monkeypatch.setattr(head, "try_triton", lambda device, *, bias, softcap: seen.append((device.type, bias, softcap)))
+    monkeypatch.setattr(
+        forward, "try_triton", lambda device, *, bias, softcap: seen.append((device.type, bias, softcap))
+    )
     model = make_gemma2()
     traits = policy_of(model).traits
     options = {"device": torch.device(device), "compute_dtype": torch.bfloat16, "pad_token_id": 0, "traits": traits}
