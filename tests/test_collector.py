@@ -236,6 +236,23 @@ def test_what_is_not_awaited_is_cancelled_when_the_collector_is_closed():
     runs.close()
 
 
+def test_a_rollout_that_never_pauses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch):
+    """And the run is asked whether it should stop, and other ranks hear from it."""
+    monkeypatch.setattr(collector, "_TICK_S", 0.01)
+    waited: list[str] = []
+
+    async def busy(others: list[asyncio.Task[Any]]) -> None:
+        while not all(task.done() for task in others):
+            await asyncio.sleep(0)
+
+    runs = RolloutCollector(ScriptedEngine(lambda: 3), make_tokenizer(), while_waiting=lambda: waited.append("yes"))
+    with closing(runs):
+        groups = runs.submit(prompts(3), SAMPLING, KEY)
+        task = runs.start(busy(groups))
+        runs.wait([task, *groups], count=2)
+    assert waited
+
+
 def test_the_failure_of_a_rollout_is_raised_where_it_is_waited_for():
     async def fail() -> None:
         raise UserError("no such tool")

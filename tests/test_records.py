@@ -47,10 +47,10 @@ def written(sequence: TokenSequence | TrainSequence) -> list[int]:
         ([call([1], [2, 3]), call([1, 2], [4])], [[1, -2, -3], [1, 2, -4]]),
         # two answers to one context
         ([call([1], [2]), call([1], [2])], [[1, -2], [1, -2]]),
-        # two threads in turn: each goes on from its own past
+        # two threads in turn: trained tokens stay in the order in which they were sampled
         (
             [call([1], [2]), call([5], [6]), call([1, 2, 9], [3]), call([5, 6, 9], [7])],
-            [[1, -2, 9, -3], [5, -6, 9, -7]],
+            [[1, -2], [5, -6], [1, 2, 9, -3], [5, 6, 9, -7]],
         ),
         # calls of others are context, where the policy has seen them
         ([call([1], [2], trained=False)], []),

@@ -124,25 +124,26 @@ class TokenSequence:
 def token_sequences(calls: Sequence[ModelCall]) -> list[TokenSequence]:
     """Join the calls of a trajectory into few causal sequences in which each sampled token is trained once.
 
-    A call continues the latest sequence that its context begins with, all of it. If there is none, the history was
-    rewritten (a template dropped old reasoning, an agent summarized) or several threads are interleaved, and a new
-    sequence starts. Calls that are not trained are in no sequence, except as context that a later call has seen.
+    A call continues the sequence of the call before it if its context begins with all of that sequence. Otherwise the
+    history was rewritten (a template dropped old reasoning, an agent summarized) or another thread goes on, and a new
+    sequence starts. So the trained tokens of all sequences, one after the other, are in the order in which they were
+    sampled, as returns need them. Calls that are not trained are in no sequence, except as context that a later call
+    has seen.
 
     Args:
         calls: in the order in which they were made.
 
     Returns:
-        Sequences that end with a trained token, in the order of their first calls.
+        Sequences that end with a trained token, in the order of their calls.
     """
     sequences: list[TokenSequence] = []
     for call in calls:
         if not call.trained:
             continue
-        previous = next((n for n in reversed(range(len(sequences))) if _continues(call, sequences[n])), None)
-        if previous is None:
-            sequences.append(_extended(_NOTHING, call))
+        if sequences and starts_with(call.context_ids, sequences[-1].token_ids):
+            sequences[-1] = _extended(sequences[-1], call)
         else:
-            sequences[previous] = _extended(sequences[previous], call)
+            sequences.append(_extended(_NOTHING, call))
     return sequences
 
 
@@ -152,10 +153,6 @@ _NOTHING = TokenSequence(token_ids=np.zeros(0, np.int64), loss_mask=np.zeros(0, 
 def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
     """Whether the first tokens are those of `prefix`."""
     return len(token_ids) >= len(prefix) and np.array_equal(token_ids[: len(prefix)], prefix)
-
-
-def _continues(call: ModelCall, sequence: TokenSequence) -> bool:
-    return starts_with(call.context_ids, sequence.token_ids)
 
 
 def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:

@@ -109,7 +109,7 @@ def assign_advantages(
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
     returns_NL = None if algorithm.critic is None else algorithm.critic.returns(x).flatten(0, 1).numpy()
     if algorithm.mask_truncated:
-        included_N &= np.array([t.end == "answer" for group in groups for t in group.trajectories])
+        included_N &= np.array([t.end != "length" for group in groups for t in group.trajectories])
     weights_N = algorithm.loss_weight(lengths_N, included_N)
     if algorithm.top_entropy_quantile < 1:
         counted_NL = included_N[:, None] & (np.arange(advantages_NL.shape[1]) < lengths_N[:, None])

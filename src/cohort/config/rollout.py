@@ -39,10 +39,11 @@ _NOT_VLLM_ARGS = {
         "remove it (tokens and logprobs are read as Cohort sets it)",
     ),
 }
+_LOCAL_SETUP = "cohort.trainer.local:TrainingProcesses"
 
 
 class SamplingConfig(Section):
-    """What every rollout engine is told, and what is so of an engine unless its class says otherwise."""
+    """Keys and capabilities that all rollout engines share."""
 
     uses_servers: ClassVar[bool] = False
     """Whether servers sample, which have GPUs and memory of their own; the class is then a `ServersConfig`."""
@@ -50,10 +51,10 @@ class SamplingConfig(Section):
     """Whether the training processes sample with the very weights that they train, so that none are published."""
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
     """`algorithm.sampling_correction: auto`: what the engine's logprobs need beside the trainer's."""
-    setup: ClassVar[str] = "cohort.trainer.local:TrainingProcesses"
+    setup: ClassVar[str]
     """Module and name of what sets the engine up for a run, as `cohort.trainer.engines.EngineSetup` has it."""
-    sampled_by: ClassVar[str] = "by the training processes"
-    """For a person, of completions."""
+    sampled_by: ClassVar[str]
+    """Who samples, in the words of messages."""
 
     num_generations: int = Field(
         8,
@@ -92,6 +93,7 @@ class AutoRolloutConfig(SamplingConfig):
     """
 
     uses_servers: ClassVar[Literal[False]] = False
+    setup: ClassVar[str] = _LOCAL_SETUP  # where nobody has chosen yet
     sampled_by: ClassVar[str] = "by vLLM servers where vLLM is installed beside GPUs, else by the training processes"
     engine: Literal["auto"] = Field(
         "auto",
@@ -104,11 +106,13 @@ class LocalRolloutConfig(SamplingConfig):
     """Sampling of completions in the training processes, with torch."""
 
     uses_servers: ClassVar[Literal[False]] = False
+    setup: ClassVar[str] = _LOCAL_SETUP
+    sampled_by: ClassVar[str] = "by the training processes"
     engine: Literal["local"] = Field("local", description="Sampling in the training processes, with torch.")
 
 
 class ServersConfig(SamplingConfig):
-    """What an engine is told whose servers get the weights after every step."""
+    """Keys of engines that sample with servers, which get the weights after every step."""
 
     uses_servers: ClassVar[Literal[True]] = True
     shares_weights: ClassVar[bool] = False

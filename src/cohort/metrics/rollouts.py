@@ -47,7 +47,7 @@ def _std(values_G: FloatArray) -> float:
 def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = np.array([len(t.token_ids) for t in trajectories])
-    stopped = np.array([t.end == "answer" for t in trajectories])
+    stopped = np.array([t.end != "length" for t in trajectories])
     metrics = {"completions/clipped_ratio": float(1 - stopped.mean())}
     for kind, values in (("", lengths), ("terminated_", lengths[stopped])):
         for statistic, function in (("mean", np.mean), ("min", np.min), ("max", np.max)):

@@ -1,4 +1,4 @@
-"""A step's sequences to micro-batches: which ones come together, and their tensors."""
+"""Pack sequences into micro-batches under a token budget, and build their tensors."""
 
 from cohort.packing.micro_batches import collate, collate_part, collate_prompt, pack
 

@@ -1,4 +1,4 @@
-"""A step's sequences to micro-batches: which ones come together, and their tensors.
+"""Pack a step's sequences into micro-batches, and build a micro-batch's tensors.
 
 S tokens of a micro-batch's row, T loss tokens.
 """

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import dataclass
 
+import numpy as np
+
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.base import CallKey, Sampled, SamplingParams
 
@@ -45,7 +47,8 @@ class CallQueue:
     async def put(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
         """Wait for the answer to a call."""
         result: asyncio.Future[ModelCall] = asyncio.get_running_loop().create_future()
-        self._calls.append(WaitingCall(token_ids=token_ids, sampling=sampling, key=key, result=result))
+        context = np.asarray(token_ids, dtype=np.int64)  # engines tell contexts apart by their bytes
+        self._calls.append(WaitingCall(token_ids=context, sampling=sampling, key=key, result=result))
         return await result
 
     def take(self) -> list[WaitingCall]:

@@ -31,13 +31,15 @@ async def answer_prompt(
 class RolloutCollector:
     """Collects groups of completions from an engine."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any):
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, *, while_waiting: Callable[[], None] = lambda: None):
         """Start nothing yet.
 
         Args:
             engine: answers model calls; closed with the collector.
             tokenizer: decodes completions.
+            while_waiting: called every second or so of a wait.
         """
+        self._while_waiting = while_waiting
         self._engine = engine
         self._tokenizer = tokenizer
         self._selector = _Selector()
@@ -74,6 +76,7 @@ class RolloutCollector:
             if _num_done(tasks) >= count:
                 break
             stopping.check()
+            self._while_waiting()
             patience_s = 0.0 if advanced else _TICK_S
         self._engine.release_gpus()
 
@@ -98,21 +101,28 @@ class RolloutCollector:
         if self._loop.is_closed():
             return
         deadline = self._loop.time() + _CLOSE_TIMEOUT_S
-        for task in self._rollouts:
-            task.cancel()
-        self._run()
-        while self._rollouts and self._loop.time() < deadline:
-            self._run(_TICK_S)
         try:
-            self._engine.close()
+            for task in self._rollouts:
+                task.cancel()
+            self._run()
+            while self._rollouts and self._loop.time() < deadline:
+                self._run(_TICK_S)
         finally:
-            self._loop.close()
+            try:
+                self._engine.close()
+            finally:
+                self._loop.close()
 
     def _run(self, patience_s: float = 0.0) -> None:
-        """Let coroutines run until none can. If none can at once, wait up to `patience_s` for I/O and timers."""
+        """Let coroutines run until none can, or for a tick if some always can.
+
+        If none can at once, wait up to `patience_s` for I/O and timers.
+        """
         self._selector.patience_s = patience_s
+        tick = self._loop.call_later(_TICK_S, self._loop.stop)
         with _no_running_loop():
             self._loop.run_forever()
+        tick.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._rollouts.discard(task)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from cohort.trainer.gather import Gatherer, build_gatherer
 from cohort.trainer.inputs import Inputs
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import keep_waiting
 from cohort.trainer.worker_group import WorkerGroup
 
 
@@ -79,7 +81,8 @@ def build_run(
         data.restore(state.data)
     with ExitStack() as if_it_fails:
         started = setup.start(config, inputs, workers, folder=folder, note=note)
-        collector = RolloutCollector(started.engine, inputs.tokenizer)
+        keep_ranks = partial(keep_waiting, workers)
+        collector = RolloutCollector(started.engine, inputs.tokenizer, while_waiting=keep_ranks)
         if_it_fails.callback(collector.close)
         parity = started.gate(collector)
         gatherer = build_gatherer(config, inputs.plan, collector, data, inputs.rewards)

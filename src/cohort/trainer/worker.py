@@ -1,4 +1,4 @@
-"""What every rank of a run has and does: sample, compute gradients, update, send and save weights."""
+"""The worker on each rank: sample, compute gradients, update, publish and save."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set

@@ -106,7 +106,6 @@ class ServerEngine(Generic[C]):
         if calls:
             assert self._policy_version is not None, "nobody would ever be given work"
             self._wake()
-        self._while_waiting()
         self._pump()
         for only, taken in calls.items():
             self._submit(taken, only)
