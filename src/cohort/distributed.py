@@ -38,7 +38,7 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     timeout_s: float = 0.0  # how long a rank waits for the others
-    # the waits for the next command are longer: rank 0 may be waiting for rewards
+    # the other ranks' waits for the next command are longer: rank 0 may be waiting for rewards
     command_group: Any = None
     control_group: Any = None
     store: Any = None
@@ -228,7 +228,11 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
             timeout_s=timeout_s,
             neighbours=_neighbours(world_size, control_group),
             control_group=control_group,
-            command_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=command_timeout_s)),
+            # Rank 0 waits only for ranks to take its command. It gives up when those do that have taken it and wait for
+            # it in what follows, and all of them name the same one.
+            command_group=dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=command_timeout_s if rank else timeout_s)
+            ),
             store=store,
         )
     except (RuntimeError, dist.DistError) as error:
