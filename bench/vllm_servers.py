@@ -42,6 +42,7 @@ from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import rank_device
 from cohort.trainer.vllm import find_servers, start_engine
+from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 
 SHAPES = {
@@ -191,7 +192,8 @@ def started(
     order = BuildOrder(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
-    workers = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
+    worker = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
+    workers = WorkerGroup(worker, ALONE)
     engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=lambda text: None)
     collector = RolloutCollector(engine, inputs.tokenizer)
     rng = np.random.default_rng(0)
