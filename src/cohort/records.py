@@ -80,12 +80,12 @@ class Trajectory:
 
     @property
     def sampling_logprobs(self) -> FloatArray:
-        """Of `token_ids`, [C]."""
+        """Sampling logprobs of `token_ids`, [C]."""
         return np.concatenate([np.zeros(0), *(call.sampling_logprobs for call in self.trained_calls)])
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the last call."""
+        """Why the last call ended."""
         return self.calls[-1].finish_reason
 
     @property

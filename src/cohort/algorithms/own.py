@@ -108,7 +108,7 @@ def own_loss_weight(choice: OwnFunction) -> Callable[[IntArray, np.ndarray], Flo
 
 
 def try_advantage(choice: OwnFunction, *, num_generations: int, num_rewards: int) -> None:
-    """Try an advantage on two groups, which teach, have an unjudged completion, and are of equal or of no rewards.
+    """Run a user's advantage on small groups: with a signal, an unjudged completion, equal rewards, and no rewards.
 
     Raises:
         UserError: it does not load, or breaks a rule.

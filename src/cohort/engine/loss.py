@@ -54,7 +54,7 @@ class Totals:
             self._counts[name] += count
 
     def add(self, sums: Mapping[str, Tensor], *, largest: Mapping[str, Tensor]) -> None:
-        """One micro-batch.
+        """Add one micro-batch.
 
         Args:
             sums: by name, over its loss tokens; `loss` is a weighted sum.
@@ -91,7 +91,7 @@ PerSequence = Mapping[int, Tensor]  # sequence index -> [C]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """What a micro-batch comes to."""
+    """Loss and metric sums of a micro-batch."""
 
     loss: Tensor  # [] sum of loss weight times per-token loss; carries the gradient
     outputs: Tensor  # [T] what the old model says of each token: a policy its logprob, a critic a value

@@ -32,7 +32,7 @@ from cohort.staging import to_device
 
 
 class Accumulation(Protocol):
-    """What the engine tells whoever adds up the gradients."""
+    """Gradient accumulation over the passes of a step."""
 
     scale: float  # factor of the loss that undoes what the addition over ranks divides by
 
@@ -169,7 +169,7 @@ class Turn(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Sequences to compute together; none where the rank only keeps step."""
+    """Sequences to compute together; empty if this rank only keeps step with the others."""
 
     sequences: Sequences = ()
     in_stream: bool = False  # goes on from the open prompt

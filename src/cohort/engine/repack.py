@@ -15,7 +15,7 @@ Known = dict[int, Tensor]  # sequence index -> [C]
 def packed_again(
     batch: TrainBatch, known: Sequence[Mapping[int, Tensor]], *, policy: Policy, ranks: Ranks, micro_batch_tokens: int
 ) -> tuple[TrainBatch, tuple[Known, ...]]:
-    """Pack as if the step had been packed under this budget to begin with. Every rank calls this.
+    """Repack a step under another budget, as if it had been packed so from the start. Every rank calls this.
 
     A sequence may come to another rank, as ranks are balanced under each budget. What is known of it goes with it.
 

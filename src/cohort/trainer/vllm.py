@@ -15,7 +15,7 @@ from cohort.errors import UserError
 from cohort.placement import Placement, server_placement
 from cohort.plan.defaults import serving_dtype
 from cohort.plan.rollout_engine import why_not_sampled
-from cohort.policy import end_token_ids, resolve_device, weight_specs
+from cohort.policy import Policy, end_token_ids, resolve_device, weight_specs
 from cohort.rollout import RolloutCollector, SamplingParams
 from cohort.rollout.servers import Fleet, FleetLimits, RemoteServer, ServerEngine, ServerError, ServerHandle
 from cohort.rollout.vllm import (
@@ -131,27 +131,10 @@ def start_engine(
     Raises:
         TrainingError: no server can be started.
     """
-    rollout, policy = config.rollout, workers.local.policy
-    assert isinstance(rollout, VllmRolloutConfig)
-    logs = folder / LOGS
+    policy, logs, shared = workers.local.policy, folder / LOGS, servers.shares_gpus
     for text in _announcements(servers, logs):
         note(text)
-    ends = end_token_ids(policy, tokenizer)
-    client = partial(
-        GenerateClient,
-        model=POLICY_NAME,
-        end_token_ids=ends,
-        vocab_size=policy.model.config.get_text_config().vocab_size,
-        timeout_s=rollout.request_timeout_s,
-    )
-    limits = FleetLimits(
-        max_num_seqs=rollout.max_num_seqs,
-        start_timeout_s=rollout.start_timeout_s,
-        request_timeout_s=rollout.request_timeout_s,
-        max_server_failures=rollout.max_server_failures,
-    )
-    shared = servers.shares_gpus
-    fleet = Fleet(servers.handles(logs), client, limits, server_name=rollout.server_name, find_cause=root_cause)
+    fleet = _start_fleet(config, servers, policy, tokenizer=tokenizer, logs=logs)
     common: dict[str, Any] = {
         "note": note,
         "while_waiting": partial(keep_waiting, workers),
@@ -174,6 +157,25 @@ def start_engine(
         engine.close()
         raise
     return engine
+
+
+def _start_fleet(config: Config, servers: Servers, policy: Policy, *, tokenizer: object, logs: Path) -> Fleet:
+    rollout = config.rollout
+    assert isinstance(rollout, VllmRolloutConfig)
+    client = partial(
+        GenerateClient,
+        model=POLICY_NAME,
+        end_token_ids=end_token_ids(policy, tokenizer),
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        timeout_s=rollout.request_timeout_s,
+    )
+    limits = FleetLimits(
+        max_num_seqs=rollout.max_num_seqs,
+        start_timeout_s=rollout.start_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        max_server_failures=rollout.max_server_failures,
+    )
+    return Fleet(servers.handles(logs), client, limits, server_name=rollout.server_name, find_cause=root_cause)
 
 
 def _announcements(servers: Servers, logs: Path) -> Iterator[str]:

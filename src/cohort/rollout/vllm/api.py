@@ -91,7 +91,7 @@ class VllmApi:
         return int(said) if re.fullmatch(r"\d+", said) else None
 
     def reset_prefix_cache(self) -> None:
-        """Forget all keys and values; requests that are under way compute theirs again."""
+        """Drop the prefix cache. Requests under way recompute their keys and values."""
         params = {"reset_running_requests": "true"}
         answer = self._ask("POST", "/reset_prefix_cache", params=params)
         if not self._field("/reset_prefix_cache", answer, "success", bool):

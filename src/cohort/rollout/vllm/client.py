@@ -71,17 +71,7 @@ class GenerateClient:
             raise ServerError(f"{url}/v1/models does not say what max_model_len is: {answer!r:.200}") from error
 
     async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
-        """The completions of a request, sampled by the server at `url`.
-
-        Args:
-            url: of the server.
-            request: what to sample.
-            allows: whether a token may be from this version of the policy; asked when the answer is there.
-
-        Raises:
-            ServerError: no answer, or a wrong one; a `BusyError` where the server only has no room.
-            UserError: the server refuses the request, as any other would.
-        """
+        """Sample the completions of a request, as `Client.generate` says."""
         try:
             answer = await self._answer(
                 url, "POST", "/inference/v1/generate", timeout_s=self._timeout_s, json=self._body(request)
