@@ -13,7 +13,7 @@ from cohort.checkpoint import load_trainer_state
 from cohort.cli import main
 from cohort.run_files import checkpoints
 from commands import ENVIRONMENT, Ended, set_up, start_command
-from selection import slow
+from selection import mostly_slow, slow
 from waiting import PATIENCE_S, until
 
 
@@ -81,7 +81,10 @@ FRESH = {
 }
 
 
-@pytest.mark.parametrize("command", FRESH)
+@pytest.mark.parametrize(
+    "command",
+    mostly_slow(FRESH, "check", "plan", "eval", reason="one command without torch, one that plans, one that computes"),
+)
 def test_a_command_in_a_fresh_interpreter(tmp_path, command):
     """As a person starts it, with no module imported before; `train` is below, and `serve` in tests/real_vllm."""
     set_up(tmp_path)

@@ -89,6 +89,7 @@ def test_the_reference_is_what_the_run_started_from(dense):
     assert abs(dense("lora", True, "uneven")[0] - dense("lora", False, "uneven")[0]) > 1e-3
 
 
+@slow("test_ranks has it without an adapter")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_out_of_memory_on_one_rank_is_as_a_smaller_budget(on: RanksOnDemand, base: str, adapters, world_size: int):
     done = dict(on(world_size, "adapter_out_of_memory", base, adapters["lora"][1]))

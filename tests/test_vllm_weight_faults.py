@@ -64,7 +64,6 @@ class Place:
         patch.setattr(transfer, "_WORKERS_PATIENCE", 4)
         for module in (cohort_weight_group, __import__(GROUP_MODULE)):
             patch.setattr(module, "_ABORT_TIMEOUT_S", 0.1)
-            patch.setattr(module, "_no_watchdog", cohort_weight_group._no_watchdog)  # one process has both ends here
         self.servers: list[ThreadServer] = []
         self.channels: list[WeightChannel] = []
 

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cohort.rollout.vllm.server import WORKER_FOLDER
+from cohort.rollout.vllm.worker import cohort_weight_group
 from fake_vllm import FakeVllm, ThreadServer
 from forked import fork
 from waiting import PATIENCE_S, free_port, num_lines, until
 
 Weights = dict[str, Tensor]
-GROUP_MODULE = "cohort_weight_group"
+GROUP_MODULE = "cohort_weight_group"  # as the worker imports it, from its folder
 DIED = 7  # exit code of a server that has met its fault
 
 
@@ -72,7 +73,10 @@ def load_worker(patch: pytest.MonkeyPatch) -> Any:
     patch.syspath_prepend(str(WORKER_FOLDER))
     for name in ("cohort_vllm_worker", GROUP_MODULE):  # nothing else imports them by these names
         sys.modules.pop(name, None)
-    return importlib.import_module("cohort_vllm_worker")
+    worker = importlib.import_module("cohort_vllm_worker")
+    # one process has both ends here, and its environment is set by one of them
+    patch.setattr(sys.modules[GROUP_MODULE], "_no_watchdog", cohort_weight_group._no_watchdog)
+    return worker
 
 
 class Model:
