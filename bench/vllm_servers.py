@@ -41,7 +41,7 @@ from cohort.rollout.servers import engine as engine_module
 from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.inputs import read_inputs
 from cohort.trainer.setup import rank_device
-from cohort.trainer.vllm import find_servers, start_engine
+from cohort.trainer.vllm import VllmSetup
 from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 
@@ -186,15 +186,14 @@ def started(
     """A server of a random model, the trainer's parts, and random prompts."""
     config = random_run(folder, shape, device, max_tokens)
     inputs = read_inputs(config)
-    servers = find_servers(config, inputs)
-    assert servers is not None
+    setup = VllmSetup(config, inputs)
     longest = inputs.longest_path_tokens
     order = BuildOrder(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
     worker = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
     workers = WorkerGroup(worker, ALONE)
-    engine = start_engine(config, servers, workers, tokenizer=inputs.tokenizer, folder=folder, note=lambda text: None)
+    engine = setup.start(workers, folder=folder, note=lambda text: None).engine
     collector = RolloutCollector(engine, inputs.tokenizer)
     rng = np.random.default_rng(0)
     prompts = [

@@ -94,9 +94,9 @@ def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.trainer.worker.stream_weights", counted)
-        patch.setattr("cohort.rollout.vllm.lending.gpu_uuid", lambda _: f"GPU-{ranks.rank}")
-        patch.setattr("cohort.rollout.vllm.lending.handle_of", lambda _: {})
-        patch.setattr("cohort.rollout.vllm.lending.PORTION_BYTES", 4096)
+        patch.setattr("cohort.rollout.servers.lending.gpu_uuid", lambda _: f"GPU-{ranks.rank}")
+        patch.setattr("cohort.rollout.servers.lending.handle_of", lambda _: {})
+        patch.setattr("cohort.rollout.servers.lending.PORTION_BYTES", 4096)
         done = commanded(workers, command)
     return {**done, "came": ranks.gather(came)}
 

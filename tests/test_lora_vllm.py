@@ -19,7 +19,7 @@ from configs import MINIMAL
 from fake_vllm import ThreadServer
 from runs import changed, make_inputs
 
-Find = Callable[..., vllm.Servers | None]
+Find = Callable[..., vllm.VllmSetup]
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     monkeypatch.setattr(vllm, "check_vllm", lambda python: "0.32.0")
     raw = changed(make_inputs(tmp_path, hidden_size=64), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
 
-    def servers(**adapter: Any) -> vllm.Servers | None:
+    def servers(**adapter: Any) -> vllm.VllmSetup:
         config = config_from_dict(changed(raw, model={"adapter": adapter}))
-        return vllm.find_servers(config, read_inputs(config))
+        return vllm.VllmSetup(config, read_inputs(config))
 
     return servers
 
@@ -85,12 +85,11 @@ def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path
     raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
     config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
     with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
-        vllm.find_servers(config, read_inputs(config))
+        vllm.VllmSetup(config, read_inputs(config))
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
-    servers = find(rank=12)
-    assert servers is not None and [o.lora_rank for o in servers.options] == [12]
+    assert find(rank=12).own_server("", tmp_path / "log").options.lora_rank == 12
     (tmp_path / "adapter").mkdir()
     saved = {"peft_type": "LORA", "r": 40, "lora_alpha": 1}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(saved))

@@ -15,13 +15,14 @@ import torch
 from cohort.config import Config, config_from_dict
 from cohort.distributed import ALONE
 from cohort.errors import TrainingError, UserError
+from cohort.placement import Placement
 from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey
-from cohort.trainer import vllm
+from cohort.trainer import servers, vllm
 from cohort.trainer.engines import find_engine
 from cohort.trainer.inputs import Inputs, read_inputs
 from cohort.trainer.local import TrainingProcesses
-from cohort.trainer.parity import check_parity, make_probe
+from cohort.trainer.parity import check_parity, make_parity_gate, make_probe
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import sample
 from cohort.trainer.worker_group import WorkerGroup
@@ -147,11 +148,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: Any):
+def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: Any, tmp_path: Path):
     config, inputs = run("rollout.max_prompt_tokens=64")
-    servers = vllm.find_servers(config, inputs)
-    assert servers is not None and servers.urls == () and servers.dtype == torch.float32
-    (options,) = servers.options
+    setup = vllm.VllmSetup(config, inputs)
+    assert setup.placement is not None and setup.placement.gpus == ("",) and setup.dtype == torch.float32
+    options = setup.own_server("", tmp_path / "log").options
     longest = max(len(p.token_ids) for p in (*inputs.prompts.prompts, *inputs.evaluation.prompts))
     assert options.max_model_len == longest + 12 < 64  # 12 is max_completion_tokens
     assert (options.device, options.dtype) == ("cpu", "float32")
@@ -159,8 +160,8 @@ def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: An
 
 def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(vllm, "check_vllm")
-    servers = vllm.find_servers(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
-    assert servers == vllm.Servers(options=(), urls=("http://a:1", "http://b:1"), placement=None, dtype=torch.bfloat16)
+    setup = vllm.VllmSetup(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
+    assert setup.placement is None and setup.dtype == torch.bfloat16
 
 
 def test_the_local_engine_has_no_servers(tmp_path: Path):
@@ -169,10 +170,10 @@ def test_the_local_engine_has_no_servers(tmp_path: Path):
 
 
 def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):
-    shared = vllm.Placement(gpus=("0",), shared=True, reason="one GPU for both")
-    monkeypatch.setattr(vllm, "server_placement", lambda config: shared)
+    shared = Placement(gpus=("0",), shared=True, reason="one GPU for both")
+    monkeypatch.setattr(servers, "server_placement", lambda config: shared)
     with pytest.raises(UserError, match=r"rollout.max_staleness: 1 needs GPUs that only sample.*\(one GPU for both\)"):
-        vllm.find_servers(*run("rollout.max_staleness=1"))
+        vllm.VllmSetup(*run("rollout.max_staleness=1"))
 
 
 @pytest.mark.parametrize(
@@ -190,30 +191,24 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype(
     run: Any, workers: WorkerGroup[Worker], servers_dtype, dtype, compute_dtype, overrides, expected
 ):
     config, inputs = run(*overrides)
-    servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=servers_dtype)
     policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
     probed = WorkerGroup(replace(workers.local, policy=policy), ALONE)
-    gate = vllm.make_parity_gate(config, servers, inputs, probed, engine=Mock(), collector=Mock())
+    prompts = inputs.prompts.prompts
+    gate = make_parity_gate(config, prompts, probed, sample_on_each=Mock(), servers_dtype=servers_dtype)
     assert gate is not None and gate.tolerance == expected
 
 
 def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
-    class Engine:
-        def sample_on_each_server(self, *asked: Any) -> dict[str, list[RolloutGroup]]:
-            self.asked = asked
-            return {"http://a": shifted(groups, 0.5)}
-
-    engine: Any = Engine()
-    collector: Any = object()
+    sample_on_each = Mock(return_value={"http://a": shifted(groups, 0.5)})
     config, inputs = run("rollout.parity_every=3", "rollout.temperature=0.9", "rollout.top_p=0.5", "train.seed=5")
-    servers = vllm.Servers(options=(), urls=("http://a",), placement=None, dtype=torch.float32)
-    gate = vllm.make_parity_gate(config, servers, inputs, workers, engine, collector)
+    of_run: Any = {"sample_on_each": sample_on_each, "servers_dtype": torch.float32}
+    gate = make_parity_gate(config, inputs.prompts.prompts, workers, **of_run)
     assert gate is not None
     assert [gate.due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
     key = StreamKey(purpose="parity", seed=5, step=3)
-    assert engine.asked == (collector, gate.probe.prompts, gate.probe.sampling, key)
+    sample_on_each.assert_called_once_with(gate.probe.prompts, gate.probe.sampling, key)
     assert (gate.probe.sampling.temperature, gate.probe.sampling.top_p) == (0.9, 1.0)
     off = run("rollout.parity_every=0")
-    assert vllm.make_parity_gate(off[0], servers, off[1], workers, engine, collector) is None
+    assert make_parity_gate(off[0], off[1].prompts.prompts, workers, **of_run) is None

@@ -14,8 +14,8 @@ from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import shape_of
 from cohort.policy import TensorSpec
-from cohort.rollout.vllm import lending
-from cohort.rollout.vllm.lending import Lender
+from cohort.rollout.servers import lending
+from cohort.rollout.servers.lending import Lender
 from plans import config
 
 SHARED = ("rollout.engine=vllm", "hardware.rollout_gpus=shared", "hardware.processes=1")

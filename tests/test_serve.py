@@ -22,8 +22,8 @@ from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
 from cohort.rollout.servers import ServerError
 from cohort.rollout.vllm.options import server_options
+from cohort.trainer.vllm import VllmSetup
 from cohort.trainer.vllm import _connect as connect
-from cohort.trainer.vllm import find_servers
 from fake_vllm import FakeVllm, ThreadServer
 from forked import fork, run_module
 from waiting import until
@@ -297,5 +297,5 @@ def test_a_server_elsewhere_computes_as_the_run_does(monkeypatch, overrides, num
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     config = config_with(*overrides, urls=["http://a:1"])
-    servers = find_servers(config, SimpleNamespace(adapter=None))
-    assert servers is not None and servers.dtype == expected and servers.options == ()
+    servers = VllmSetup(config, SimpleNamespace(adapter=None))
+    assert servers.dtype == expected and servers.placement is None

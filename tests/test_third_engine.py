@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, ClassVar, Literal, Union
 
 import pytest
 
 from cohort.check.launch import Launch, Said
 from cohort.check.rules.cohort import judge_cohort
-from cohort.config import ENGINES, Config, config_from_dict, load
+from cohort.config import ENGINES, Config, SamplingConfig, ServersConfig, config_from_dict, load
 from cohort.config.schema import sections_in
-from cohort.errors import UserError
+from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import serve_command
+from cohort.launch.slurm_rollout import plan_rollout_nodes
 from cohort.placement import split_machine
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
@@ -19,6 +20,7 @@ from cohort.plan.timing import step_times
 from plans import EIGHT
 from runs import changed, make_inputs, metric, train
 from stub_engine.config import StubRolloutConfig
+from stub_engine.engine import StubHandle, StubSetup
 from stub_engine.server import serving
 from tiny import make_tokenizer
 
@@ -48,12 +50,32 @@ def stub(**keys: Any) -> dict[str, Any]:
 def test_a_run_samples_ahead_on_it_and_corrects_by_default(tmp_path: Path):
     tokenizer = make_tokenizer()
     with serving(len(tokenizer)) as server:
-        rollout = {"engine": "stub", "urls": [server.url], "max_staleness": 1}
+        rollout = {"engine": "stub", "urls": [server.url], "max_staleness": 1, "parity_every": 0}
         train(changed(make_inputs(tmp_path), rollout=rollout, train={"steps": 4}))
     assert server.versions == [0, 1, 2, 3, 4]  # the last for the evaluation at the end
     assert set(server.sampled_versions) <= set(server.versions)
     assert metric(tmp_path / "run", "rollout/staleness_max")[1:] == [1, 1, 1]
     assert len(metric(tmp_path / "run", "sampling/importance_weight/clipped_ratio")) == 4
+
+
+def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The keys of servers have an effect without a line of the engine's about them."""
+    handles: list[StubHandle] = []
+    own_server = StubSetup.own_server
+
+    def remembered(*args: Any) -> StubHandle:
+        handles.append(own_server(*args))
+        return handles[-1]
+
+    monkeypatch.setattr(StubSetup, "own_server", remembered)
+    rollout = {"engine": "stub", "servers": 2, "gpu_memory_utilization": 0.3, "dtype": "bfloat16"}
+    run = changed(make_inputs(tmp_path), rollout=rollout, train={"steps": 2}, hardware={"device": "cpu"})
+    train(changed(run, rollout={"parity_tolerance": 100.0}))
+    servers = [handle.server for handle in handles]
+    assert [server.versions for server in servers] == [[0, 1, 2]] * 2
+    assert all(server.memory_share == 0.3 and set(server.dtypes.values()) == {"torch.bfloat16"} for server in servers)
+    with pytest.raises(TrainingError, match=r"parity: after step 0 the logprobs of http://127\.0\.0\.1:\d+ differ"):
+        train(changed(run, rollout={"parity_tolerance": 1e-6}, run={"dir": str(tmp_path / "compared")}))
 
 
 def test_plan_and_placement_have_its_servers():
@@ -88,8 +110,12 @@ def test_what_contradicts_its_capabilities_is_refused():
 
 
 def test_its_servers_are_not_started_as_vllm():
-    with pytest.raises(UserError, match=r"rollout\.engine: stub does not sample with vLLM servers"):
-        serve_command(config_from_dict(stub(hardware={"device": "cpu"})), host="127.0.0.1", port=8000)
+    config = config_from_dict(stub(hardware={"device": "cpu"}))
+    with pytest.raises(UserError, match=r"rollout\.engine: stub: `cohort serve` starts no stub server; use vllm"):
+        serve_command(config, host="127.0.0.1", port=8000)
+    plan_rollout_nodes(config, num_nodes=0, gpus_per_node=0, gpus_left=0)
+    with pytest.raises(UserError, match=r"--rollout-nodes: 1 with rollout\.engine: stub: .* starts no stub server"):
+        plan_rollout_nodes(config, num_nodes=1, gpus_per_node=0, gpus_left=0)
 
 
 def test_check_tells_who_samples():
@@ -99,5 +125,21 @@ def test_check_tells_who_samples():
 
 
 def test_an_engine_that_is_not_known_is_refused_where_the_configuration_is_read():
-    with pytest.raises(UserError, match=r"rollout\.engine: 'sglang' is not one of auto, local, vllm, stub"):
+    message = r"rollout\.engine: 'sglang' is not one of auto, local, vllm, stub"
+    with pytest.raises(UserError, match=message):
         config_from_dict({**RUN, "rollout": {"engine": "sglang"}})
+    settings = {"rollout.engine": Said("sglang", ""), "model.path": Said("m", "")}
+    judged = judge_cohort(Launch(framework="cohort", form="yaml", reason="", settings=settings))
+    assert judged.blocked is not None
+
+
+@pytest.mark.parametrize("forgotten", StubRolloutConfig.capabilities)
+def test_an_engine_that_does_not_declare_a_capability_is_refused_where_it_is_defined(forgotten: str):
+    declared = {name: vars(StubRolloutConfig).get(name) for name in StubRolloutConfig.capabilities}
+    inherited = [name for name, value in declared.items() if value is None]
+    assert inherited == ["uses_servers", "samples_ahead", "shares_weights"]  # what is true of all servers
+    base = SamplingConfig if forgotten in inherited else ServersConfig
+    attributes = {name: value for name, value in declared.items() if value is not None and name != forgotten}
+    annotations = {"engine": Literal["new"], **dict.fromkeys(attributes, ClassVar[Any])}
+    with pytest.raises(TypeError, match=rf"New is a rollout engine and must declare .*\b{forgotten}\b"):
+        type(base)("New", (base,), {"engine": "new", **attributes, "__annotations__": annotations, "__module__": "new"})

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.errors import TrainingError, UserError
-from cohort.rollout.servers import RemoteServer
+from cohort.rollout.servers import GeneratedGroup, RemoteServer
+from cohort.rollout.vllm import GenerateClient
 from fake_vllm import ProcessServer, ThreadServer
 from selection import examples
 from vllm_runs import IMPATIENT, KEY, LIMITS, SAMPLING, assert_right, prompts, run_with
@@ -35,6 +36,28 @@ def test_a_wrong_answer_is_not_used(fault):
     assert len(server.fakes) == 2, "a server that answers wrongly is started again"
     assert run.published == [(run.published[0][0], 7), (server.url, 7)]
     assert any(note.endswith("and its prompts are sampled anew") for note in run.notes)
+
+
+@pytest.mark.parametrize(("completions", "versions"), [(0, 0), (1, 1), (2, 2), (4, 4), (3, 2)])
+def test_completions_are_counted_whatever_the_client_makes_of_an_answer(monkeypatch, completions, versions):
+    whole, spoils = GenerateClient.generate, [True]
+
+    async def spoiled(self, url, request, *, allows):
+        group = await whole(self, url, request, allows=allows)
+        if not spoils:
+            return group
+        spoils.clear()
+        return GeneratedGroup(
+            completions=(group.completions * 2)[:completions], policy_versions=(group.policy_versions * 2)[:versions]
+        )
+
+    monkeypatch.setattr(GenerateClient, "generate", spoiled)
+    server = ThreadServer()
+    with run_with(server) as run:
+        assert_right(run.generate(1))
+        said = f"prompt 0: {completions} completions with {versions} policy versions instead of 3"
+        assert any(said in note for note in run.notes)
+    assert len(server.fakes) == 2, "a server that answers wrongly is started again"
 
 
 def test_what_was_lost_comes_before_what_has_not_begun():

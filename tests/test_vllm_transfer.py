@@ -16,9 +16,10 @@ from torch.multiprocessing import reductions
 
 from cohort.distributed import ALONE
 from cohort.policy import TensorSpec
-from cohort.rollout.vllm import lending, transfer
+from cohort.rollout.servers import lending
+from cohort.rollout.servers.lending import Lender, allocate, handle_of, portions
+from cohort.rollout.vllm import transfer
 from cohort.rollout.vllm.api import VllmApi
-from cohort.rollout.vllm.lending import Lender, allocate, handle_of, portions
 from cohort.rollout.vllm.publish import publish
 from cohort.rollout.vllm.transfer import WeightChannel
 from cohort.trainer import vllm

@@ -26,10 +26,9 @@ from cohort.demo import task
 from cohort.errors import TrainingError
 from cohort.policy import Policy, stream_weights
 from cohort.rollout.servers import engine
-from cohort.rollout.vllm import ServerProcess
 from cohort.trainer import worker
 from cohort.trainer.inputs import read_inputs
-from cohort.trainer.vllm import find_servers
+from cohort.trainer.vllm import VllmSetup
 from selection import slow
 from waiting import until
 
@@ -71,9 +70,9 @@ def url(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[
     raw = run_config(folder)
     raw["rollout"] |= {"engine": "vllm", "vllm_python": vllm_python}
     config = config_from_dict(raw)
-    servers = find_servers(config, read_inputs(config))
-    assert servers is not None
-    process = ServerProcess(servers.options[0], log_file=folder / "server.log")
+    setup = VllmSetup(config, read_inputs(config))
+    assert setup.placement is not None
+    process = setup.own_server(setup.placement.gpus[0], folder / "server.log")
     try:
         start(process)
         yield process.url

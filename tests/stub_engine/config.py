@@ -6,9 +6,11 @@ from cohort.config import ServersConfig
 
 
 class StubRolloutConfig(ServersConfig):
-    """Sampling by servers that know no weights."""
+    """Sampling by servers to which every token is equally likely."""
 
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
     setup: ClassVar[str] = "stub_engine.engine:StubSetup"
     server_name: ClassVar[str] = "stub server"
     sampled_by: ClassVar[str] = "by stub servers"
+    cohort_serve_starts_them: ClassVar[bool] = False
     engine: Literal["stub"] = "stub"

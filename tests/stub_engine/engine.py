@@ -1,61 +1,141 @@
-"""The engine: calls that wait are sent to the first server, one after the other."""
+"""The engine: how one of its servers is started, asked for completions, and given the weights."""
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 from urllib.request import Request, urlopen
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from cohort.records import IntArray, ModelCall
-from cohort.rollout.base import CallKey, Sampled, SamplingParams
-from cohort.rollout.calls import CallQueue
-from cohort.trainer.engines import StartedEngine
+from cohort.plan.defaults import memory_share
+from cohort.rollout.base import Sampled
+from cohort.rollout.servers import Client, GeneratedGroup, GenerateRequest, ServerError
+from cohort.trainer.servers import Connect, Publish, ServersSetup
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_group import WorkerGroup
+from stub_engine.server import StubServer, serving
 from waiting import PATIENCE_S
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    with urlopen(Request(url, json.dumps(body).encode()), timeout=PATIENCE_S) as answer:
-        return json.load(answer)
+def post(url: str, path: str, *, timeout_s: float = PATIENCE_S, **body: Any) -> Any:
+    try:
+        with urlopen(Request(f"{url}/{path}", json.dumps(body).encode()), timeout=timeout_s) as answer:
+            return json.load(answer)
+    except OSError as error:
+        raise ServerError(f"{url}/{path}: {error}") from error
 
 
-class StubEngine:
-    def __init__(self, url: str):
-        self.url = url
-        self.calls = CallQueue()
+class StubClient:
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
 
-    async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
-        return await self.calls.put(token_ids, sampling, key)
+    async def __aenter__(self) -> Self:
+        return self
 
-    def advance(self) -> bool:
-        calls = self.calls.take()
-        for call in calls:
-            seed = hash((call.key.step, call.key.prompt_id, call.key.epoch, call.key.index)) % 2**32
-            body = {"seed": seed, "max_tokens": call.sampling.max_completion_tokens}
-            answer = post(f"{self.url}/generate", body)
-            sampled = Sampled(
-                token_ids=np.asarray(answer["token_ids"]),
-                sampling_logprobs=np.asarray(answer["logprobs"]),
+    async def __aexit__(self, *exception: object) -> None: ...
+
+    async def healthy(self, url: str) -> bool:
+        try:
+            return await self.max_model_len(url) > 0
+        except ServerError:
+            return False
+
+    async def max_model_len(self, url: str) -> int:
+        return (await asyncio.to_thread(post, url, "limits"))["max_model_len"]
+
+    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
+        answer = await asyncio.to_thread(
+            post,
+            url,
+            "generate",
+            timeout_s=self.timeout_s,
+            seeds=[request.seed + i for i in range(request.num_completions)],
+            max_tokens=request.sampling.max_completion_tokens,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+        )
+        if not allows(answer["version"]):
+            raise ServerError(f"{url} has sampled with weights {answer['version']}")
+        completions = [
+            Sampled(
+                token_ids=np.asarray(token_ids),
+                sampling_logprobs=np.full(len(token_ids), answer["logprob"]),
                 finish_reason="length",
             )
-            call.answer(sampled, policy_version=answer["version"])
-        return bool(calls)
+            for token_ids in answer["token_ids"]
+        ]
+        return GeneratedGroup(completions=tuple(completions), policy_versions=(answer["version"],) * len(completions))
 
-    def release_gpus(self) -> None: ...
 
-    def load_weights(self, *, policy_version: int) -> None:
-        post(f"{self.url}/publish", {"version": policy_version})
+class StubChannel:
+    def __init__(self, url: str):
+        self.url = url
+
+    def sleep(self) -> None:
+        post(self.url, "sleep")
 
     def close(self) -> None: ...
 
 
-class StubSetup:
-    shares_gpus = False
+def publish(
+    workers: WorkerGroup[Worker], dtype: torch.dtype, channels: Sequence[StubChannel], version: int
+) -> dict[StubChannel, ServerError]:
+    failed = {}
 
-    def __init__(self, config: Any, inputs: Any):
-        self.url = config.rollout.urls[0]
+    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
+        dtypes = {name: str(tensor.dtype) for name, tensor in weights}
+        for channel in channels:
+            try:
+                post(channel.url, "publish", version=version, dtypes=dtypes)
+            except ServerError as error:
+                failed[channel] = error
 
-    def start(self, config: Any, inputs: Any, workers: Any, *, folder: Any, note: Any) -> StartedEngine:
-        engine = StubEngine(self.url)
-        engine.load_weights(policy_version=workers.local.engine.updates_done)
-        note(f"sampling with {self.url}")
-        return StartedEngine(engine=engine)
+    workers.call_with_local(Worker.send_weights, send, dtype)
+    return failed
+
+
+class StubHandle:
+    """A server in a thread of this process."""
+
+    url = ""
+    server: StubServer
+
+    def __init__(self, **settings: Any):
+        self.settings = settings
+        self.running = ExitStack()
+
+    def start(self) -> None:
+        self.server = self.running.enter_context(serving(**self.settings))
+        self.url = self.server.url
+
+    def poll(self) -> str | None:
+        return None
+
+    def log(self) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.running.close()
+
+
+class StubSetup(ServersSetup):
+    def own_server(self, gpus: str, log_file: Path) -> StubHandle:
+        return StubHandle(
+            vocab_size=len(self.inputs.tokenizer),
+            max_model_len=self.max_model_len,
+            memory_share=memory_share(self.rollout, shared=self.shares_gpus),
+        )
+
+    def make_client(self, worker: Worker) -> Callable[[], Client]:
+        return partial(StubClient, self.rollout.request_timeout_s)
+
+    def make_channels(
+        self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
+    ) -> tuple[Connect, Publish]:
+        return StubChannel, partial(publish, workers, self.dtype)

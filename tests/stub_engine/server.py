@@ -1,4 +1,4 @@
-"""The server: every token is equally likely, and an update of weights is a number."""
+"""The server: every token is equally likely, whatever the weights are."""
 
 import json
 import math
@@ -16,25 +16,40 @@ class StubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, max_model_len: int, memory_share: float):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.memory_share = memory_share
+        self.asleep = False
         self.versions: list[int] = []  # that were published
+        self.dtypes: dict[str, str] = {}  # of the tensors that were published last, by name
         self.sampled_versions: list[int] = []  # of each answer
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def publish(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.versions.append(body["version"])
+    def limits(self) -> dict[str, Any]:
+        return {"max_model_len": self.max_model_len}
+
+    def sleep(self) -> dict[str, Any]:
+        self.asleep = True
         return {}
 
-    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.sampled_versions.append(self.versions[-1])
-        tokens = np.random.default_rng(body["seed"]).integers(self.vocab_size, size=body["max_tokens"])
-        logprobs = [-math.log(self.vocab_size)] * len(tokens)
-        return {"token_ids": tokens.tolist(), "logprobs": logprobs, "version": self.versions[-1]}
+    def publish(self, version: int, dtypes: dict[str, str]) -> dict[str, Any]:
+        self.asleep = False
+        self.versions.append(version)
+        self.dtypes = dtypes
+        return {}
+
+    def generate(self, seeds: list[int], max_tokens: int, top_p: float, top_k: int) -> dict[str, Any]:
+        assert not self.asleep
+        version = self.versions[-1]
+        self.sampled_versions.append(version)
+        likeliest = min(math.ceil(top_p * self.vocab_size), top_k or self.vocab_size)
+        tokens = [np.random.default_rng(seed).integers(likeliest, size=max_tokens).tolist() for seed in seeds]
+        return {"token_ids": tokens, "logprob": -math.log(likeliest), "version": version}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -42,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = {"/publish": self.server.publish, "/generate": self.server.generate}[self.path](body)
+        answer = getattr(self.server, self.path.removeprefix("/"))(**body)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -52,8 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(vocab_size: int) -> Iterator[StubServer]:
-    with StubServer(vocab_size) as server:
+def serving(vocab_size: int, max_model_len: int = 4096, memory_share: float = 0.9) -> Iterator[StubServer]:
+    with StubServer(vocab_size, max_model_len, memory_share) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

@@ -39,17 +39,30 @@ _NOT_VLLM_ARGS = {
         "remove it (tokens and logprobs are read as Cohort sets it)",
     ),
 }
-_LOCAL_SETUP = "cohort.trainer.local:TrainingProcesses"
 
 
 class SamplingConfig(Section):
-    """Keys and capabilities that all rollout engines share."""
+    """Keys that all rollout engines share, and the capabilities that each engine declares.
 
-    uses_servers: ClassVar[bool] = False
+    No capability has a default here. A class with a key `engine`, which is an engine, is refused where it is defined
+    unless it or a base of it declares all of them.
+    """
+
+    capabilities: ClassVar[tuple[str, ...]] = (
+        "uses_servers",
+        "samples_ahead",
+        "shares_weights",
+        "default_correction",
+        "setup",
+        "sampled_by",
+    )
+    uses_servers: ClassVar[bool]
     """Whether servers sample, which have GPUs and memory of their own; the class is then a `ServersConfig`."""
-    shares_weights: ClassVar[bool] = True
+    # samples_ahead, a class variable or a property: whether completions of later steps are sampled while this one
+    # trains. An engine that can has the keys max_staleness and stale_completions.
+    shares_weights: ClassVar[bool]
     """Whether the training processes sample with the very weights that they train, so that none are published."""
-    default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
+    default_correction: ClassVar[Literal["none", "token_truncate"]]
     """`algorithm.sampling_correction: auto`: what the engine's logprobs need beside the trainer's."""
     setup: ClassVar[str]
     """Module and name of what sets the engine up for a run, as `cohort.trainer.engines.EngineSetup` has it."""
@@ -76,24 +89,35 @@ class SamplingConfig(Section):
         "group learns nothing, are replaced by those of new prompts, in at most so many rounds a step. 0: off.",
     )
 
-    @property
-    def samples_ahead(self) -> bool:
-        """Whether completions of later steps are sampled while this one trains."""
-        return False
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        missing = [name for name in cls.capabilities if not hasattr(cls, name)]
+        if "engine" in cls.model_fields and missing:
+            raise TypeError(f"{cls.__name__} is a rollout engine and must declare {', '.join(missing)}")
 
     def in_folders(self, folders: Sequence[Path]) -> Self:
         """The section with its relative paths replaced by absolute ones of the first folder that has them."""
         return self
 
 
-class AutoRolloutConfig(SamplingConfig):
+class TrainingProcessesConfig(SamplingConfig):
+    """Sampling in the training processes, step by step."""
+
+    uses_servers: ClassVar[Literal[False]] = False
+    samples_ahead: ClassVar[Literal[False]] = False
+    shares_weights: ClassVar[bool] = True
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
+    setup: ClassVar[str] = "cohort.trainer.local:TrainingProcesses"
+
+
+class AutoRolloutConfig(TrainingProcessesConfig):
     """Sampling of completions by vLLM where the run trains on GPUs, vLLM is installed and fits, else as `local`.
 
     The engine that was chosen is in the run's `config.yaml`, and the run goes on with it.
     """
 
-    uses_servers: ClassVar[Literal[False]] = False
-    setup: ClassVar[str] = _LOCAL_SETUP  # where nobody has chosen yet
+    # the other capabilities are the local engine's as long as nobody has chosen
     sampled_by: ClassVar[str] = "by vLLM servers where vLLM is installed beside GPUs, else by the training processes"
     engine: Literal["auto"] = Field(
         "auto",
@@ -102,23 +126,26 @@ class AutoRolloutConfig(SamplingConfig):
     )
 
 
-class LocalRolloutConfig(SamplingConfig):
+class LocalRolloutConfig(TrainingProcessesConfig):
     """Sampling of completions in the training processes, with torch."""
 
-    uses_servers: ClassVar[Literal[False]] = False
-    setup: ClassVar[str] = _LOCAL_SETUP
     sampled_by: ClassVar[str] = "by the training processes"
     engine: Literal["local"] = Field("local", description="Sampling in the training processes, with torch.")
 
 
 class ServersConfig(SamplingConfig):
-    """Keys of engines that sample with servers, which get the weights after every step."""
+    """Keys of engines that sample with servers, which get the weights after every step.
 
+    `cohort.trainer.servers.ServersSetup` gives effect to all of them, whatever program the servers are.
+    """
+
+    capabilities: ClassVar[tuple[str, ...]] = (*SamplingConfig.capabilities, "server_name", "cohort_serve_starts_them")
     uses_servers: ClassVar[Literal[True]] = True
     shares_weights: ClassVar[bool] = False
-    default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
     server_name: ClassVar[str]
     """What a person calls a server, such as "vLLM server"."""
+    cohort_serve_starts_them: ClassVar[bool]
+    """Whether `cohort serve` starts such a server."""
     # Of servers that a run starts itself. Next to `urls` they have no effect, and `cohort serve` takes them.
     keys_of_own_servers: ClassVar[tuple[str, ...]] = ("servers", "tensor_parallel", "gpu_memory_utilization")
 
@@ -226,8 +253,10 @@ class ServersConfig(SamplingConfig):
 class VllmRolloutConfig(ServersConfig):
     """Sampling of completions by vLLM servers, which get the weights after every step."""
 
-    setup: ClassVar[str] = "cohort.trainer.vllm:find_servers"
+    default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
+    setup: ClassVar[str] = "cohort.trainer.vllm:VllmSetup"
     server_name: ClassVar[str] = "vLLM server"
+    cohort_serve_starts_them: ClassVar[bool] = True
     sampled_by: ClassVar[str] = "by vLLM servers"
     keys_of_own_servers: ClassVar[tuple[str, ...]] = (
         *ServersConfig.keys_of_own_servers,

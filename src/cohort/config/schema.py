@@ -170,7 +170,7 @@ class Config(Section):
             raise ValueError(
                 "hardware.rollout_gpus has no effect with rollout.urls: the servers have theirs; remove one"
             )
-        if gpus == "shared" and rollout.max_staleness:
+        if gpus == "shared" and rollout.samples_ahead:
             raise ValueError(
                 f"rollout.max_staleness: {rollout.max_staleness} has no effect with hardware.rollout_gpus: shared, "
                 f"where servers sleep while the policy trains; use max_staleness: 0, or GPUs that only sample"
@@ -186,7 +186,7 @@ class Config(Section):
                 f"algorithm.sampling_correction_cap has no effect with rollout.engine: {rollout.engine}, where "
                 f"sampling_correction: auto is none; remove it, or set sampling_correction"
             )
-        corrects_stale = rollout.uses_servers and rollout.samples_ahead and rollout.stale_completions == "correct"
+        corrects_stale = rollout.samples_ahead and rollout.stale_completions == "correct"
         if corrects_stale and algorithm.sampling_correction == "none":
             raise ValueError(
                 "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "

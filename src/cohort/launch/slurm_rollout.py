@@ -63,6 +63,12 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
                 f"GPUs are split"
             )
         return None
+    if not rollout.cohort_serve_starts_them:
+        raise UserError(
+            f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}: `cohort serve`, which the script "
+            f"starts there, starts no {rollout.server_name}; use 0 and name servers of yours in rollout.urls, or "
+            f"rollout.engine=vllm"
+        )
     for field, value, default in (
         ("rollout.urls", list(rollout.urls), []),
         ("hardware.rollout_gpus", config.hardware.rollout_gpus, "auto"),

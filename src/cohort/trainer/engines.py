@@ -31,20 +31,10 @@ class EngineSetup(Protocol):
         """Whether servers take turns with training on its GPUs."""
         ...
 
-    def start(
-        self,
-        config: Config,
-        inputs: Inputs,
-        workers: WorkerGroup[Worker],
-        *,
-        folder: Path,
-        note: Callable[[str], None],
-    ) -> StartedEngine:
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
         """Start the engine.
 
         Args:
-            config: of the run.
-            inputs: of the run.
             workers: whose weights it samples from.
             folder: of the run.
             note: told what a person should know, now and later.

@@ -146,8 +146,8 @@ def build_gatherer(
         prompts_per_step=plan.prompts_per_step,
         num_steps=plan.num_steps,
         updates_per_step=plan.updates_per_rollout,
-        max_staleness=rollout.max_staleness if rollout.uses_servers else 0,
-        drop_stale=rollout.uses_servers and rollout.stale_completions == "drop",
+        max_staleness=rollout.max_staleness if rollout.samples_ahead else 0,
+        drop_stale=rollout.samples_ahead and rollout.stale_completions == "drop",
     )
     by_part = any(part.judges_parts for part in config.algorithm.components())
     return Gatherer(

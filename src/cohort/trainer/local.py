@@ -21,15 +21,7 @@ class TrainingProcesses:
     def __init__(self, config: Config, inputs: Inputs):
         """Need nothing."""
 
-    def start(
-        self,
-        config: Config,
-        inputs: Inputs,
-        workers: WorkerGroup[Worker],
-        *,
-        folder: Path,
-        note: Callable[[str], None],
-    ) -> StartedEngine:
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
         """Sample with the workers."""
         engine = LocalEngine(partial(sample, workers))
         engine.load_weights(policy_version=workers.local.engine.updates_done)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from cohort.algorithms import bare_sequences
+from cohort.config import Config
 from cohort.errors import TrainingError
 from cohort.records import FloatArray, Prompt, RolloutGroup, TrainSequence
 from cohort.rollout import SamplingParams, StreamKey
@@ -134,3 +136,35 @@ class ParityGate:
         key = self.probe.key(steps_done)
         sampled = self.sample_on_each(self.probe.prompts, self.probe.sampling, key)
         return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)
+
+
+def make_parity_gate(
+    config: Config,
+    prompts: Sequence[Prompt],
+    workers: WorkerGroup[Worker],
+    *,
+    sample_on_each: SampleOnEach,
+    servers_dtype: torch.dtype,
+) -> ParityGate | None:
+    """Make the gate of a run that uses servers; None where `rollout.parity_every` is 0."""
+    rollout = config.rollout
+    assert rollout.uses_servers
+    if rollout.parity_every == 0:
+        return None
+    tolerance = rollout.parity_tolerance
+    if tolerance == "auto":
+        policy = workers.local.policy
+        rounds = torch.bfloat16 in (servers_dtype, policy.dtype, policy.compute_dtype)
+        tolerance = 0.05 if rounds else 1e-3
+    sampling = SamplingParams(
+        num_generations=rollout.num_generations,
+        max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+    )
+    return ParityGate(
+        sample_on_each=sample_on_each,
+        workers=workers,
+        probe=make_probe(prompts, sampling, seed=config.train.seed),
+        every=rollout.parity_every,
+        tolerance=tolerance,
+    )

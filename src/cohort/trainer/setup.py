@@ -80,7 +80,7 @@ def build_run(
     if state is not None:
         data.restore(state.data)
     with ExitStack() as if_it_fails:
-        started = setup.start(config, inputs, workers, folder=folder, note=note)
+        started = setup.start(workers, folder=folder, note=note)
         keep_ranks = partial(keep_waiting, workers)
         collector = RolloutCollector(started.engine, inputs.tokenizer, while_waiting=keep_ranks)
         if_it_fails.callback(collector.close)

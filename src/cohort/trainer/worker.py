@@ -28,7 +28,7 @@ from cohort.metrics import PeakMemory
 from cohort.policy import Policy, Saving, stream_weights, weight_specs
 from cohort.records import Estimate, FloatArray, TrainSequence, scatter
 from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
-from cohort.rollout.vllm import Lender, describe_device
+from cohort.rollout.servers.lending import Lender, gpu_uuid
 
 TrainedModel = Literal["policy", "critic"]
 SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]
@@ -99,7 +99,7 @@ class Worker:
         weights = stream_weights(self.policy, dtype)
         handles: Mapping[str, Any] = {}
         if lend:
-            with must_fit("for the buffer in which weights are lent to vLLM; lower rollout.gpu_memory_utilization"):
+            with must_fit("for the buffer in which weights are lent to servers; lower rollout.gpu_memory_utilization"):
                 lender = Lender(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
             weights, handles = lender.stage(weights), lender.handles
         try:
@@ -110,7 +110,7 @@ class Worker:
 
     def gpu(self) -> str | None:
         """This rank's GPU, by UUID; None on a CPU."""
-        return describe_device(self.policy.device)["gpu"]
+        return gpu_uuid(self.policy.device) if self.policy.device.type == "cuda" else None
 
     def forward_backward(
         self, batch: TrainBatch | None, model: TrainedModel, coefficients: Coefficients

@@ -9,7 +9,7 @@ from typing import Any
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Said, Settings
 from cohort.check.rules.start import Judged, Knobs, Start, refused
-from cohort.config import ENGINES, SamplingConfig, config_from_dict
+from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.data import missing_files
 
@@ -40,7 +40,7 @@ def judge_cohort(launch: Launch) -> Judged:
             prompts=prompts,
         )
 
-    engine = ENGINES.get(settings.text("rollout.engine", "auto"), SamplingConfig)
+    engine = ENGINES.get(settings.text("rollout.engine", "auto"), AutoRolloutConfig)
     return Judged(
         version=_installed(),
         version_reason="installed",

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import cycle
 from typing import Generic, Protocol, TypeVar
 
 from cohort import stopping
@@ -271,9 +270,10 @@ def _answer(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> Non
             call.fail(error)
         return
     group = future.result()
-    completions = zip(group.completions, group.policy_versions, strict=True)
-    # one is enough where all are the same: greedy ones
-    for call, (sampled, version) in zip(calls, cycle(completions), strict=False):
+    completions = list(zip(group.completions, group.policy_versions, strict=True))
+    if calls[0].sampling.temperature == 0:  # one was asked for, since all are the same
+        completions *= len(calls)
+    for call, (sampled, version) in zip(calls, completions, strict=True):
         call.answer(sampled, policy_version=version)
 
 

@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
 from cohort.errors import TrainingError, UserError
-from cohort.rollout.servers.handles import FleetLimits, RunningServer, Server, ServerHandle, State
+from cohort.rollout.servers.handles import FleetLimits, Job, RunningServer, Server, ServerHandle, State
 from cohort.rollout.servers.requests import BusyError, Client, GeneratedGroup, GenerateRequest, ServerError
 from cohort.rollout.servers.supervisor import Supervisor
 
@@ -27,21 +26,6 @@ _MAX_LEASES = 10
 _CALL_TIMEOUT_S = 60.0  # of what the fleet's thread does at once
 _CLOSE_TIMEOUT_S = 60.0
 _CLOSED = "the rollout engine was closed before this was sampled"
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
-    """A request, and how often it was leased in vain."""
-
-    number: int  # in the order of submission: what was lost goes before what has not been begun
-    request: GenerateRequest
-    result: Future[GeneratedGroup]
-    urgent: bool  # goes before what is not
-    only: RunningServer | None  # the one that must do it
-    num_leases: int = 0
-
-    def __lt__(self, other: "_Job") -> bool:
-        return (not self.urgent, self.number) < (not other.urgent, other.number)
 
 
 class Fleet:
@@ -71,9 +55,9 @@ class Fleet:
         self._make_client = client
         self._handles = handles
         self._servers: list[Server] = []
-        self._queue: list[_Job] = []  # sorted
-        self._unfinished: set[_Job] = set()
-        self._leases: dict[asyncio.Task[GeneratedGroup], tuple[Server, _Job]] = {}
+        self._queue: list[Job] = []  # sorted
+        self._unfinished: set[Job] = set()
+        self._leases: dict[asyncio.Task[GeneratedGroup], tuple[Server, Job]] = {}
         self._numbers = count()
         self._target: int | None = None  # the version of the policy that a server must have to get work
         self._notes: deque[str] = deque()
@@ -119,7 +103,7 @@ class Fleet:
             only: the one server that must do them; then its failure, a `ServerError`, is theirs.
         """
         self.check()
-        jobs = [_Job(number=next(self._numbers), request=r, result=f, urgent=urgent, only=only) for r, f in requests]
+        jobs = [Job(number=next(self._numbers), request=r, result=f, urgent=urgent, only=only) for r, f in requests]
 
         def enqueue() -> None:
             self._unfinished.update(jobs)
@@ -269,7 +253,7 @@ class Fleet:
 
     def _dispatch(self) -> None:
         """Leases requests in their order as long as there is room."""
-        waiting: list[_Job] = []
+        waiting: list[Job] = []
         while self._queue and not self._fatal:
             job = self._queue.pop(0)
             if job.only and not self._same_start(job.only):
@@ -281,8 +265,8 @@ class Fleet:
                 if job.only:
                     continue  # the other servers need not wait for this one
                 break
-            if job.request.total_tokens > server.max_model_len:
-                self._finish(job, _too_long(job.request, server))
+            if error := server.why_too_long(job.request):
+                self._finish(job, error)
                 continue
             server.num_in_flight += job.request.num_completions
             job.num_leases += 1
@@ -291,7 +275,7 @@ class Fleet:
             task.add_done_callback(self._end_lease)
         self._queue[:0] = waiting
 
-    def _candidates(self, job: _Job) -> Sequence[Server]:
+    def _candidates(self, job: Job) -> Sequence[Server]:
         return [self._servers[job.only.index]] if job.only else self._servers
 
     def _serves(self, server: Server) -> bool:
@@ -307,7 +291,13 @@ class Fleet:
         def allows(version: int) -> bool:
             return had is not None and self._target is not None and had <= version <= self._target
 
-        return await self._client.generate(server.handle.url, request, allows=allows)
+        group = await self._client.generate(server.handle.url, request, allows=allows)
+        if not len(group.completions) == len(group.policy_versions) == request.num_completions:
+            raise ServerError(
+                f"{server} answered wrongly for prompt {request.prompt_id}: {len(group.completions)} completions with "
+                f"{len(group.policy_versions)} policy versions instead of {request.num_completions}"
+            )
+        return group
 
     def _end_lease(self, task: "asyncio.Task[GeneratedGroup]") -> None:
         """What came of an attempt. Here and not in its task, which may be cancelled before it begins."""
@@ -332,7 +322,7 @@ class Fleet:
             self._crashed(task)
         self._dispatch()
 
-    def _give_back(self, job: _Job, error: ServerError) -> None:
+    def _give_back(self, job: Job, error: ServerError) -> None:
         """A request whose lease has ended without completions."""
         if job.only:
             self._finish(job, error)
@@ -341,7 +331,7 @@ class Fleet:
         elif job in self._unfinished:
             insort(self._queue, job)
 
-    def _finish(self, job: _Job, outcome: GeneratedGroup | Exception) -> None:
+    def _finish(self, job: Job, outcome: GeneratedGroup | Exception) -> None:
         if job not in self._unfinished:
             return
         self._unfinished.remove(job)
@@ -401,15 +391,3 @@ class Fleet:
         for job in list(self._unfinished):
             self._finish(job, self._fatal)
         self._tell_change()
-
-
-def _too_long(request: GenerateRequest, server: Server) -> UserError:
-    """A request over the limit of a server, which would shorten its completions and not say so."""
-    limit, num_prompt_tokens = server.max_model_len, len(request.token_ids)
-    room = limit - num_prompt_tokens
-    advice = f"Use at most {room}" if room > 0 else "Leave such prompts out (rollout.max_prompt_tokens)"
-    return UserError(
-        f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: prompt "
-        f"{request.prompt_id} has {num_prompt_tokens} tokens, and {server} takes {limit} of prompt and completion. "
-        f"{advice}, or servers with a larger max_model_len"
-    )

@@ -1,13 +1,15 @@
-"""One server of a fleet: what it must be able to do, and where it stands."""
+"""Servers of a fleet: what they must be able to do, where they stand, and what they are asked."""
 
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from cohort.rollout.servers.requests import ServerError
+from cohort.errors import UserError
+from cohort.rollout.servers.requests import GeneratedGroup, GenerateRequest, ServerError
 
 T = TypeVar("T")
 
@@ -119,6 +121,19 @@ class Server:
         """Whether it is this run's own."""
         return not isinstance(self.handle, RemoteServer)
 
+    def why_too_long(self, request: GenerateRequest) -> UserError | None:
+        """Why the request is over the server's limit, where it would shorten completions and not say so."""
+        limit, num_prompt_tokens = self.max_model_len, len(request.token_ids)
+        if request.total_tokens <= limit:
+            return None
+        room = limit - num_prompt_tokens
+        advice = f"Use at most {room}" if room > 0 else "Leave such prompts out (rollout.max_prompt_tokens)"
+        return UserError(
+            f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: prompt "
+            f"{request.prompt_id} has {num_prompt_tokens} tokens, and {self} takes {limit} of prompt and completion. "
+            f"{advice}, or servers with a larger max_model_len"
+        )
+
     def fail(self, error: ServerError) -> None:
         """Take it out of service at once. What supervises it does the rest."""
         if self.state is State.UP:
@@ -143,3 +158,18 @@ class RunningServer:
     num_starts: int
     url: str
     version: int | None  # of the policy that was published to it
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A request of the fleet, and how often it was leased in vain."""
+
+    number: int  # in the order of submission: what was lost goes before what has not been begun
+    request: GenerateRequest
+    result: Future[GeneratedGroup]
+    urgent: bool  # goes before what is not
+    only: RunningServer | None  # the one that must do it
+    num_leases: int = 0
+
+    def __lt__(self, other: "Job") -> bool:
+        return (not self.urgent, self.number) < (not other.urgent, other.number)

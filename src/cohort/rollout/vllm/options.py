@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 from cohort.config import Config, VllmRolloutConfig
-from cohort.errors import UserError
 from cohort.plan.defaults import memory_share, serving_dtype
 from cohort.rollout.vllm.server import ServerOptions
 
@@ -22,13 +21,9 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
         config: of a run with `rollout.engine: vllm`.
         gpus: that the server gets, as CUDA_VISIBLE_DEVICES takes them; "" on CPU.
         shared: whether the policy trains on the same GPUs, in turn with the server.
-
-    Raises:
-        UserError: the run samples with something else.
     """
     rollout = config.rollout
-    if not isinstance(rollout, VllmRolloutConfig):
-        raise UserError(f"rollout.engine: {rollout.engine} does not sample with vLLM servers; use vllm")
+    assert isinstance(rollout, VllmRolloutConfig)
     longest = rollout.max_completion_tokens
     if config.eval is not None:
         longest = max(longest, config.eval.max_completion_tokens or 0)

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from cohort.policy import TensorSpec
+from cohort.rollout.servers.lending import Portion, portions
 from cohort.rollout.servers.requests import ServerError
 from cohort.rollout.vllm.api import VllmApi
-from cohort.rollout.vllm.lending import Portion, portions
 from cohort.rollout.vllm.worker.cohort_weight_group import WeightGroup, in_thread, result_within
 
 Way = Literal["gloo", "nccl", "ipc"]

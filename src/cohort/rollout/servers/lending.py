@@ -15,7 +15,6 @@ from torch import Tensor
 from cohort.distributed import Ranks
 from cohort.plan.defaults import PORTION_BYTES
 from cohort.policy import TensorSpec
-from cohort.rollout.vllm.worker.cohort_weight_group import gpu_uuid
 
 _ALIGNMENT = 256
 _PROBE_BYTES = 16  # at the beginning of the buffer
@@ -70,6 +69,11 @@ class Lender:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Identify a GPU across processes, which number them differently."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def portions(specs: Sequence[TensorSpec]) -> list[Portion]:
