@@ -130,7 +130,7 @@ def test_what_servers_are_told(tmp_path: Path):
     """A server that fails goes on holding what it samples; one that slept wakes before it loads."""
     well, broken = Api(), Api(broken=True)
     channels = [AdapterChannel(broken), AdapterChannel(well)]  # type: ignore[arg-type]
-    failed = publish_adapter(channels, Path.mkdir, tmp_path, 3)
+    failed = publish_adapter(channels, 3, save=Path.mkdir, folder=tmp_path)
     assert [*failed] == channels[:1]
     folder = str(tmp_path / "version-3")
     loaded = [("load_lora_adapter", "policy", folder), ("set_weight_version", 3), ("reset_prefix_cache",), ("resume",)]
@@ -138,6 +138,6 @@ def test_what_servers_are_told(tmp_path: Path):
     assert broken.told == [("pause",), loaded[0]]
     well.told.clear()
     channels[1].sleep()
-    publish_adapter(channels[1:], Path.mkdir, tmp_path, 4)
+    publish_adapter(channels[1:], 4, save=Path.mkdir, folder=tmp_path)
     assert well.told[:3] == [("sleep", 1), ("pause",), ("wake_up", ["weights", "kv_cache"])]
     assert [path.name for path in tmp_path.iterdir()] == ["version-4"]

@@ -55,16 +55,18 @@ def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: 
         channel = AdapterChannel(server.api)
         for version in (1, 2):
             model = adapted(version)
-            assert publish_adapter([channel], model.save_pretrained, tmp_path / "adapters", version) == {}
+            assert publish_adapter([channel], version, save=model.save_pretrained, folder=tmp_path / "adapters") == {}
             server.assert_serves(model, version)
             assert [path.name for path in (tmp_path / "adapters").iterdir()] == [f"version-{version}"]
         prompt = random_prompt(LONG_PROMPT)
         (choice,) = server.generate(prompt, n=1, max_tokens=12, seed=3)
         assert largest_difference(adapted(1), prompt, choice) > 0.1
 
-        (error,) = publish_adapter([channel], Path.mkdir, tmp_path / "adapters", 3).values()  # an empty folder
+        (error,) = publish_adapter(
+            [channel], 3, save=Path.mkdir, folder=tmp_path / "adapters"
+        ).values()  # an empty folder
         assert "/v1/load_lora_adapter" in str(error)
-        publish_adapter([channel], adapted(4).save_pretrained, tmp_path / "adapters", 4)
+        publish_adapter([channel], 4, save=adapted(4).save_pretrained, folder=tmp_path / "adapters")
         server.assert_serves(adapted(4), 4)
         server.close()
     finally:

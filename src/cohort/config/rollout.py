@@ -42,20 +42,10 @@ _NOT_VLLM_ARGS = {
 
 
 class SamplingConfig(Section):
-    """Keys that all rollout engines share, and the capabilities that each engine declares.
-
-    No capability has a default here. A class with a key `engine`, which is an engine, is refused where it is defined
-    unless it or a base of it declares all of them.
+    """Keys that all rollout engines share, and the capabilities that each engine declares: `samples_ahead` and the
+    class variables. None has a default: a class with a key `engine` that lacks one is refused where it is defined.
     """
 
-    capabilities: ClassVar[tuple[str, ...]] = (
-        "uses_servers",
-        "samples_ahead",
-        "shares_weights",
-        "default_correction",
-        "setup",
-        "sampled_by",
-    )
     uses_servers: ClassVar[bool]
     """Whether servers sample, which have GPUs and memory of their own; the class is then a `ServersConfig`."""
     # samples_ahead, a class variable or a property: whether completions of later steps are sampled while this one
@@ -92,7 +82,7 @@ class SamplingConfig(Section):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        missing = [name for name in cls.capabilities if not hasattr(cls, name)]
+        missing = sorted(name for name in cls.__class_vars__ | {"samples_ahead"} if not hasattr(cls, name))
         if "engine" in cls.model_fields and missing:
             raise TypeError(f"{cls.__name__} is a rollout engine and must declare {', '.join(missing)}")
 
@@ -139,7 +129,6 @@ class ServersConfig(SamplingConfig):
     `cohort.trainer.servers.ServersSetup` gives effect to all of them, whatever program the servers are.
     """
 
-    capabilities: ClassVar[tuple[str, ...]] = (*SamplingConfig.capabilities, "server_name", "cohort_serve_starts_them")
     uses_servers: ClassVar[Literal[True]] = True
     shares_weights: ClassVar[bool] = False
     server_name: ClassVar[str]

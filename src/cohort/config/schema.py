@@ -157,9 +157,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _rollout_gpus_sample(self) -> Self:
         rollout, gpus = self.rollout, self.hardware.rollout_gpus
-        if gpus == "auto":
-            return self
-        if rollout.engine == "auto":
+        if gpus == "auto" or rollout.engine == "auto":
             return self
         if not rollout.uses_servers:
             raise ValueError(

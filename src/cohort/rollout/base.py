@@ -5,8 +5,9 @@ K context tokens and C sampled tokens of one model call.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
+from cohort.config import SamplingConfig
 from cohort.records import FinishReason, FloatArray, IntArray, ModelCall, Prompt
 
 Purpose = Literal["train", "eval", "parity"]
@@ -21,6 +22,17 @@ class SamplingParams:
     temperature: float  # 0 is greedy
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
+
+    @classmethod
+    def for_training(cls, rollout: SamplingConfig) -> Self:
+        """How a run samples the completions that it trains on."""
+        return cls(
+            num_generations=rollout.num_generations,
+            max_completion_tokens=rollout.max_completion_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,13 +135,7 @@ def build_gatherer(
     prefetcher = Prefetcher(
         collector,
         prompts,
-        SamplingParams(
-            num_generations=rollout.num_generations,
-            max_completion_tokens=rollout.max_completion_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-        ),
+        SamplingParams.for_training(rollout),
         seed=config.train.seed,
         prompts_per_step=plan.prompts_per_step,
         num_steps=plan.num_steps,

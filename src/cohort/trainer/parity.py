@@ -156,15 +156,10 @@ def make_parity_gate(
         policy = workers.local.policy
         rounds = torch.bfloat16 in (servers_dtype, policy.dtype, policy.compute_dtype)
         tolerance = 0.05 if rounds else 1e-3
-    sampling = SamplingParams(
-        num_generations=rollout.num_generations,
-        max_completion_tokens=rollout.max_completion_tokens,
-        temperature=rollout.temperature,
-    )
     return ParityGate(
         sample_on_each=sample_on_each,
         workers=workers,
-        probe=make_probe(prompts, sampling, seed=config.train.seed),
+        probe=make_probe(prompts, SamplingParams.for_training(rollout), seed=config.train.seed),
         every=rollout.parity_every,
         tolerance=tolerance,
     )

@@ -13,15 +13,7 @@ from cohort.errors import UserError
 from cohort.placement import server_placement
 from cohort.plan.defaults import serving_dtype
 from cohort.policy import resolve_device
-from cohort.rollout.servers import (
-    Client,
-    Fleet,
-    FleetLimits,
-    RemoteServer,
-    ServerEngine,
-    ServerError,
-    ServerHandle,
-)
+from cohort.rollout.servers import Client, Fleet, FleetLimits, RemoteServer, ServerEngine, ServerError, ServerHandle
 from cohort.run_folder import LOGS
 from cohort.trainer.engines import StartedEngine
 from cohort.trainer.inputs import Inputs
@@ -160,13 +152,11 @@ class ServersSetup(ABC):
         )
 
     def _announcements(self, logs: Path) -> Iterator[str]:
-        rollout = self.rollout
+        name = self.rollout.server_name
         if self.placement is None:
-            yield f"sampling with the {rollout.server_name}s at {', '.join(rollout.urls)}"
-            return
-        yield self.placement.reason
-        count = len(self.placement.gpus)
-        yield (
-            f"starting {count} {rollout.server_name}{'s' if count > 1 else ''}; what they say is in "
-            f"{logs}/{self.config.rollout.engine}-*.log"
-        )
+            yield f"sampling with the {name}s at {', '.join(self.rollout.urls)}"
+        else:
+            yield self.placement.reason
+            count = len(self.placement.gpus)
+            where = f"{logs}/{self.config.rollout.engine}-*.log"
+            yield f"starting {count} {name}{'s' if count > 1 else ''}; what they say is in {where}"

@@ -76,7 +76,9 @@ class VllmSetup(ServersSetup):
         """Return how an adapter reaches vLLM servers where one is trained, else how all weights do."""
         policy = workers.local.policy
         if policy.adapter is not None:
-            return partial(_connect_adapter, self.config), partial(_publish_adapter, workers, folder / ADAPTERS)
+            save = partial(workers.call, Worker.save_adapter)
+            share = partial(publish_adapter, save=save, folder=folder / ADAPTERS)
+            return partial(_connect_adapter, self.config), share
         lenders = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
         connect = partial(_connect, self.config, policy.device, sleeps=self.shares_gpus, lenders=lenders, note=note)
         return connect, partial(_publish, workers, self.dtype, note)
@@ -136,17 +138,6 @@ def _connect_adapter(config: Config, url: str) -> AdapterChannel:
         api.close()
         raise
     return AdapterChannel(api)
-
-
-def _publish_adapter(
-    workers: WorkerGroup[Worker], folder: Path, channels: Sequence[AdapterChannel], version: int
-) -> Mapping[AdapterChannel, ServerError]:
-    """Hand the adapter as it is to servers. All ranks take part."""
-
-    def save(path: Path) -> None:
-        workers.call(Worker.save_adapter, path)
-
-    return publish_adapter(channels, save, folder, version)
 
 
 def _publish(

@@ -56,7 +56,7 @@ class ServerEngine(Generic[C]):
         note: Callable[[str], None],
         while_waiting: Callable[[], None] = lambda: None,
         sleeps: bool = False,
-        make_room: Callable[[], None] = lambda: None,
+        make_room: Callable[[], object] = lambda: None,
     ):
         """Use `fleet`, which ends with the engine.
 

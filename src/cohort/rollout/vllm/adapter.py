@@ -50,15 +50,15 @@ class AdapterChannel:
 
 
 def publish_adapter(
-    channels: Sequence[AdapterChannel], save: Callable[[Path], None], folder: Path, version: int
+    channels: Sequence[AdapterChannel], version: int, *, save: Callable[[Path], object], folder: Path
 ) -> dict[AdapterChannel, ServerError]:
     """Write the adapter, and have servers sample with it.
 
     Args:
         channels: of servers that see `folder` under the same path.
+        version: of the adapter; tokens that are sampled with it will say so.
         save: writes the adapter as a folder; of sharded ones all ranks take part.
         folder: of the run's adapters; the one of this version is left in it.
-        version: of the adapter; tokens that are sampled with it will say so.
 
     Returns:
         What went wrong, by channel.
