@@ -62,9 +62,8 @@ def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: 
         (choice,) = server.generate(prompt, n=1, max_tokens=12, seed=3)
         assert largest_difference(adapted(1), prompt, choice) > 0.1
 
-        (error,) = publish_adapter(
-            [channel], 3, save=Path.mkdir, folder=tmp_path / "adapters"
-        ).values()  # an empty folder
+        # an empty folder
+        (error,) = publish_adapter([channel], 3, save=Path.mkdir, folder=tmp_path / "adapters").values()
         assert "/v1/load_lora_adapter" in str(error)
         publish_adapter([channel], 4, save=adapted(4).save_pretrained, folder=tmp_path / "adapters")
         server.assert_serves(adapted(4), 4)

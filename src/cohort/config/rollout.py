@@ -4,11 +4,12 @@ What the rest of Cohort has to know of an engine, its class says: nothing else a
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cohort.config.section import Section
 
@@ -39,6 +40,17 @@ _NOT_VLLM_ARGS = {
         "remove it (tokens and logprobs are read as Cohort sets it)",
     ),
 }
+
+
+def _or_auto(rule: str, kind: type | UnionType, keeps_rule: Callable[[Any], bool]) -> BeforeValidator:
+    """Allow `auto`, and numbers of a kind that keep to a rule."""
+
+    def check(value: Any) -> Any:
+        if value == "auto" or (isinstance(value, kind) and not isinstance(value, bool) and keeps_rule(value)):
+            return value
+        raise ValueError(f"must be {rule}, or auto")
+
+    return BeforeValidator(check)
 
 
 class SamplingConfig(Section):
@@ -143,14 +155,16 @@ class ServersConfig(SamplingConfig):
         description="Servers that someone else runs (`cohort serve` starts one), such as [http://node7:8000]. Default: "
         "the run starts and ends servers of its own.",
     )
-    servers: int | Literal["auto"] = Field(
+    servers: Annotated[int | Literal["auto"], _or_auto("a whole number of at least 1", int, lambda n: n >= 1)] = Field(
         "auto", description="Servers that the run starts. auto: one for each `tensor_parallel` rollout GPUs; 1 on CPU."
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model inside one server.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Dtype of the servers' weights. auto: that in which the trainer computes."
     )
-    gpu_memory_utilization: float | Literal["auto"] = Field(
+    gpu_memory_utilization: Annotated[
+        float | Literal["auto"], _or_auto("above 0 and at most 1", int | float, lambda share: 0 < share <= 1)
+    ] = Field(
         "auto", description="Share of a GPU's memory for a server. auto: 0.9, or 0.45 where training shares the GPU."
     )
     start_timeout_s: float = Field(900.0, gt=0, description="Longest wait for a server to answer after its start.")
@@ -173,7 +187,7 @@ class ServersConfig(SamplingConfig):
         description="Compare the servers' logprobs with the trainer's after the first publish of weights and every so "
         "many steps; 0: never.",
     )
-    parity_tolerance: float | Literal["auto"] = Field(
+    parity_tolerance: Annotated[float | Literal["auto"], _or_auto("above 0", int | float, lambda n: n > 0)] = Field(
         "auto",
         description="Largest mean difference of logprobs, in nats, at which the run goes on. auto: 1e-3 where both "
         "compute in float32, 0.05 otherwise.",
@@ -199,27 +213,6 @@ class ServersConfig(SamplingConfig):
         if len(set(value)) < len(value):
             raise ValueError("names a server twice")
         return tuple(url.rstrip("/") for url in value)
-
-    @field_validator("servers", mode="before")
-    @classmethod
-    def _a_number_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            return value
-        raise ValueError("must be a whole number of at least 1, or auto")
-
-    @field_validator("gpu_memory_utilization", mode="before")
-    @classmethod
-    def _a_share_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1):
-            return value
-        raise ValueError("must be above 0 and at most 1, or auto")
-
-    @field_validator("parity_tolerance", mode="before")
-    @classmethod
-    def _a_difference_or_auto(cls, value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
-            return value
-        raise ValueError("must be above 0, or auto")
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:

@@ -76,7 +76,7 @@ class VllmSetup(ServersSetup):
         """Return how an adapter reaches vLLM servers where one is trained, else how all weights do."""
         policy = workers.local.policy
         if policy.adapter is not None:
-            save = partial(workers.call, Worker.save_adapter)
+            save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
             share = partial(publish_adapter, save=save, folder=folder / ADAPTERS)
             return partial(_connect_adapter, self.config), share
         lenders = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
