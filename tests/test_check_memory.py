@@ -185,3 +185,11 @@ def test_that_memory_suffices_is_told_as_well(tmp_path: Path) -> None:
         and "8 processes, as the file does not say" in done.output
     )
     assert "memory suffices" not in CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml")]).output
+
+
+def test_a_run_on_the_cpu_is_not_judged_by_gpus(tmp_path: Path) -> None:
+    run = "model: {path: Qwen/Qwen2.5-7B}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
+    on_gpu, too_large = judged(tmp_path, run, "run.yaml", memory="24GB")
+    assert on_gpu.startswith("does not suffice") and too_large is not None
+    on_cpu, found = judged(tmp_path, run + "hardware: {device: cpu}\n", "run.yaml", memory="24GB")
+    assert on_cpu == "not judged: hardware.device: cpu uses no GPU" and found is None

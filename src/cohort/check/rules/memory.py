@@ -44,6 +44,8 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     """Of a configuration of Cohort, by its plan."""
     try:
         config, processes = _with_processes(config_from_dict(nested(launch)), launch, machines.num_gpus)
+        if config.hardware.device == "cpu":
+            return MemoryVerdict("not judged: hardware.device: cpu uses no GPU")
         shape = known_shape(config.model.path)
         if shape is None:
             return MemoryVerdict(f"not judged: the shape of model {config.model.path} is not known")
