@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 from cohort.config import AdamwConfig, AdapterConfig, ModelConfig, SgdConfig
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import shape_of
-from cohort.plan.work import Work
+from cohort.plan.shape import shape_from_config
+from cohort.plan.work import Workload
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
 
@@ -40,8 +40,8 @@ def predicted_bytes(
         updates: whether AdamW's moments are there.
         on_gpu: where it runs.
     """
-    shape = shape_of(config.to_dict(), name="bench")
-    work = Work(
+    shape = shape_from_config(config.to_dict(), name="bench")
+    workload = Workload(
         shape=shape,
         processes=1,
         weight_bytes=dtype.itemsize,
@@ -50,9 +50,9 @@ def predicted_bytes(
         offload=False,
         gradients_in_forward=False,
         has_reference=False,
-        row_tokens=prompt_tokens + sum(completion_tokens) - len(completion_tokens),
-        scored_tokens=sum(completion_tokens),
-        kept_prompt_tokens=0,
+        packed_tokens=prompt_tokens + sum(completion_tokens) - len(completion_tokens),
+        loss_tokens=sum(completion_tokens),
+        shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
         vllm_bytes=0,
@@ -62,7 +62,7 @@ def predicted_bytes(
         adapter=adapter_shape(AdapterConfig(rank=rank), shape) if rank else None,
         optim=AdamwConfig() if updates else SgdConfig(),
     )
-    phases = plan_memory(work)
+    phases = plan_memory(workload)
     return max(phases.total("backward"), phases.total("optimizer"))
 
 

@@ -23,7 +23,7 @@ from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch import train
-from cohort.plan.defaults import memory_share
+from cohort.plan.defaults import server_memory_utilization
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams
 from cohort.rollout.vllm import check_vllm
@@ -164,7 +164,9 @@ def _slept(device: torch.device, freed_bytes: float, version: int) -> Check:
     name = f"vLLM, after weights {version}: memory kept in sleep, of what it may take"
     if device.type == "cpu":
         return Check(name=name, error=None, limit=MOST_KEPT, note="needs a GPU", left_out=True)
-    taken = memory_share(VllmRolloutConfig(engine="vllm"), shared=True) * torch.cuda.mem_get_info(device)[1]
+    taken = (
+        server_memory_utilization(VllmRolloutConfig(engine="vllm"), shared=True) * torch.cuda.mem_get_info(device)[1]
+    )
     return Check(name=name, error=1 - freed_bytes / taken, limit=MOST_KEPT)
 
 

@@ -107,7 +107,7 @@ def run_case(case: Case, device: torch.device, *, trl: bool = False) -> dict[str
     step, layout = (_trl_step if trl else _our_step)(model, compute, sequences, updates=updates)
     seconds, peak, operations = _measure(step, device)
     tokens, scored, pairs = operations
-    flops = flops_of(model).forward_backward(tokens=tokens, scored=scored, pairs=pairs)
+    flops = flops_of(model).forward_backward(tokens=tokens, loss_tokens=scored, pairs=pairs)
     best = device_peak_flops(device, compute)
     planned = None if trl else _planned(case, compute, updates=updates, on_gpu=device.type == "cuda")
     checks = []

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
-        do_job(work, args.job)
+        do_job(workload, args.job)
         return
     if args.quick:
         args.size, args.modes = "tiny", ["float32", "checkpointing"]
@@ -197,7 +197,7 @@ def measure_apart(names: Sequence[str], size: str) -> tuple[dict[str, Measured],
     return {name: Measured(**result) for name, result in found.items() if name not in failed}, failed
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
+def workload(job: dict[str, Any]) -> dict[str, Any]:
     """Modes, in a process of its own or in one of several."""
     several = "RANK" in os.environ
     ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else ALONE

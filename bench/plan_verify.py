@@ -21,8 +21,8 @@ from cohort.config.adapter import AdapterConfig
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, shape_of
-from cohort.plan.work import Work
+from cohort.plan.shape import preset_shape, shape_from_config
+from cohort.plan.work import Workload
 
 SHAPES = ("0.5b", "qwen3-0.6b", "llama3-1b", "7b", "llama3-70b")
 PROCESSES = (2, 8, 64)
@@ -62,7 +62,7 @@ def measure(
     started = time.perf_counter()
     config = dict(PRESETS[preset_shape(name).name])
     config["num_hidden_layers"] = layers = layers or config["num_hidden_layers"]
-    adapter, shape = AdapterConfig() if trained == "lora" else None, shape_of(config, name=name)
+    adapter, shape = AdapterConfig() if trained == "lora" else None, shape_from_config(config, name=name)
     tracked = track_step(
         config,
         world_size=processes,
@@ -72,7 +72,7 @@ def measure(
         checkpointing=checkpointing,
         adapter=adapter,
     )
-    work = Work(
+    workload = Workload(
         shape=shape,
         processes=processes,
         weight_bytes=4,
@@ -81,9 +81,9 @@ def measure(
         offload=False,
         gradients_in_forward=False,
         has_reference=False,
-        row_tokens=PROMPT_TOKENS + length - 1,
-        scored_tokens=length,
-        kept_prompt_tokens=0,
+        packed_tokens=PROMPT_TOKENS + length - 1,
+        loss_tokens=length,
+        shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
         vllm_bytes=0,
@@ -91,7 +91,7 @@ def measure(
         shares_prompts=False,
         adapter=adapter_shape(adapter, shape) if adapter else None,
     )
-    predicted = plan_memory(work).total("backward")
+    predicted = plan_memory(workload).total("backward")
     return {
         "shape": name,
         "trained": trained,

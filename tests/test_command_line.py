@@ -135,7 +135,7 @@ def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     assert re.search(rf"stopped by SIGINT after step {done}: saved( before)?; the same command continues\n$", out), out
     ended = cohort("train", path, f"train.steps={done + 1}")
     assert ended.code == 0
-    assert f"going on after step {done}\n" in ended.out
+    assert f"resuming after step {done}\n" in ended.out
 
 
 def test_what_nobody_foresaw_ends_with_one_message(tmp_path, cohort, monkeypatch):

@@ -105,7 +105,7 @@ def test_eval_of_a_run_takes_its_settings(tmp_path: Path, cohort):
     greedy = json.loads(cohort("eval", run, "--json", "--num-samples", "1", "--max-prompts", "3").out)
     assert "mean@1" in greedy and "mean@2" not in greedy
     shutil.rmtree(run / "final")
-    assert_refused(cohort("eval", run), "error: MODEL: ", "is a run that has no final model yet")
+    assert_refused(cohort("eval", run), "error: MODEL: ", "is a run without a final model yet")
 
 
 def test_a_short_demo_goes_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -90,7 +90,7 @@ def test_frozen_parts_have_no_gradient_of_their_own():
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "layers.1.mlp" in name  # what comes before needs no backward at all
     costs, whole = flops_of(model), flops_of(make_model("llama", tie=False))
-    assert costs.forward(tokens=9, scored=9, pairs=81) == whole.forward(tokens=9, scored=9, pairs=81)
+    assert costs.forward(tokens=9, loss_tokens=9, pairs=81) == whole.forward(tokens=9, loss_tokens=9, pairs=81)
     mlp, head = 3 * 2 * 32 * 64, 2 * 32 * VOCAB_SIZE
     assert costs.body_backward == 2 * mlp - 2 * 32 * 64  # gradients of three weights, and of two of their inputs
     assert costs.head_backward == head
@@ -142,7 +142,7 @@ def test_numbers_by_hand():
     assert (costs.body_forward, costs.body_backward) == (48, 96)
     assert (costs.head_forward, costs.head_backward) == (80, 160)  # tied: the embedding's table
     assert (costs.pair_forward, costs.pair_backward) == (4 * 2 * 3, 8 * 2 * 3)
-    assert costs.forward_backward(tokens=5, scored=2, pairs=15) == 5 * 144 + 2 * 240 + 15 * 72
+    assert costs.forward_backward(tokens=5, loss_tokens=2, pairs=15) == 5 * 144 + 2 * 240 + 15 * 72
 
 
 def test_layers_without_full_attention_have_no_pairs():

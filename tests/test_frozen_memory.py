@@ -44,6 +44,6 @@ def test_a_plan_says_that_frozen_weights_are_counted(model: Path):
         predict_run(configuration(keys, SIZE, model), read_shape(str(model)), hardware)
         for keys in ({"model.freeze": HALF}, {})
     )
-    assert any("model.freeze: frozen weights are counted" in note for note in frozen.notes)
+    assert any("model.freeze: the plan counts frozen weights" in note for note in frozen.notes)
     assert not any("model.freeze" in note for note in plain.notes)
     assert frozen.memory.peak_bytes == plain.memory.peak_bytes

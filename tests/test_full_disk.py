@@ -116,7 +116,7 @@ def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path:
     assert load_trainer_state(run / "checkpoints" / "step-1").steps_done == 1
     ended = cohort("train", path)
     assert (ended.code, ended.err) == (0, "")
-    assert "going on after step 1" in ended.out
+    assert "resuming after step 1" in ended.out
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert [p.name for p in checkpoints(run / "checkpoints")] == ["step-1", "step-2", "step-3"]
     assert sorted(p.name for p in (run / "completions").iterdir()) == [f"step-{n:06d}.parquet" for n in (1, 2, 3)]

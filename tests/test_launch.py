@@ -159,7 +159,7 @@ def test_more_processes_than_completions(tmp_path: Path):
             9,
             "auto",
             8,
-            "hardware.processes: 9 is more than this machine's 8 GPUs, and each process needs its own; use at",
+            "hardware.processes: 9 exceeds this machine's 8 GPUs (one per process); use at",
         ),
         (2, "cuda", 0, "hardware.device: 'cuda': this machine has 0 CUDA devices; use auto or cpu"),
     ],

@@ -84,9 +84,9 @@ def test_going_on_evaluating_and_merging(tmp_path: Path, capsys: pytest.CaptureF
 
     assert accuracy(second.final_dir) == pytest.approx(accuracy(tmp_path / "merged"), abs=1e-6)
     assert accuracy(second.final_dir) != accuracy(tmp_path / "base")
-    with pytest.raises(UserError, match="is there already and is not empty"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         merge_command(second.run_dir, tmp_path / "merged")
-    with pytest.raises(UserError, match=r"holds no adapter, but .*config.json"):
+    with pytest.raises(UserError, match=r"contains no adapter \(but .*config.json"):
         merge_command(tmp_path / "base", tmp_path / "other")
 
 

@@ -10,7 +10,7 @@ import pytest
 from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.launch.serve import serve_command
-from cohort.plan.rollout_engine import with_planned_engine
+from cohort.plan.rollout_engine import plan_engine
 from cohort.rollout.servers import ServerError
 from cohort.rollout.vllm import AdapterChannel, publish_adapter
 from cohort.trainer import vllm
@@ -38,8 +38,8 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"dora": True}, r"adapter.dora: true: vLLM samples with plain LoRA only; use dora: false, or rollout.engine"),
-        ({"targets": ["q_proj", "lm_head"]}, r"adapter.targets: lm_head: vLLM samples with adapters inside of layers"),
+        ({"dora": True}, r"adapter.dora: true: vLLM supports plain LoRA only; use dora: false, or rollout.engine"),
+        ({"targets": ["q_proj", "lm_head"]}, r"adapter.targets: lm_head: vLLM supports adapters inside layers"),
         ({"targets": ["embed_tokens"]}, r"adapter.targets: model.embed_tokens: vLLM samples"),
     ],
 )
@@ -51,10 +51,10 @@ def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, 
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
-        ({"model": {"adapter": {"dora": True}}}, "model.adapter.dora: true: vLLM samples with plain LoRA only"),
+        ({"model": {"adapter": {"dora": True}}}, "model.adapter.dora: true: vLLM supports plain LoRA only"),
         (
             {"model": {"adapter": {"rank": 513}}},
-            "model.adapter.rank: 513 is more than vLLM has room for; use at",
+            "model.adapter.rank: 513 exceeds vLLM's maximum; use at",
         ),
         ({"model": {"adapter": {"targets": ["q_proj", "lm_head"]}}}, "model.adapter.targets: lm_head: vLLM samples"),
         (
@@ -64,8 +64,8 @@ def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, 
         ({"model": {"adapter": {"path": "list"}}}, "model.adapter.targets: lm_head: vLLM samples"),
         ({"model": {"adapter": {"path": "pattern"}}}, "model.adapter.targets: model.embed_tokens: vLLM samples"),
         ({"model": {"adapter": {"path": "wide"}}}, "model.adapter.rank: 600 is more"),
-        ({"rollout": {"temperature": 0.001}}, "rollout.temperature: 0.001 is below what vLLM samples at; use 0.01"),
-        ({"eval": {"path": "d", "temperature": 0.001}}, "eval.temperature: 0.001 is below what vLLM samples at"),
+        ({"rollout": {"temperature": 0.001}}, "rollout.temperature: 0.001 is below vLLM's minimum; use 0.01"),
+        ({"eval": {"path": "d", "temperature": 0.001}}, "eval.temperature: 0.001 is below vLLM's minimum"),
     ],
 )
 def test_what_is_refused_with_vllm_has_auto_take_the_local_engine(
@@ -76,7 +76,7 @@ def test_what_is_refused_with_vllm_has_auto_take_the_local_engine(
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank, "target_modules": targets}))
     auto = config_from_dict(changed(MINIMAL, **sections), base_dir=tmp_path)
-    planned, why = with_planned_engine(auto)
+    planned, why = plan_engine(auto)
     assert planned.rollout.engine == "local" and str(why).startswith(reason)
 
 

@@ -14,7 +14,7 @@ import cohort
 from cohort.cli.app import app
 from cohort.config import load_config
 from cohort.display import Display
-from cohort.plan.calibration import Calibration, keep_calibration
+from cohort.plan.calibration import Calibration, save_calibration
 from harness import write_model
 from modes import SIZES, measure
 from test_mode_memory import compare
@@ -47,7 +47,7 @@ def letters(completions, **columns):
 @pytest.fixture(autouse=True)
 def on_a_laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_calibration(LAPTOP)
+    save_calibration(LAPTOP)
     with torch.compiler.set_stance("force_eager"):
         yield
 

@@ -16,7 +16,7 @@ from cohort.distributed import ALONE
 from cohort.engine.offload import HostUpdates
 from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
-from cohort.plan.layout import check_host_memory, check_resharding
+from cohort.plan.layout import check_cpu_offload, check_resharding
 from cohort.policy import load_tokenizer
 from cohort.policy.masters import Masters
 from rank_engine import OPTIMIZERS
@@ -181,9 +181,9 @@ def test_contradictions_are_refused(sections: dict[str, Any], expected: str):
 @pytest.mark.parametrize("section", ["optim", "model"])
 def test_without_a_gpu_there_is_nothing_to_offload(section: str):
     config = parsed(**{section: {"offload" if section == "optim" else "parameter_offload": True}})
-    check_host_memory(config, on_gpu=True, processes=2)
-    with pytest.raises(UserError, match=rf"{section}\..*offload: true has no effect on a run on the CPU"):
-        check_host_memory(config, on_gpu=False, processes=1)
+    check_cpu_offload(config, on_gpu=True, processes=2)
+    with pytest.raises(UserError, match=rf"{section}\..*offload: true has no effect on CPU"):
+        check_cpu_offload(config, on_gpu=False, processes=1)
 
 
 def test_resharding_is_compared_with_the_processes():
@@ -191,5 +191,7 @@ def test_resharding_is_compared_with_the_processes():
         check_resharding(parsed(hardware={"reshard_after_forward": wanted}), processes)
     with pytest.raises(UserError, match="false has no effect on one process"):
         check_resharding(parsed(hardware={"reshard_after_forward": False}), 1)
-    with pytest.raises(UserError, match=r"4 has to divide the 6 training processes, .* use 2, 3, true or false"):
+    with pytest.raises(
+        UserError, match=r"4 must be a proper divisor of the 6 training processes, .* use 2, 3, true or false"
+    ):
         check_resharding(parsed(hardware={"reshard_after_forward": 4}), 6)

@@ -18,7 +18,7 @@ from cohort.engine import TrainEngine
 from cohort.engine.offload import HostUpdates
 from cohort.errors import OutOfStepError, UserError
 from cohort.launch import local
-from cohort.plan.layout import check_host_memory
+from cohort.plan.layout import check_cpu_offload
 from cohort.policy import LoadRequest, load_policy, load_tokenizer, saved_bytes
 from cohort.policy.masters import Masters
 from cohort.trainer import run, setup
@@ -143,16 +143,18 @@ def test_an_average_is_not_kept_in_a_narrower_dtype(
 ):
     config = parsed(algorithm={"beta": 0.1}, reference=reference, model=model, optim={"offload": True})
     if expected is None:
-        check_host_memory(config, on_gpu=True, processes=1)
+        check_cpu_offload(config, on_gpu=True, processes=1)
     else:
         with pytest.raises(UserError, match=expected):
-            check_host_memory(config, on_gpu=True, processes=1)
+            check_cpu_offload(config, on_gpu=True, processes=1)
 
 
 def test_no_process_is_started_for_what_cannot_be_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(local, "elastic_launch", lambda *_: pytest.fail("processes were started"))
     hardware = {"processes": 2, "device": "cpu", "reshard_after_forward": 3}
-    with pytest.raises(UserError, match=r"reshard_after_forward: 3 has to divide the 2 training processes"):
+    with pytest.raises(
+        UserError, match=r"reshard_after_forward: 3 must be a proper divisor of the 2 training processes"
+    ):
         train(parsed(hardware=hardware, run={"dir": str(tmp_path / "run")}))
     assert not (tmp_path / "run").exists()
 
@@ -162,7 +164,7 @@ def test_ranks_that_refuse_a_configuration_are_not_waited_for():
     commands: list[Any] = []
     ranks: Any = SimpleNamespace(world_size=2, rank=0, local_rank=0, is_first=True, command=commands.append)
     display: Any = SimpleNamespace(close=lambda: None)
-    with pytest.raises(UserError, match="parameter_offload: true has no effect on a run on the CPU"):
+    with pytest.raises(UserError, match="parameter_offload: true has no effect on CPU"):
         run.train(
             parsed(model={"parameter_offload": True}, hardware={"device": "cpu", "processes": 2}),
             display=display,

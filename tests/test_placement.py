@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cohort import placement
-from cohort.choice import with_chosen_engine
+from cohort.choice import choose_engine
 from cohort.config import Config, config_from_dict, to_yaml
 from cohort.display import Display
 from cohort.distributed import ALONE, Ranks
@@ -17,7 +17,7 @@ from cohort.launch import local, start
 from cohort.outcome import OUTCOME_FILE, Outcome
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
 from cohort.plan.hardware import hardware
-from cohort.plan.rollout_engine import with_planned_engine
+from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit
 from cohort.trainer.setup import rank_device
@@ -218,8 +218,8 @@ def test_several_machines_without_a_gpu_left(gpus, monkeypatch, wanted):
     with pytest.raises(UserError) as caught:
         server_placement(config_with(f"hardware.rollout_gpus={wanted}"))
     assert str(caught.value) == (
-        f"hardware.rollout_gpus: {wanted} on several machines: the servers would be on the machine of rank 0, and the "
-        "launcher has started 8 processes on its 8 GPUs; use rollout.urls with servers on other machines (`cohort "
+        f"hardware.rollout_gpus: {wanted} on several machines: servers run on the machine of rank 0, where the "
+        "launcher has started 8 processes on 8 GPUs; use rollout.urls with servers on other machines (`cohort "
         "serve` starts one, `cohort launch slurm --rollout-nodes 1` a node of them), or --nproc-per-node 7"
     )
 
@@ -230,7 +230,7 @@ def test_several_machines_without_a_gpu_left(gpus, monkeypatch, wanted):
 def test_auto_knows_the_model_and_the_gpus(gpus, monkeypatch, tmp_path):
     gpus(4)
     inputs = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"processes": "auto"})
-    monkeypatch.setattr(placement, "_look_at_gpu", lambda: ("NVIDIA H100 80GB HBM3", 1_000))
+    monkeypatch.setattr(placement, "_query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 1_000))
     shape = placement._shape(inputs["model"]["path"])
     assert shape is not None
     from transformers import AutoModelForCausalLM
@@ -243,14 +243,14 @@ def test_auto_knows_the_model_and_the_gpus(gpus, monkeypatch, tmp_path):
 
 def test_auto_without_a_driver_or_a_model(gpus, monkeypatch):
     gpus(4)
-    monkeypatch.setattr(placement, "_look_at_gpu", lambda: None)
+    monkeypatch.setattr(placement, "_query_gpu", lambda: None)
     found = split_machine(config_with("hardware.processes=auto"))
-    assert found is not None and "memory was not looked at" in found.reason
+    assert found is not None and "memory was not checked" in found.reason
 
 
 def test_looking_at_the_gpu_fails_softly():
     if not torch.cuda.is_available():
-        assert placement._look_at_gpu() is None
+        assert placement._query_gpu() is None
 
 
 # The engine that is chosen
@@ -258,7 +258,7 @@ def test_looking_at_the_gpu_fails_softly():
 
 def chosen(config: Config) -> tuple[str, list[str]]:
     notes: list[str] = []
-    return with_chosen_engine(config, notes.append).rollout.engine, notes
+    return choose_engine(config, notes.append).rollout.engine, notes
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
     gpus(4)
     assert chosen(config) == ("vllm", ["rollout.engine: auto: vllm, since vLLM 0.32.1 is installed"])
     engine, (note,) = chosen(config_with("model.adapter={rank: 8, dora: true}", folder=str(tmp_path), engine="auto"))
-    assert engine == "local" and note.endswith("adapter.dora: true: vLLM samples with plain LoRA only; use dora: false")
+    assert engine == "local" and note.endswith("adapter.dora: true: vLLM supports plain LoRA only; use dora: false")
     under_torchrun(monkeypatch, here=4, all_=8)
     engine, (note,) = chosen(config)
     assert engine == "local" and "on several machines" in note
@@ -292,7 +292,7 @@ def test_vllm_samples_where_it_is_installed_beside_gpus(gpus, vllm, tmp_path, mo
     gpus(4)
     vllm(None)
     engine, (note,) = chosen(config)
-    assert engine == "local" and "COHORT_VLLM_PYTHON names another" in note
+    assert engine == "local" and "set COHORT_VLLM_PYTHON" in note
     with pytest.raises(UserError, match="has no vLLM"):
         chosen(config_with("hardware.rollout_gpus=1", folder=str(tmp_path), engine="auto"))
     vllm("0.32.1")
@@ -316,7 +316,7 @@ def test_vllm_samples_where_it_fits_by_the_plan(gpus, vllm, tmp_path, monkeypatc
     gpus(num)
     vllm("0.32.1")
     gpu = "NVIDIA H100 80GB HBM3"
-    monkeypatch.setattr(placement, "_look_at_gpu", lambda: (gpu, gigabytes * 10**9))
+    monkeypatch.setattr(placement, "_query_gpu", lambda: (gpu, gigabytes * 10**9))
     config = config_with("model.path=Qwen/Qwen2.5-7B", *overrides, folder=str(tmp_path), engine="auto")
     engine, (note,) = chosen(config)
     assert engine == expected and note.startswith(f"rollout.engine: auto: {expected}, since ")
@@ -324,14 +324,14 @@ def test_vllm_samples_where_it_fits_by_the_plan(gpus, vllm, tmp_path, monkeypatc
         assert "vLLM does not fit beside training: " in note and f"{gigabytes} GB" in note
     # which a plan of such a machine takes too
     machines = hardware(gpu="h100", gpus=num, nodes=1, gpu_memory=f"{gigabytes}GB")
-    assert with_planned_engine(config, preset_shape("qwen2.5-7b"), machines)[0].rollout.engine == expected
+    assert plan_engine(config, preset_shape("qwen2.5-7b"), machines)[0].rollout.engine == expected
 
 
 def test_another_launcher_decides_how_many_train(gpus, vllm, tmp_path, monkeypatch):
     """Three of four GPUs would have room for training; the two that the launcher has started ranks on have not."""
     gpus(4)
     vllm("0.32.1")
-    monkeypatch.setattr(placement, "_look_at_gpu", lambda: ("NVIDIA H100 80GB HBM3", 58 * 10**9))
+    monkeypatch.setattr(placement, "_query_gpu", lambda: ("NVIDIA H100 80GB HBM3", 58 * 10**9))
     config = config_with("model.path=Qwen/Qwen2.5-7B", folder=str(tmp_path), engine="auto")
     assert chosen(config)[0] == "vllm"
     under_torchrun(monkeypatch, here=2, all_=2)
@@ -345,7 +345,7 @@ def test_a_run_goes_on_with_the_engine_that_it_has_begun_with(gpus, vllm, tmp_pa
     config = config_with(folder=str(tmp_path), engine="auto")
     gpus(2)
     vllm("0.32.1" if begun == "local" else None)
-    assert chosen(config) == (begun, [f"rollout.engine: auto: {begun}, as the run began"])
+    assert chosen(config) == (begun, [f"rollout.engine: auto: {begun}, as when the run started"])
     gpus(0)
     assert chosen(config) == (begun, [])
 

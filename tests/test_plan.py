@@ -18,8 +18,8 @@ from cohort.plan.hardware import hardware, parse_bytes
 from cohort.plan.layout import plan_layout
 from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
-from cohort.plan.rows import plan_rows
-from cohort.plan.shape import preset_shape, read_shape, shape_of
+from cohort.plan.rows import plan_micro_batches
+from cohort.plan.shape import preset_shape, read_shape, shape_from_config
 from plans import EIGHT, config
 
 SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so that attention is next to nothing
@@ -27,21 +27,21 @@ SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so
 
 def test_rows_of_groups_that_fit_and_of_groups_in_parts() -> None:
     """A group is 512 + 8 x 4,096 = 33,280 tokens."""
-    whole = plan_rows(config(), 8, 70_000)
-    assert (whole.row_tokens, whole.row_completions, whole.kept_prompt_tokens) == (66_560, 16, 0)
-    assert (whole.num_micro_batches, whole.prompts, whole.completions) == (1, 2, 16)
-    parts = plan_rows(config(), 8, 8192)
-    assert (parts.row_tokens, parts.row_completions, parts.kept_prompt_tokens) == (4096, 1, 512)
+    whole = plan_micro_batches(config(), 8, 70_000)
+    assert (whole.packed_tokens, whole.completions_per_micro_batch, whole.shared_prefix_tokens) == (66_560, 16, 0)
+    assert (whole.num_micro_batches, whole.prompts_per_rank, whole.completions_per_rank) == (1, 2, 16)
+    parts = plan_micro_batches(config(), 8, 8192)
+    assert (parts.packed_tokens, parts.completions_per_micro_batch, parts.shared_prefix_tokens) == (4096, 1, 512)
     assert parts.num_micro_batches == 16
-    three = plan_rows(config(), 8, 512 + 3 * 4096)
-    assert (three.row_completions, three.num_micro_batches) == (3, 6)
+    three = plan_micro_batches(config(), 8, 512 + 3 * 4096)
+    assert (three.completions_per_micro_batch, three.num_micro_batches) == (3, 6)
 
 
 def test_three_training_gpus_with_eight_generations() -> None:
     """No divisibility: 16 prompts of 8 completions over 3 processes."""
     plan = predict_run(config("hardware.processes=3"), preset_shape("0.5b"), EIGHT, num_prompts=7500)
     assert plan.layout.num_training == 3
-    assert plan.rows.completions == pytest.approx(128 / 3)
+    assert plan.micro_batches.completions_per_rank == pytest.approx(128 / 3)
     assert plan.num_steps == 469
     assert plan.steps_per_epoch == pytest.approx(468.75)
 
@@ -55,7 +55,7 @@ def test_nodes_and_servers() -> None:
     assert not served.shared
     elsewhere = plan_layout(config("rollout={engine: vllm, urls: ['http://a:1']}"), preset_shape("7b"), many)
     assert (elsewhere.num_training, elsewhere.num_sampling) == (64, 0)
-    with pytest.raises(UserError, match=r"hardware\.processes: 9 is more than the 8 GPUs"):
+    with pytest.raises(UserError, match=r"hardware\.processes: 9 exceeds the 8 GPUs"):
         predict_run(config("hardware.processes=9"), preset_shape("7b"), EIGHT)
 
 
@@ -70,7 +70,7 @@ def test_nodes_and_servers() -> None:
     ],
 )
 def test_positions_of_a_config(more: dict[str, Any], positions: int | None) -> None:
-    shape = shape_of({**PRESETS["qwen2.5-7b"], "max_position_embeddings": 4096, **more}, name="x")
+    shape = shape_from_config({**PRESETS["qwen2.5-7b"], "max_position_embeddings": 4096, **more}, name="x")
     assert shape.max_positions == positions
 
 
@@ -103,7 +103,7 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
     adapted = predict_run(config(*SHORT, "model.adapter={rank: 1}"), preset_shape("7b"), EIGHT)
     ratio = adapted.timing["training_s"].value / whole.timing["training_s"].value
     assert ratio == pytest.approx(4 / 6, rel=1e-3)
-    assert "4 operations" in adapted.timing["training_s"].how
+    assert "4 FLOPs" in adapted.timing["training_s"].how
     with_reference = predict_run(config("model.adapter={rank: 1}", "algorithm.beta=0.1"), preset_shape("7b"), EIGHT)
     assert "reference weights" not in with_reference.memory.phases["backward"]
 
@@ -113,8 +113,8 @@ def test_a_plan_with_a_critic() -> None:
         predict_run(config("train.micro_batch_tokens=8192", *more), preset_shape("0.5b"), EIGHT)
         for more in ([], ["algorithm.name=ppo"])
     )
-    assert ppo.work.critic is not None and without.work.critic is None
-    assert ppo.work.critic.shape.num_parameters == 494_032_768 + 897  # its embedding was the head too
+    assert ppo.workload.critic is not None and without.workload.critic is None
+    assert ppo.workload.critic.shape.num_parameters == 494_032_768 + 897  # its embedding was the head too
     state = 3 * 4 * (494_032_768 + 897) // 8
     assert ppo.memory.peak_bytes - without.memory.peak_bytes == pytest.approx(state, rel=1e-3)
     without, ppo = (
@@ -151,7 +151,7 @@ def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
         memory_bytes=80 * 10**9,
         framework_bytes=10**9,
     )
-    one = dataclasses.replace(EIGHT, gpus_per_node=1, measured=measured)
+    one = dataclasses.replace(EIGHT, gpus_per_node=1, calibration=measured)
     more = ("hardware.processes=1", "algorithm.beta=0.1", "train.micro_batch_tokens=8192")
     beside, parked, refreshed = (
         predict_run(config(*more, *reference), preset_shape("0.5b"), one)
@@ -165,8 +165,8 @@ def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
 
 
 def test_dropout_computes_a_prompt_for_every_completion() -> None:
-    rows = plan_rows(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
-    assert (rows.row_completions, rows.row_tokens, rows.kept_prompt_tokens) == (2, 2 * (512 + 4097), 0)
+    rows = plan_micro_batches(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
+    assert (rows.completions_per_micro_batch, rows.packed_tokens, rows.shared_prefix_tokens) == (2, 2 * (512 + 4097), 0)
 
 
 def test_sizes() -> None:

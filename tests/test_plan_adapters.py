@@ -7,11 +7,11 @@ import pytest
 
 from cohort.cli.plan_verify import track_step
 from cohort.config import AdapterConfig
-from cohort.plan.activations import activation_bytes, kept_bytes_per_token, layer_bytes_per_token, norm_bytes
+from cohort.plan.activations import activation_bytes, layer_bytes_per_token, norm_bytes, saved_bytes_per_token
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import ModelShape, preset_shape, shape_of
-from cohort.plan.work import Work
+from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
+from cohort.plan.work import Workload
 from selection import slow
 
 SMALL = {
@@ -26,8 +26,8 @@ SMALL = {
 }
 
 
-def work(shape: ModelShape, adapter: AdapterConfig | None = None, **changes: Any) -> Work:
-    base = Work(
+def workload(shape: ModelShape, adapter: AdapterConfig | None = None, **changes: Any) -> Workload:
+    base = Workload(
         shape=shape,
         processes=4,
         weight_bytes=4,
@@ -36,9 +36,9 @@ def work(shape: ModelShape, adapter: AdapterConfig | None = None, **changes: Any
         offload=False,
         gradients_in_forward=False,
         has_reference=False,
-        row_tokens=1000,
-        scored_tokens=900,
-        kept_prompt_tokens=0,
+        packed_tokens=1000,
+        loss_tokens=900,
+        shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
         vllm_bytes=0,
@@ -50,12 +50,12 @@ def work(shape: ModelShape, adapter: AdapterConfig | None = None, **changes: Any
 def test_norms_of_the_widest_layer() -> None:
     """Of Qwen2.5-7B's last product, 18,944 features to 3,584: a unit matrix, the product of factors, its two copies."""
     shape = preset_shape("7b")
-    dora = work(shape, AdapterConfig(rank=16, dora=True))
+    dora = workload(shape, AdapterConfig(rank=16, dora=True))
     expected = 18_944 * (18_944 + 16 + 3 * 3584)  # numbers
     assert norm_bytes(dora) == 2 * expected
     assert norm_bytes(replace(dora, processes=1, weight_bytes=2)) == 4 * expected  # adapters are float32
-    assert norm_bytes(work(shape, AdapterConfig(rank=16))) == norm_bytes(work(shape)) == 0
-    attention = work(shape, AdapterConfig(rank=16, dora=True, targets=("q_proj", "v_proj")))
+    assert norm_bytes(workload(shape, AdapterConfig(rank=16))) == norm_bytes(workload(shape)) == 0
+    attention = workload(shape, AdapterConfig(rank=16, dora=True, targets=("q_proj", "v_proj")))
     assert norm_bytes(attention) == 2 * 3584 * (3584 + 16 + 3 * 3584)
 
 
@@ -63,7 +63,7 @@ def test_both_parts_of_what_a_layer_puts_out_are_kept() -> None:
     """Outputs of 7B's seven products: 3,584 + 2 x 512 + 3,584 + 2 x 18,944 + 3,584."""
     shape = preset_shape("7b")
     outputs, inputs = 49_664, 5 * 3584 + 3584 + 18_944
-    plain, dora = (work(shape, AdapterConfig(rank=16, dora=d)) for d in (False, True))
+    plain, dora = (workload(shape, AdapterConfig(rank=16, dora=d)) for d in (False, True))
     assert layer_bytes_per_token(dora) - layer_bytes_per_token(plain) == 2 * 2 * outputs
     alone = {"processes": 1, "weight_bytes": 2}  # inputs become float32 too
     plain, dora = (replace(w, **alone) for w in (plain, dora))
@@ -72,9 +72,9 @@ def test_both_parts_of_what_a_layer_puts_out_are_kept() -> None:
 
 def test_one_completion_keeps_what_attention_puts_out_once() -> None:
     """Where its prompt is not shared: 896 features of 2 bytes, in place of two times 4."""
-    several = work(preset_shape("0.5b"), checkpointing="selective", on_gpu=False)
+    several = workload(preset_shape("0.5b"), checkpointing="selective", on_gpu=False)
     one = replace(several, shares_prompts=False)
-    assert kept_bytes_per_token(several) - kept_bytes_per_token(one) == 6 * 896
+    assert saved_bytes_per_token(several) - saved_bytes_per_token(one) == 6 * 896
     assert activation_bytes(several) - activation_bytes(one) == 6 * 896 * 24 * 1000
 
 
@@ -91,7 +91,7 @@ def test_closed_form_agrees_with_the_symbolic_run(adapter: Any, checkpointing: A
     """Measured differences are at most 7 %."""
     adapted, shape, (prompt, completion) = (
         AdapterConfig(**adapter) if adapter else None,
-        shape_of(SMALL, name="s"),
+        shape_from_config(SMALL, name="s"),
         tokens,
     )
     tracked = track_step(
@@ -103,17 +103,17 @@ def test_closed_form_agrees_with_the_symbolic_run(adapter: Any, checkpointing: A
         checkpointing=checkpointing,
         adapter=adapted,
     )
-    some = work(
+    some = workload(
         shape,
         adapted,
         checkpointing=checkpointing,
-        row_tokens=prompt + completion - 1,
-        scored_tokens=completion,
+        packed_tokens=prompt + completion - 1,
+        loss_tokens=completion,
         on_gpu=False,
         shares_prompts=False,
     )
     assert plan_memory(some).total("backward") == pytest.approx(tracked.train_bytes, rel=0.1)
     without = replace(some, shares_prompts=True)
     if adapter and adapter.get("dora") and some.adapter:
-        without = replace(some, adapter=replace(some.adapter, turned_layers=()))
+        without = replace(some, adapter=replace(some.adapter, dora_layers=()))
     assert plan_memory(without).total("backward") != pytest.approx(tracked.train_bytes, rel=0.08)

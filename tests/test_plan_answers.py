@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cohort.cli.app import app
 from cohort.cli.plan_verify import verify_plan
 from cohort.plan.hardware import hardware
-from cohort.plan.limits import largest, why_none_fits
+from cohort.plan.limits import explain_no_limit, largest
 from cohort.plan.memory import checkpointed_activations
 from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
@@ -26,11 +26,11 @@ def test_activations_by_checkpointing_are_those_of_a_plan_that_has_it(more: tupl
     shape = preset_shape("1.5b")
     for planned in ("false", "true"):
         plan = predict_run(config(f"model.gradient_checkpointing={planned}", *more), shape, EIGHT)
-        found = checkpointed_activations(plan.work)
+        found = checkpointed_activations(plan.workload)
         for kind in (False, "selective", True):
             wanted = config(f"model.gradient_checkpointing={str(kind).lower()}", *more)
             other = predict_run(wanted, shape, EIGHT)
-            assert other.rows == plan.rows
+            assert other.micro_batches == plan.micro_batches
             assert found[kind] == other.memory.phases["backward"]["activations"]
         assert found[False] > found["selective"] > found[True] > 0
         assert plan.as_json()["memory"]["activations_by_checkpointing"] == {
@@ -43,7 +43,7 @@ def test_activations_by_checkpointing_are_those_of_a_plan_that_has_it(more: tupl
 @pytest.mark.parametrize(
     ("limit", "why"),
     [
-        ("model", "even the smallest model known here, qwen2.5-0.5b, needs "),
+        ("model", "even the smallest known model, qwen2.5-0.5b, needs "),
         ("length", "even rollout.max_completion_tokens: 1 needs "),
         ("generations", "even rollout.num_generations: 2 needs "),
     ],
@@ -51,17 +51,17 @@ def test_activations_by_checkpointing_are_those_of_a_plan_that_has_it(more: tupl
 def test_where_nothing_fits_the_plan_says_why(limit: Any, why: str) -> None:
     about = config(ONE), preset_shape("7b"), TINY
     assert largest(*about, limit) is None
-    told = why_none_fits(*about, limit)
-    assert told.startswith(why) and told.endswith("they have 1.0 GB")
+    told = explain_no_limit(*about, limit)
+    assert told.startswith(why) and told.endswith("of 1.0 GB available")
     with_vllm = config("rollout.engine=vllm"), preset_shape("7b"), TINY
-    assert "GB" in why_none_fits(*with_vllm, limit)
+    assert "GB" in explain_no_limit(*with_vllm, limit)
 
 
 def test_other_reasons_than_memory() -> None:
     long = config(ONE, "rollout.max_prompt_tokens=32768")
-    assert "none of the model's positions" in why_none_fits(long, preset_shape("7b"), TINY, "length")
+    assert "leave no positions for completions" in explain_no_limit(long, preset_shape("7b"), TINY, "length")
     impossible = config("hardware.processes=2"), preset_shape("7b"), TINY
-    assert "hardware.processes: 2 is more than" in why_none_fits(*impossible, "generations")
+    assert "hardware.processes: 2 exceeds" in explain_no_limit(*impossible, "generations")
 
 
 def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cohort.plan.adapter import adapter_shape
 from cohort.plan.data import count_prompts
 from cohort.plan.hardware import hardware
 from cohort.plan.presets import PRESETS
-from cohort.plan.rows import plan_rows
+from cohort.plan.rows import plan_micro_batches
 from cohort.plan.shape import preset_shape
 from cohort.trainer.foresee import compared, plan_on
 from plans import EIGHT, config
@@ -69,7 +69,7 @@ def test_vllm_is_not_proposed_to_a_run_that_has_it(run_file: Path) -> None:
     """On a GPU of 4 GB nothing that is known fits."""
     small = ["plan", str(run_file), "--gpu-memory", "4GB", "--gpus", "1"]
     local, served = (CliRunner().invoke(app, [*small, *more]).output for more in ([], ["rollout={engine: vllm}"]))
-    assert "or rollout.engine: vllm" in local and "no change that is known here" in served
+    assert "or rollout.engine: vllm" in local and "no known change" in served
     assert "or rollout.engine: vllm" not in served
 
 
@@ -80,7 +80,7 @@ def test_targets_that_the_shape_cannot_tell_are_noted_and_not_refused(run_file: 
     assert unknown.layer_parameters == everywhere.layer_parameters
     assert "qkv_proj" in str(unknown.note) and everywhere.note is None
     arguments = ["plan", str(run_file), "model.adapter={targets: [qkv_proj]}"]
-    assert "qkv_proj: which layers these are" in CliRunner().invoke(app, arguments).output
+    assert "qkv_proj not found in the shape" in CliRunner().invoke(app, arguments).output
     assert "qkv_proj" in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["notes"][0]
 
 
@@ -150,12 +150,24 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
 
 def test_groups_of_one(run_file: Path) -> None:
     """A prompt of 512 tokens and 4,095 of its completion are one sequence: no prompt is kept for others."""
-    one = plan_rows(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 4608)
-    assert (one.row_tokens, one.row_completions, one.kept_prompt_tokens, one.num_micro_batches) == (4608, 1, 0, 2)
-    long = plan_rows(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 1000)  # over the cap by itself
-    assert (long.row_tokens, long.row_completions, long.kept_prompt_tokens, long.num_micro_batches) == (4608, 1, 0, 2)
+    one = plan_micro_batches(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 4608)
+    assert (one.packed_tokens, one.completions_per_micro_batch, one.shared_prefix_tokens, one.num_micro_batches) == (
+        4608,
+        1,
+        0,
+        2,
+    )
+    long = plan_micro_batches(
+        config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 1000
+    )  # over the cap by itself
+    assert (
+        long.packed_tokens,
+        long.completions_per_micro_batch,
+        long.shared_prefix_tokens,
+        long.num_micro_batches,
+    ) == (4608, 1, 0, 2)
     command = ["plan", str(run_file), "algorithm.name=ppo", "rollout.num_generations=1"]
     told = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output.split())
-    assert "prompts per step, of one process 2, with one completion each" in told
+    assert "prompts per step and process 2, with one completion each" in told
     assert "completions per step" not in told
-    assert "critic, trained beside the policy 7.07 billion parameters" in told
+    assert "critic 7.07 billion parameters" in told

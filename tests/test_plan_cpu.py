@@ -11,7 +11,7 @@ import torch
 
 import cohort
 from cohort.display import Display
-from cohort.plan.calibration import Calibration, cpu_name, keep_calibration
+from cohort.plan.calibration import Calibration, cpu_name, save_calibration
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan
 from cohort.trainer.foresee import compared, plan_on
@@ -79,7 +79,7 @@ def test_where_the_cpu_was_measured_there_are_times(tmp_path: Path) -> None:
         memory_bytes=16 * GB,
         framework_bytes=1,
     )
-    keep_calibration(measured)
+    save_calibration(measured)
     run, _ = one_step(tmp_path)
     timing = json.loads((run / "plan.json").read_text())["timing"]
     assert timing["step_s"]["value"] > 0 and timing["products_tflops"]["origin"] == "measured"

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from cohort.cli.plan_verify import TrackedStep, track_step
 from cohort.config import AdamwConfig
-from cohort.plan.memory import Work, host_bytes, plan_memory
-from cohort.plan.shape import shape_of
+from cohort.plan.memory import Workload, host_bytes, plan_memory
+from cohort.plan.shape import shape_from_config
 from selection import slow
-from test_plan_memory import SMALL, app, work
+from test_plan_memory import SMALL, app, workload
 
 pytestmark = slow("a symbolic step takes seconds; test_plan_memory has one")
 MODEL = {**SMALL, "num_hidden_layers": 4, "model_type": "qwen2", "vocab_size": 512}
@@ -34,12 +34,12 @@ def tracked(reshard: bool | int = True, offload: bool = False) -> TrackedStep:
     )
 
 
-def planned(**changes: Any) -> Work:
-    return work(
-        shape_of(MODEL, name="small"),
+def planned(**changes: Any) -> Workload:
+    return workload(
+        shape_from_config(MODEL, name="small"),
         processes=4,
-        row_tokens=PROMPT + GROUP * (COMPLETION - 1),
-        scored_tokens=GROUP * COMPLETION,
+        packed_tokens=PROMPT + GROUP * (COMPLETION - 1),
+        loss_tokens=GROUP * COMPLETION,
         on_gpu=False,
         checkpointing=False,
         optim=AdamwConfig(),

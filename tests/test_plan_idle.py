@@ -49,7 +49,7 @@ def test_by_default_every_gpu_is_used(run_file: Path) -> None:
 def test_the_engine_that_a_run_would_take_is_planned(run_file: Path) -> None:
     plan = planned(str(run_file), "--gpus", "4", "rollout={}", "--model-shape", "1.5b")
     assert plan["layout"]["training_gpus"] + plan["layout"]["sampling_gpus"] == 4 and not plan["layout"]["shared"]
-    assert plan["notes"] == ["rollout.engine: auto is planned as vllm, which a run takes where it is installed"]
+    assert plan["notes"] == ["rollout.engine: auto is planned as vllm, if it is installed"]
     plan = planned(str(run_file), "rollout={}", "model.adapter={rank: 8, dora: true}")
     assert plan["layout"]["shared"]
     (note,) = plan["notes"]
@@ -64,17 +64,17 @@ def test_an_engine_that_does_not_fit_is_not_planned(run_file: Path) -> None:
     assert note.startswith("rollout.engine: auto is planned as local, since vLLM does not fit beside training: ")
     assert "vLLM's share" not in plan["memory"]["phases"]["sampling"]["parts"]
     plan = planned(str(run_file), *adapter, "--gpu", "h100")
-    assert plan["notes"] == ["rollout.engine: auto is planned as vllm, which a run takes where it is installed"]
+    assert plan["notes"] == ["rollout.engine: auto is planned as vllm, if it is installed"]
     assert "vLLM's share" in plan["memory"]["phases"]["sampling"]["parts"]
 
 
 def test_several_nodes_take_vllm_on_nodes_of_their_own(run_file: Path) -> None:
     (note,) = planned(str(run_file), "rollout={}", "--nodes", "2")["notes"]
     assert note.endswith(
-        "as vllm, which `cohort launch slurm` takes with --rollout-nodes; without, training processes sample"
+        "as vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
     )
     (note,) = planned(str(run_file), "rollout={}", "--nodes", "2", "--gpu-memory", "8GB")["notes"]
-    assert "is planned as local, since vLLM does not fit beside training: training on 8 GPUs takes" in note
+    assert "is planned as local, since vLLM does not fit beside training: training on 8 GPUs needs" in note
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_run_on_the_cpu_is_planned_for_the_cpu(run_file: Path) -> None:
     cpu = (str(run_file), "hardware.device=cpu", "--model-shape", "0.5b", "model.dtype=bfloat16")
     plan = planned(*cpu)
     assert (plan["hardware"]["gpu"], plan["layout"]["training_gpus"], plan["timing"]) == (cpu_name(), 1, {})
-    assert plan["memory"]["origins"]["there"]["how"] == "of this machine, for each process"
+    assert plan["memory"]["origins"]["there"]["how"] == "this machine's, per process"
     several = planned(*cpu, "hardware.processes=2", "--gpu-memory", "16GB")
     assert several["layout"]["training_gpus"] == 2
     assert several["hardware"]["gpu_memory_bytes"] == 16 * 10**9
@@ -107,7 +107,7 @@ def test_processes_that_are_set_are_kept_and_the_rest_stands_idle(run_file: Path
     assert first["changes"] == {"hardware.processes": "auto"}
     assert first["costs"].startswith("nothing")
     told = shown(*arguments)
-    assert "GPUs that stand idle 7 of 8" in told
+    assert "idle GPUs 7 of 8" in told
     assert "(training processes sample; hardware.processes: 1)" in told
 
 
@@ -145,8 +145,8 @@ def test_a_step_and_its_updates_are_told(run_file: Path) -> None:
     }
     assert {key: layout[key] for key in expected} == expected
     told = shown(str(run_file))
-    assert "10 prompts x 8 = 80 completions, 2 updates of the optimizer" in told
-    assert "steps, updates of the run 10, 20" in told
+    assert "10 prompts x 8 = 80 completions, 2 optimizer steps" in told
+    assert "steps, optimizer steps of the run 10, 20" in told
 
 
 def test_shared_gpus_are_proposed_where_they_are_faster() -> None:
@@ -167,5 +167,5 @@ def test_options_that_would_say_nothing_are_told(run_file: Path) -> None:
     assert priced["cost"] == pytest.approx(2 * priced["timing"]["gpu_hours"]["value"])
     unknown = planned(str(run_file), "--price", "2", "data.path=somewhere.csv")
     missing, price = unknown["notes"][:2]
-    assert missing == "data.path: 'somewhere.csv': no such file; `cohort train` would refuse to start"
-    assert "cost" not in unknown and price.startswith("--price: neither the configuration nor the data")
+    assert missing == "data.path: 'somewhere.csv': no such file; `cohort train` will not start"
+    assert "cost" not in unknown and price.startswith("--price: the number of steps is unknown")

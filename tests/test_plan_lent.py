@@ -12,7 +12,7 @@ from cohort.plan.hardware import Hardware, hardware
 from cohort.plan.memory import ASLEEP_BYTES
 from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
-from cohort.plan.shape import shape_of
+from cohort.plan.shape import shape_from_config
 from cohort.policy import TensorSpec
 from cohort.rollout.servers import lending
 from cohort.rollout.servers.lending import Lender
@@ -24,7 +24,7 @@ SMALL = {**PRESETS["qwen2.5-7b"], "num_hidden_layers": 2, "hidden_size": 64, "in
 
 
 def planned(model: Mapping[str, Any], *overrides: str) -> dict[str, int]:
-    plan = predict_run(config(*overrides), shape_of(dict(model), name="model"), ONE)
+    plan = predict_run(config(*overrides), shape_from_config(dict(model), name="model"), ONE)
     return dict(plan.memory.phases["publish"])
 
 
@@ -45,7 +45,7 @@ def test_the_buffer_of_lent_weights_is_in_the_plan(model: Mapping[str, Any], mon
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     specs = [TensorSpec(name, tuple(x.shape), torch.bfloat16) for name, x in built.named_parameters()]
     Lender(specs, ALONE, torch.device("cpu"))
-    lent = planned(model, *SHARED)["lent weights"]
+    lent = planned(model, *SHARED)["weight transfer buffer"]
     assert allocated == [pytest.approx(lent, abs=256 * (1 + len(specs)))]
     assert lent == 2 * (152_064 * 3584 if model is not SMALL else sum(p.numel() for p in built.parameters()))
 
@@ -59,4 +59,4 @@ def test_a_server_that_wakes_on_the_same_gpu_is_in_the_plan_of_publishing():
     )
     share = int(0.45 * ONE.gpu_memory_bytes) - ASLEEP_BYTES
     assert shared["vLLM's share"] == adapter["vLLM's share"] == share
-    assert "lent weights" not in adapter and not apart.keys() & {"vLLM's share", "lent weights"}
+    assert "weight transfer buffer" not in adapter and not apart.keys() & {"vLLM's share", "weight transfer buffer"}

@@ -26,8 +26,8 @@ from cohort.engine.optimizer import Optimizers
 from cohort.plan.activations import activation_bytes
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
-from cohort.plan.shape import ModelShape, preset_shape, shape_of
-from cohort.plan.work import Work, critic_work
+from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
+from cohort.plan.work import Workload, critic_workload
 from cohort.policy.adapter import Adapter, AdapterStart
 from cohort.policy.adapter_folder import adapter_spec
 from rank_engine import OPTIMIZERS
@@ -44,8 +44,8 @@ SMALL = {
 }
 
 
-def work(shape: ModelShape, **changes: Any) -> Work:
-    base = Work(
+def workload(shape: ModelShape, **changes: Any) -> Workload:
+    base = Workload(
         shape=shape,
         processes=8,
         weight_bytes=4,
@@ -54,9 +54,9 @@ def work(shape: ModelShape, **changes: Any) -> Work:
         offload=False,
         gradients_in_forward=False,
         has_reference=False,
-        row_tokens=8192,
-        scored_tokens=6144,
-        kept_prompt_tokens=0,
+        packed_tokens=8192,
+        loss_tokens=6144,
+        shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
         vllm_bytes=0,
@@ -66,16 +66,16 @@ def work(shape: ModelShape, **changes: Any) -> Work:
 
 def test_state_of_seven_billion_parameters_on_eight_gpus() -> None:
     """Literal: 7,615,616,512 / 8 parameters of 4 bytes are 3,807,808,256 bytes, and AdamW keeps two more."""
-    backward = plan_memory(work(preset_shape("7b"))).phases["backward"]
+    backward = plan_memory(workload(preset_shape("7b"))).phases["backward"]
     assert backward["weights"] == backward["gradients"] == 3_807_808_256
     assert backward["optimizer state"] == 2 * 3_807_808_256
     # 28 inputs of 3,584 numbers, one layer, and what passes by it; 2 bytes each, per token
     layer = 16 * 3584 + 4 * (3584 + 512) + 4 * 28 + 8 * 18944
-    assert activation_bytes(work(preset_shape("7b"))) == 8192 * (28 * 2 * 3584 + layer + 4 * (18944 + 3584))
+    assert activation_bytes(workload(preset_shape("7b"))) == 8192 * (28 * 2 * 3584 + layer + 4 * (18944 + 3584))
 
 
 _works = st.builds(
-    work,
+    workload,
     st.sampled_from([preset_shape(name) for name in ("0.5b", "7b", "qwen3-30b-a3b", "gemma2-2b")]),
     processes=st.integers(1, 64),
     weight_bytes=st.sampled_from([2, 4]),
@@ -83,31 +83,31 @@ _works = st.builds(
     offload=st.booleans(),
     has_reference=st.booleans(),
     gradients_in_forward=st.booleans(),
-    row_tokens=st.integers(1, 40_000),
-    scored_tokens=st.integers(0, 40_000),
-    kept_prompt_tokens=st.integers(0, 4000),
+    packed_tokens=st.integers(1, 40_000),
+    loss_tokens=st.integers(0, 40_000),
+    shared_prefix_tokens=st.integers(0, 4000),
     sampled_sequences=st.integers(0, 256),
     sampled_tokens=st.integers(0, 100_000),
     vllm_bytes=st.sampled_from([0, 40 * 10**9]),
-    lent_bytes=st.sampled_from([0, 10**9]),
+    weight_transfer_bytes=st.sampled_from([0, 10**9]),
     framework_bytes=st.sampled_from([None, 600_000_000]),
-    reference_visits=st.booleans(),
+    reference_on_host=st.booleans(),
 )
 
 
 @given(_works)
 @examples(200)
-def test_more_of_anything_never_needs_less(some: Work) -> None:
+def test_more_of_anything_never_needs_less(some: Workload) -> None:
     plan = plan_memory(some)
     assert plan.peak_bytes == max(map(plan.total, plan.phases))
     assert all(size >= 0 for parts in plan.phases.values() for size in parts.values())
     for more in (
-        replace(some, row_tokens=some.row_tokens + 100),
-        replace(some, kept_prompt_tokens=some.kept_prompt_tokens + 100),
+        replace(some, packed_tokens=some.packed_tokens + 100),
+        replace(some, shared_prefix_tokens=some.shared_prefix_tokens + 100),
         replace(some, sampled_tokens=some.sampled_tokens + 100),
         replace(some, has_reference=True),
         replace(some, offload=False),
-        replace(some, critic=critic_work(some, some.shape.as_critic())),
+        replace(some, critic=critic_workload(some, some.shape.as_critic())),
     ):
         assert plan_memory(more).peak_bytes >= plan.peak_bytes
     if some.processes > 1:
@@ -117,7 +117,7 @@ def test_more_of_anything_never_needs_less(some: Work) -> None:
 
 @given(_works)
 @examples(100)
-def test_what_is_kept_less_of_needs_less(some: Work) -> None:
+def test_what_is_kept_less_of_needs_less(some: Workload) -> None:
     bytes_by = [activation_bytes(replace(some, checkpointing=c, offload=False)) for c in (True, "selective", False)]
     if some.shape.layers > 8:
         assert bytes_by == sorted(bytes_by)
@@ -163,7 +163,7 @@ def compare_with_the_symbolic_run(
     tolerance: float,
     *,
     critic: bool = False,
-) -> Work:
+) -> Workload:
     prompt, completion, group = 100, 200, 4
     tracked = track_step(
         config,
@@ -175,14 +175,14 @@ def compare_with_the_symbolic_run(
         adapter=adapter,
         critic=critic,
     )
-    shape = shape_of(config, name="small")
+    shape = shape_from_config(config, name="small")
     shape = shape.as_critic() if critic else shape
-    some = work(
+    some = workload(
         shape,
         processes=processes,
         checkpointing=checkpointing,
-        row_tokens=prompt + group * (completion - 1),
-        scored_tokens=group * completion,
+        packed_tokens=prompt + group * (completion - 1),
+        loss_tokens=group * completion,
         on_gpu=False,
         adapter=adapter_shape(adapter, shape) if adapter else None,
     )
@@ -197,11 +197,11 @@ def test_state_of_an_adapter_on_eight_gpus() -> None:
     shape = preset_shape("7b")
     adapter = adapter_shape(AdapterConfig(rank=16), shape)
     assert adapter.num_parameters(shape.layers) == 40_370_176
-    phases = plan_memory(work(shape, adapter=adapter)).phases
+    phases = plan_memory(workload(shape, adapter=adapter)).phases
     assert phases["optimizer"]["weights"] == 3_807_808_256
     assert phases["optimizer"]["adapter"] == phases["optimizer"]["gradients"] == 20_185_088
     assert phases["optimizer"]["optimizer state"] == 2 * 20_185_088
-    with_reference = plan_memory(work(shape, adapter=adapter, has_reference=True)).phases
+    with_reference = plan_memory(workload(shape, adapter=adapter, has_reference=True)).phases
     assert with_reference["optimizer"]["reference weights"] == 20_185_088  # what the adapter was at the start
 
 
@@ -222,7 +222,7 @@ LITERAL_STATES: list[tuple[OptimConfig, int, int]] = [
 
 @pytest.mark.parametrize(("optim", "processes", "expected"), LITERAL_STATES)
 def test_optimizer_state_of_seven_billion_parameters(optim: OptimConfig, processes: int, expected: int) -> None:
-    some = work(preset_shape("7b"), processes=processes, optim=optim)
+    some = workload(preset_shape("7b"), processes=processes, optim=optim)
     assert plan_memory(some).phases["optimizer"]["optimizer state"] == expected
 
 
@@ -236,7 +236,7 @@ def test_state_is_what_the_optimizer_allocates(name: str, adapted: bool) -> None
     if name == "adamw_8bit":
         pytest.importorskip("torchao")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-    wanted, shape = AdapterConfig(rank=16) if adapted else None, shape_of(config, name="small")
+    wanted, shape = AdapterConfig(rank=16) if adapted else None, shape_from_config(config, name="small")
     if wanted is not None:
         spec = adapter_spec(ModelConfig(path="m", adapter=wanted), model)
         Adapter(model, AdapterStart(spec=spec, seed=0, weights=None, reference=None), trainable=True).fill()
@@ -246,7 +246,7 @@ def test_state_is_what_the_optimizer_allocates(name: str, adapted: bool) -> None
     with torch.compiler.set_stance("force_eager"):
         optimizers.step(0.01)
     adapter = adapter_shape(wanted, shape) if wanted else None
-    some = work(shape, processes=1, weight_bytes=2, optim=optim, adapter=adapter)
+    some = workload(shape, processes=1, weight_bytes=2, optim=optim, adapter=adapter)
     assert plan_memory(some).phases["optimizer"]["optimizer state"] == pytest.approx(allocated(optimizers), rel=0.05)
 
 
@@ -260,8 +260,8 @@ def allocated(optimizers: Optimizers) -> int:
 def test_a_critic_is_there_always_and_its_gradients_never_beside_the_policys() -> None:
     """Literal: 7,615,616,512 parameters less a head of 152,064 x 3,584, and 3,585 for the value head."""
     shape = preset_shape("7b")
-    policy = work(shape)
-    both = replace(policy, critic=critic_work(policy, shape.as_critic()))
+    policy = workload(shape)
+    both = replace(policy, critic=critic_workload(policy, shape.as_critic()))
     phases = plan_memory(both).phases
     for parts in phases.values():
         assert parts["critic weights"] == 7_070_622_721 * 4 // 8 + 1
@@ -279,15 +279,18 @@ def test_a_critic_is_there_always_and_its_gradients_never_beside_the_policys() -
 def test_closed_form_of_a_critic_agrees_with_the_symbolic_run(processes: int, checkpointing: bool) -> None:
     config = {**SMALL, "model_type": "qwen2", "vocab_size": 4096, "tie_word_embeddings": True}
     some = compare_with_the_symbolic_run(config, processes, checkpointing, None, tolerance=0.06, critic=True)
-    assert plan_memory(replace(some, shape=shape_of(config, name="small"))).peak_bytes > plan_memory(some).peak_bytes
+    assert (
+        plan_memory(replace(some, shape=shape_from_config(config, name="small"))).peak_bytes
+        > plan_memory(some).peak_bytes
+    )
 
 
 def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None:
     shape = preset_shape("0.5b")
-    parked = plan_memory(work(shape, processes=1, reference_visits=True)).phases
+    parked = plan_memory(workload(shape, processes=1, reference_on_host=True)).phases
     assert parked["logprobs"]["reference weights"] == 4 * 494_032_768
     assert all("reference weights" not in parked[phase] for phase in ("sampling", "backward", "optimizer", "publish"))
-    beside = plan_memory(work(shape, processes=1, has_reference=True)).phases
+    beside = plan_memory(workload(shape, processes=1, has_reference=True)).phases
     assert all(parts["reference weights"] == 4 * 494_032_768 for parts in beside.values())
 
 

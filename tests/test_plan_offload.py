@@ -12,21 +12,21 @@ from cohort.config import AdamwConfig, Config, config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
-from cohort.plan.activations import activation_bytes, kept_bytes_per_token
+from cohort.plan.activations import activation_bytes, saved_bytes_per_token
 from cohort.plan.advice import advise, replan
 from cohort.plan.calibration import Calibration
 from cohort.plan.hardware import hardware
-from cohort.plan.memory import Work, host_bytes, plan_memory
+from cohort.plan.memory import Workload, host_bytes, plan_memory
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape, shape_of
+from cohort.plan.shape import preset_shape, read_shape, shape_from_config
 from cohort.policy.activations import enable_offload
 from cohort.trainer.foresee import plan_on
 from rank_engine import STEPS, batches_of, step_sequences
 from rank_offload import make_engine
 from test_activations import make_row, make_trained
 from test_optimizers import Model, train
-from test_plan_memory import work
+from test_plan_memory import workload
 from tiny import save_model_folder
 
 N = 7_615_616_512  # weights of the preset "7b"
@@ -52,12 +52,12 @@ def test_seven_billion_weights_by_hand():
     plan = planned(config(optim={"offload": True}))
     optimizer = plan.memory.phases["optimizer"]
     assert (optimizer["weights"], optimizer["gradients"], optimizer["optimizer state"]) == (2 * N, 4 * N, 0)
-    assert host_bytes(plan.work) == 12 * N
+    assert host_bytes(plan.workload) == 12 * N
     (note,) = [note for note in plan.notes if note.startswith("91.4 GB of host memory")]
     assert note.endswith("its GPU: weights, the optimizer's state")
     visiting = planned(config(model={"parameter_offload": True}), gpu="4090")
     assert visiting.fits and visiting.memory.total("optimizer") == visiting.memory.phases["optimizer"]["framework"]
-    assert host_bytes(visiting.work) == 16 * N
+    assert host_bytes(visiting.workload) == 16 * N
 
 
 @pytest.mark.parametrize("mode", ["offloaded", "mixed, offloaded"])
@@ -77,11 +77,11 @@ def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
     states = engine.state_dict()["optimizer"]["state"].values()
     on_host = sum(x.nbytes for state in states for x in state.values())
     on_host += sum(p.nbytes for p in engine.policy.masters.tree.parameters())
-    work = _tiny_work(folder, compute_bytes=2 if mode.startswith("mixed") else 4)
-    parts = plan_memory(work).phases["backward"]
+    workload = _tiny_work(folder, compute_bytes=2 if mode.startswith("mixed") else 4)
+    parts = plan_memory(workload).phases["backward"]
     for part, counted in on_device.items():
         assert parts[part] == pytest.approx(counted, rel=0.05), part
-    assert host_bytes(work) == pytest.approx(on_host, rel=0.05)
+    assert host_bytes(workload) == pytest.approx(on_host, rel=0.05)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
@@ -90,17 +90,17 @@ def test_activations_that_move_are_what_was_planned(checkpointing: bool | str):
     policy = make_trained(checkpointing, num_hidden_layers=6)
     offload, row = enable_offload(policy.model, device_type="cpu", min_bytes=1), make_row(policy)
     policy.logprobs(row, temperature=1.0)
-    wanted = work(
-        shape_of(policy.model.config.to_dict(), name="tiny"),
+    wanted = workload(
+        shape_from_config(policy.model.config.to_dict(), name="tiny"),
         processes=1,
         compute_bytes=4,
         checkpointing=checkpointing,
         offload=True,
-        row_tokens=len(row.input_ids),
+        packed_tokens=len(row.input_ids),
         on_gpu=False,
     )
     assert host_bytes(wanted) == pytest.approx(offload.num_bytes_moved, rel=0.03)
-    kept = kept_bytes_per_token(wanted) * wanted.shape.layers * wanted.row_tokens
+    kept = saved_bytes_per_token(wanted) * wanted.shape.layers * wanted.packed_tokens
     if checkpointing == "selective":
         assert activation_bytes(wanted) > kept - host_bytes(wanted) > 3 * host_bytes(wanted)
 
@@ -115,19 +115,16 @@ def test_activations_and_a_reference_in_host_memory_by_hand():
             train={"micro_batch_tokens": 10_000},
         )
     )
-    expected = 28 * 3584 * 4 * (plan.work.row_tokens + plan.work.kept_prompt_tokens) + 4 * N
-    assert host_bytes(plan.work) == expected and plan.work.row_tokens > 4000
+    expected = 28 * 3584 * 4 * (plan.workload.packed_tokens + plan.workload.shared_prefix_tokens) + 4 * N
+    assert host_bytes(plan.workload) == expected and plan.workload.packed_tokens > 4000
     (note,) = [note for note in plan.notes if "host memory" in note]
-    assert note == (
-        f"{expected / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "
-        "the reference, activations"
-    )
+    assert note == (f"each training process keeps {expected / 1e9:.1f} GB in host memory: the reference, activations")
 
 
-def _tiny_work(folder: str, *, compute_bytes: int) -> Work:
+def _tiny_work(folder: str, *, compute_bytes: int) -> Workload:
     wanted = config(model={"path": folder, "compute_dtype": "float32"}, optim={"offload": True})
     there = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None)
-    return replace(predict_run(wanted, read_shape(folder), there).work, compute_bytes=compute_bytes)
+    return replace(predict_run(wanted, read_shape(folder), there).workload, compute_bytes=compute_bytes)
 
 
 def test_moments_of_weights_that_are_rounded_at_random_are_wide():
@@ -145,10 +142,12 @@ def test_gathered_weights_that_stay_are_in_the_plan():
     """Of 28 layers, of which two at a time are there in any case, 26 more; spread over two ranks half of all."""
     shape = preset_shape("7b")
     parts = {
-        wanted: planned(config(hardware={"processes": 4, "reshard_after_forward": wanted}), gpus=4).work
+        wanted: planned(config(hardware={"processes": 4, "reshard_after_forward": wanted}), gpus=4).workload
         for wanted in (True, False, 2)
     }
-    gathered = {wanted: plan_memory(work).phases["logprobs"]["gathered weights"] for wanted, work in parts.items()}
+    gathered = {
+        wanted: plan_memory(workload).phases["logprobs"]["gathered weights"] for wanted, workload in parts.items()
+    }
     assert gathered[False] - gathered[True] == 2 * 26 * shape.layer_parameters
     assert gathered[2] - gathered[True] == 26 * shape.layer_parameters
     assert gathered[False] == 2 * N
@@ -171,20 +170,22 @@ def test_the_bus_is_in_the_predicted_time():
         framework_bytes=10**9,
     )
     plain, moved, visiting = (
-        predict_run(config(**sections), preset_shape("7b"), replace(base, measured=measured))
+        predict_run(config(**sections), preset_shape("7b"), replace(base, calibration=measured))
         for sections in ({}, {"optim": {"offload": True}}, {"model": {"parameter_offload": True}})
     )
     waited = moved.timing["training_s"].value - plain.timing["training_s"].value
     assert waited == pytest.approx(6 * N / 50e9)
     assert "gradients to host memory and weights back" in moved.timing["training_s"].how
-    assert visiting.timing["visiting_s"].value == pytest.approx(visiting.rows.num_micro_batches * 12 * N / 50e9)
+    assert visiting.timing["visiting_s"].value == pytest.approx(
+        visiting.micro_batches.num_micro_batches * 12 * N / 50e9
+    )
 
 
 def test_it_is_proposed_before_eight_bits_and_adapters_and_makes_the_run_fit():
     one, wanted = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None), config()
     plan = predict_run(wanted, preset_shape("7b"), one)
     assert not plan.fits
-    told = [advice.told() for advice in advise(wanted, plan)]
+    told = [advice.as_arguments() for advice in advise(wanted, plan)]
     first = [next(n for n, text in enumerate(told) if part in text) for part in ("optim.offload=true", "model.adapter")]
     assert first == sorted(first)
     assert next(n for n, text in enumerate(told) if "parameter_offload" in text) < first[1]

@@ -10,7 +10,7 @@ from cohort.config import AdapterConfig
 from cohort.errors import UserError
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.presets import PRESETS
-from cohort.plan.shape import preset_shape, read_shape, shape_of
+from cohort.plan.shape import preset_shape, read_shape, shape_from_config
 
 # Of the models' own cards and weight files.
 PARAMETERS = {
@@ -45,7 +45,7 @@ def test_parameters_are_those_that_the_library_builds(name: str, tied: bool) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     counted = sum(p.numel() for p in model.parameters())
-    assert shape_of({"model_type": kind, **config}, name=name).num_parameters == counted
+    assert shape_from_config({"model_type": kind, **config}, name=name).num_parameters == counted
 
 
 def test_active_parameters_of_experts() -> None:
@@ -55,7 +55,7 @@ def test_active_parameters_of_experts() -> None:
 
 
 def test_what_is_not_known_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(UserError, match=r"no folder with a config\.json"):
+    with pytest.raises(UserError, match=r"not a local folder with a config\.json"):
         read_shape(str(tmp_path))
     for text, match in (("{", "cannot be read"), ("[]", "JSON object"), ('{"model_type": "mamba"}', "'mamba'")):
         (tmp_path / "config.json").write_text(text)
@@ -64,7 +64,7 @@ def test_what_is_not_known_is_refused(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
     with pytest.raises(UserError, match="hidden_size"):
         read_shape(str(tmp_path))
-    with pytest.raises(UserError, match="--model-shape: '9t' is not known"):
+    with pytest.raises(UserError, match="--model-shape: '9t' is unknown"):
         preset_shape("9t")
 
 
@@ -94,7 +94,7 @@ def test_parameters_of_adapters_are_those_that_peft_adds(name: str, adapter: dic
         lora = LoraConfig(r=wanted.rank, target_modules=targets, use_dora=wanted.dora, task_type="CAUSAL_LM")
         inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
     counted = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    assert adapter_shape(wanted, shape_of(config, name=name)).num_parameters(2) == counted
+    assert adapter_shape(wanted, shape_from_config(config, name=name)).num_parameters(2) == counted
 
 
 @pytest.mark.parametrize("name", sorted({c["model_type"]: n for n, c in PRESETS.items()}.values()))
@@ -107,8 +107,8 @@ def test_matrices_are_those_that_the_library_builds(name: str, tied: bool) -> No
     kind = config.pop("model_type")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-    shape = shape_of({"model_type": kind, **config}, name=name)
-    weights = [*2 * shape.layer_weights, *shape.outer_weights]
+    shape = shape_from_config({"model_type": kind, **config}, name=name)
+    weights = [*2 * shape.layer_weights, *shape.non_layer_weights]
     assert sum(map(math.prod, weights)) == shape.num_parameters
     built = sorted(tuple(p.shape) for p in model.parameters() if p.ndim >= 2)
     assert sorted(w for w in weights if len(w) >= 2) == built

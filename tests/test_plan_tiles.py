@@ -16,8 +16,8 @@ QWEN = 151_936
 
 def planned(num_tokens: int, vocabulary: int, hidden: int, **settings: Any) -> int:
     shape = SimpleNamespace(vocabulary=vocabulary, hidden=hidden)
-    work: Any = SimpleNamespace(shape=shape, scored_tokens=num_tokens, autocasts=False, **settings)
-    return _loss_head_bytes(work)
+    workload: Any = SimpleNamespace(shape=shape, loss_tokens=num_tokens, autocasts=False, **settings)
+    return _loss_head_bytes(workload)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

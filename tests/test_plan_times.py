@@ -50,7 +50,7 @@ def machine(*, flops: float = 1e3, bandwidth: float = 1e3, memory: int = 10**12)
         memory_bytes=memory,
         framework_bytes=1,
     )
-    return Hardware(gpu_name="x", gpu_memory_bytes=memory, gpus_per_node=1, nodes=1, measured=measured)
+    return Hardware(gpu_name="x", gpu_memory_bytes=memory, gpus_per_node=1, nodes=1, calibration=measured)
 
 
 def times(*overrides: str, shape: ModelShape = SMALL, training: int = 1, sampling: int = 1, **on: Any) -> StepTimes:
@@ -147,38 +147,38 @@ SEEN = 4 * 8 * 2 * (100 * 50 + 800 * 200) / 900  # of attention's forward pass, 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], {"6 operations per weight and token": 600, "attention": 3 * SEEN}),
-        (["train.updates_per_rollout=2"], {"6 operations per weight and token": 1200, "attention": 6 * SEEN}),
+        ([], {"6 FLOPs per weight and token": 600, "attention": 3 * SEEN}),
+        (["train.updates_per_rollout=2"], {"6 FLOPs per weight and token": 1200, "attention": 6 * SEEN}),
         (
             ["model.gradient_checkpointing=true", "algorithm.beta=0.1", "train.updates_per_rollout=2"],
             {
-                "6 operations per weight and token": 1200,
-                "layers computed twice": 400,
+                "6 FLOPs per weight and token": 1200,
+                "recomputed layers": 400,
                 "the reference": 200,
                 "attention": 9 * SEEN,
             },
         ),
         (
             ["model.gradient_checkpointing=selective"],  # attention is kept
-            {"6 operations per weight and token": 600, "layers computed twice": 200, "attention": 3 * SEEN},
+            {"6 FLOPs per weight and token": 600, "recomputed layers": 200, "attention": 3 * SEEN},
         ),
         (
             ["algorithm={beta: 0.1, kl_in: reward}"],
             {
-                "6 operations per weight and token": 600,
+                "6 FLOPs per weight and token": 600,
                 "the reference": 200,
-                "the policy before training": 200,
+                "old logprobs": 200,
                 "attention": 5 * SEEN,
             },
         ),
         (
             ["algorithm.top_entropy_quantile=0.2"],
-            {"6 operations per weight and token": 600, "the policy before training": 200, "attention": 4 * SEEN},
+            {"6 FLOPs per weight and token": 600, "old logprobs": 200, "attention": 4 * SEEN},
         ),
         (
             ["algorithm.name=ppo", "critic.updates=3"],  # values once, three times there and back
             {
-                "6 operations per weight and token": 600,
+                "6 FLOPs per weight and token": 600,
                 "attention": 3 * SEEN,
                 "the critic": 56 * (2 + 3 * 6) + SEEN * (1 + 3 * 3),  # 50 weights, and 6 of the value head
             },
@@ -193,4 +193,4 @@ def test_an_adapter_takes_four_operations_per_weight() -> None:
     shape = preset_shape("0.5b")
     found = training_operations(config("model.adapter={rank: 8, targets: [q_proj]}"), shape)
     own = 24 * 8 * 2 * 896
-    assert found["4 operations per weight and token"] == 4 * shape.active_parameters + 6 * own
+    assert found["4 FLOPs per weight and token"] == 4 * shape.active_parameters + 6 * own

@@ -42,7 +42,7 @@ def test_a_run_resumes_bit_for_bit_and_is_merged_into_its_own_base(tmp_path: Pat
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(tensor.any() for name, tensor in first.items() if "lora_B" in name)
     merge_command(tmp_path / "run", tmp_path / "merged")
-    assert "was trained on its base in nf4 and is merged into the base's own weights" in capsys.readouterr().out
+    assert "was trained on a base quantized to nf4 but merged into the unquantized base" in capsys.readouterr().out
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     name = "model.layers.0.self_attn.q_proj"
     key = f"base_model.model.{name}.lora_"

@@ -12,7 +12,7 @@ from cohort.plan.flops import memory_bandwidth
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
 from cohort.plan.predict import predict_run
-from cohort.plan.room import why_it_does_not_fit
+from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit, split_gpus
 from cohort.plan.timing import StepTimes, step_times
@@ -85,9 +85,7 @@ def test_the_reason_says_who_does_what():
     assert split(8, "hardware.processes=5", "rollout.tensor_parallel=2").reason == (
         "GPUs 0-4 train, GPUs 5-6 sample (1 vLLM server, 2 GPUs each), GPU 7 is not used: hardware.processes: 5"
     )
-    assert split(1).reason == (
-        "GPU 0 trains and samples in turn, vLLM sleeping during training: there is one GPU for both"
-    )
+    assert split(1).reason == ("GPU 0 trains and samples in turn, vLLM sleeping during training: there is only one GPU")
     assert split(0, "hardware.processes=3").reason == "3 processes and 1 vLLM server share the CPU"
 
 
@@ -107,7 +105,7 @@ def test_auto_takes_the_shortest_step():
     assert 1 < best == len(found.server_gpus) < 7
     near = " and ".join(f"{8 - n} + {n} would take {every[n].step_s:.3g} s" for n in (best - 1, best + 1))
     assert found.reason == (
-        f"GPUs 0-{7 - best} train, GPUs {8 - best}-7 sample ({best} vLLM servers): {every[best].told()} predicted; "
+        f"GPUs 0-{7 - best} train, GPUs {8 - best}-7 sample ({best} vLLM servers): {every[best].describe()} predicted; "
         f"{near}"
     )
 
@@ -121,16 +119,16 @@ def test_auto_balances_phases_that_overlap():
     }
     best = every[len(found.server_gpus)]
     assert best.step_s == max(best.training_s, best.sampling_s) == min(t.step_s for t in every.values())
-    assert "at the same time" in found.reason
+    assert "overlapping" in found.reason
 
 
 def test_auto_makes_room_for_what_training_takes():
     """7.6B in float32 with AdamW is 122 GB of state: 2 training GPUs of 80 GB hold it, one does not."""
     shape, hungry = preset_shape("7b"), ("train.prompts_per_step=1000", "rollout.num_generations=2")
     wanted = config_with(*hungry)
-    assert why_it_does_not_fit(wanted, wanted.rollout, shape, EIGHTY, 2) is None
-    assert (why_it_does_not_fit(wanted, wanted.rollout, shape, EIGHTY, 1) or "").endswith(
-        "GB of each in forward, backward, and each has 80 GB"
+    assert memory_shortfall(wanted, wanted.rollout, shape, EIGHTY, 2) is None
+    assert (memory_shortfall(wanted, wanted.rollout, shape, EIGHTY, 1) or "").endswith(
+        "GB per GPU in forward, backward, of 80 GB"
     )
     fast = ("rollout.max_num_seqs=1", AUTO, *hungry)  # sampling takes the longest by far
     assert split(4, *fast, model="1b").num_processes == 1
@@ -144,10 +142,10 @@ def test_a_split_and_a_plan_count_the_same_memory():
     for gigabytes in (20, 60):
         hardware = gpus_of(gigabytes)
         plan = predict_run(wanted, preset_shape("14b"), hardware, layout=layout)
-        why = why_it_does_not_fit(wanted, wanted.rollout, preset_shape("14b"), hardware, 7)
+        why = memory_shortfall(wanted, wanted.rollout, preset_shape("14b"), hardware, 7)
         assert (why is None) == plan.fits
         if why is not None:
-            assert f"takes {plan.memory.peak_bytes / 1e9:.3g} GB of each" in why
+            assert f"needs {plan.memory.peak_bytes / 1e9:.3g} GB per GPU" in why
 
 
 def test_auto_shares_the_gpus_where_separate_ones_do_not_fit():
@@ -155,14 +153,14 @@ def test_auto_shares_the_gpus_where_separate_ones_do_not_fit():
     found = split(2, AUTO, model="3b", hardware=gpus_of(48))
     assert found.shared and found.num_processes == 2
     assert found.reason.startswith(
-        "GPUs 0-1 train and sample in turn, vLLM sleeping during training: with separate GPUs, training on 1 GPU takes "
+        "GPUs 0-1 train and sample in turn, vLLM sleeping during training: with separate GPUs, training on 1 GPU needs "
     )
-    assert found.reason.endswith("in forward, backward, and each has 48 GB")
+    assert found.reason.endswith("in forward, backward, of 48 GB")
 
 
 def test_what_does_not_fit_is_refused_with_what_does():
     refused = message(8, AUTO, model="32b")
-    assert refused.startswith("hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs takes ")
+    assert refused.startswith("hardware.rollout_gpus: auto: nothing fits 8 GPUs of 80 GB: training on 7 GPUs needs ")
     assert refused.endswith(
         "use model.dtype: bfloat16 with rollout.tensor_parallel: 2 or a number for rollout_gpus, which is not compared "
         "with the memory"
@@ -179,9 +177,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
 def test_a_model_that_is_not_there_yet():
     found = split_gpus(config_with(AUTO), num_gpus=8, shape=None, hardware=EIGHTY)
     assert found == split_gpus(config_with(AUTO), num_gpus=8, shape=preset_shape("7b"), hardware=None)
-    assert found.reason.endswith(
-        "(for a model of 1 billion weights on H100s, since its size is not known yet; memory was not looked at)"
-    )
+    assert found.reason.endswith("(for a 1B model on H100s, since model or GPU is unknown; memory was not checked)")
 
 
 @pytest.mark.parametrize(
@@ -212,13 +208,13 @@ def test_what_has_no_known_bandwidth():
         (
             4,
             ("hardware.processes=4", "hardware.rollout_gpus=1"),
-            "hardware.rollout_gpus: 1 and hardware.processes: 4 are 5 GPUs, and this machine has 4; use processes: "
+            "hardware.rollout_gpus: 1 and hardware.processes: 4 need 5 GPUs, and this machine has 4; use processes: "
             "3 or auto",
         ),
         (
             4,
             ("hardware.processes=3", "hardware.rollout_gpus=2"),
-            "hardware.rollout_gpus: 2 and hardware.processes: 3 are 5 GPUs, and this machine has 4; use processes: "
+            "hardware.rollout_gpus: 2 and hardware.processes: 3 need 5 GPUs, and this machine has 4; use processes: "
             "2 or auto, or rollout_gpus: 1",
         ),
         (
@@ -230,37 +226,36 @@ def test_what_has_no_known_bandwidth():
         (
             8,
             (AUTO, "hardware.rollout_gpus=3", "rollout.tensor_parallel=2"),
-            "hardware.rollout_gpus: 3 cannot be shared out to servers of rollout.tensor_parallel: 2 GPUs each; use 2 "
-            "or 4",
+            "hardware.rollout_gpus: 3 is not a multiple of rollout.tensor_parallel: 2, the GPUs per server; use 2 or 4",
         ),
         (
             2,
             (AUTO, "hardware.rollout_gpus=1", "rollout.tensor_parallel=2"),
-            "hardware.rollout_gpus: 1 cannot be shared out to servers of rollout.tensor_parallel: 2 GPUs each; use 1 "
+            "hardware.rollout_gpus: 1 is not a multiple of rollout.tensor_parallel: 2, the GPUs per server; use 1 "
             "with tensor_parallel: 1",
         ),
         (
             8,
             (AUTO, "hardware.rollout_gpus=4", "rollout.servers=3"),
-            "rollout.servers: 3 of 1 GPU each (rollout.tensor_parallel) are not hardware.rollout_gpus: 4; use servers: "
-            "auto, which is 4",
+            "rollout.servers: 3 of 1 GPU each (rollout.tensor_parallel) do not match hardware.rollout_gpus: 4; use "
+            "servers: auto (4)",
         ),
         (
             4,
             ("hardware.processes=1", "hardware.rollout_gpus=shared"),
-            "hardware.processes: 1 with GPUs that are shared: every GPU has one training process, and there are 4; use "
-            "auto or 4, or a number for hardware.rollout_gpus, or choose GPUs with CUDA_VISIBLE_DEVICES",
+            "hardware.processes: 1 with shared GPUs: every GPU has one training process, and there are 4; use "
+            "auto or 4, a number for hardware.rollout_gpus, or select GPUs with CUDA_VISIBLE_DEVICES",
         ),
         (
             4,
             (AUTO, "hardware.rollout_gpus=shared", "rollout.servers=2"),
-            "rollout.servers: 2 with GPUs that are shared: every GPU has one server, and there are 4; use auto or 4",
+            "rollout.servers: 2 with shared GPUs: every GPU has one server, and there are 4; use auto or 4",
         ),
         (
             4,
             (AUTO, "hardware.rollout_gpus=shared", "rollout.tensor_parallel=2"),
-            "rollout.tensor_parallel: 2 with GPUs that are shared (hardware.rollout_gpus: shared): each has a server "
-            "of its own; use tensor_parallel: 1, or hardware.processes: auto with rollout_gpus: 2",
+            "rollout.tensor_parallel: 2 with shared GPUs (hardware.rollout_gpus: shared): every GPU has its own "
+            "server; use tensor_parallel: 1, or hardware.processes: auto with rollout_gpus: 2",
         ),
         (
             8,
@@ -280,9 +275,9 @@ def test_what_has_no_known_bandwidth():
             "rollout.tensor_parallel: 2 on 2 GPUs leaves none to train; use at most 1 GPU for the servers, such as "
             "tensor_parallel: 1 with servers: auto",
         ),
-        (8, ("hardware.processes=9",), "hardware.processes: 9 is more than this machine's 8 GPUs, and each process"),
-        (0, ("hardware.rollout_gpus=shared",), "hardware.rollout_gpus: shared has no effect without GPUs: training"),
-        (0, ("rollout.tensor_parallel=2",), "rollout.tensor_parallel: 2 counts GPUs, and there are none; use 1"),
+        (8, ("hardware.processes=9",), "hardware.processes: 9 exceeds this machine's 8 GPUs (one per process)"),
+        (0, ("hardware.rollout_gpus=shared",), "hardware.rollout_gpus: shared has no effect on CPU"),
+        (0, ("rollout.tensor_parallel=2",), "rollout.tensor_parallel: 2 requires GPUs; use 1 on CPU"),
     ],
 )
 def test_contradictions(num_gpus, overrides, expected):

@@ -83,7 +83,7 @@ def test_the_overlong_reward_is_told_like_any_other(tmp_path: Path):
         ),
         (
             {"reference": {"device": "cpu"}, "algorithm": {"beta": 0.1}, "hardware": {"device": "cpu"}},
-            "reference.device: cpu has no effect on a run on the CPU",
+            "reference.device: cpu has no effect on CPU",
         ),
     ],
 )

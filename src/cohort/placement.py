@@ -1,4 +1,4 @@
-"""Which GPUs the rollout servers of a run get on this machine: decided where the run is started, and told to rank 0."""
+"""Place rollout servers on this machine's GPUs: decided by the launcher and passed to rank 0."""
 
 import functools
 import json
@@ -13,42 +13,42 @@ import torch
 from cohort.config import Config
 from cohort.errors import UserError
 from cohort.plan import rollout_engine
-from cohort.plan.calibration import calibration_of
+from cohort.plan.calibration import find_calibration
 from cohort.plan.hardware import Hardware
-from cohort.plan.shape import ModelShape, known_shape, similar_shape
+from cohort.plan.shape import ModelShape, similar_shape, try_read_shape
 from cohort.plan.split import GpuSplit, split_gpus
 
 PLACEMENT = "COHORT_SERVER_GPUS"  # environment variable: a Placement as JSON
-_LOOK_AT_GPU_S = 120.0
+_QUERY_GPU_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The servers that a run starts, in the words of the machine and not of any one process."""
+    """Servers that a run starts, with physical device ids."""
 
-    gpus: tuple[str, ...]  # of each server, as CUDA_VISIBLE_DEVICES takes them, such as "6,7"; "" on CPU
-    shared: bool  # server i is on the GPU of rank i, which has to let it sleep
-    reason: str  # for a person
+    gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each server, such as "6,7"; "" on CPU
+    shared: bool  # server i is on the GPU of rank i, which puts it to sleep
+    reason: str  # for the user
 
     def environment(self) -> dict[str, str]:
-        """The variable that tells it to the processes that train."""
+        """Environment variable that passes the placement to the training processes."""
         return {PLACEMENT: json.dumps(asdict(self))}
 
 
 def server_placement(config: Config) -> Placement:
-    """Where this run's servers go. On rank 0, which starts them.
+    """Placement of the run's servers, for rank 0, which starts them.
 
-    `cohort train` has told it to its processes. Those of another launcher see which GPUs of their machine no rank uses.
+    `cohort train` passes it to its processes. Under another launcher, servers get the GPUs that no rank uses.
 
     Args:
-        config: of a run that uses servers, without `rollout.urls`.
+        config: Configuration of a run that uses servers, without `rollout.urls`.
 
     Raises:
-        UserError: there are no GPUs for them.
+        UserError: There are no GPUs for the servers.
     """
     if PLACEMENT in os.environ:
-        told = json.loads(os.environ[PLACEMENT])
-        return Placement(gpus=tuple(told["gpus"]), shared=told["shared"], reason=told["reason"])
+        placement = json.loads(os.environ[PLACEMENT])
+        return Placement(gpus=tuple(placement["gpus"]), shared=placement["shared"], reason=placement["reason"])
     num_here, num_all = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("WORLD_SIZE", 1))
     if num_all > num_here:
         _check_several_machines(config, num_here)
@@ -59,10 +59,10 @@ def server_placement(config: Config) -> Placement:
 
 
 def split_machine(config: Config) -> GpuSplit | None:
-    """How the GPUs of this machine are split; None for a run that starts no servers.
+    """Split this machine's GPUs; None for a run that starts no servers.
 
     Raises:
-        UserError: the configuration asks for what this machine does not have.
+        UserError: The configuration requires GPUs that this machine does not have.
     """
     if not config.rollout.uses_servers or config.rollout.urls:
         return None
@@ -76,32 +76,32 @@ def split_machine(config: Config) -> GpuSplit | None:
     )
 
 
-def why_vllm_does_not_fit(config: Config) -> str | None:
-    """Why servers do not fit beside training here by the plan; None where they do, or where that cannot be told.
+def vllm_memory_shortfall(config: Config) -> str | None:
+    """Why vLLM does not fit beside training on this machine by the plan; None if it fits or that is unknown.
 
     Args:
-        config: of a run with `rollout.engine: auto` that vLLM is not ruled out for.
+        config: Configuration with `rollout.engine: auto` that vLLM supports.
 
     Raises:
-        UserError: the configuration asks for what this machine does not have.
+        UserError: The configuration requires GPUs that this machine does not have.
     """
-    started = os.environ.get("LOCAL_WORLD_SIZE")  # by another launcher, which decides how many processes train
+    started = os.environ.get("LOCAL_WORLD_SIZE")  # set by another launcher, which decides the number of processes
     if started is not None:
         config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"processes": int(started)})})
     shape, hardware = _shape(config.model.path), _hardware(num_gpus(config))
-    return None if shape is None or hardware is None else rollout_engine.why_vllm_does_not_fit(config, shape, hardware)
+    return None if shape is None or hardware is None else rollout_engine.vllm_memory_shortfall(config, shape, hardware)
 
 
 def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
-    """A split in the words of the machine.
+    """Translate a split into physical device ids.
 
     Args:
-        config: of the run.
-        split: of this machine.
-        slots: places in `split.training_gpus` that are trained on; a failed one may have been left out.
+        config: Configuration of the run.
+        split: Split of this machine.
+        slots: Indices into `split.training_gpus` in use; a failed GPU may have been dropped.
     """
     devices = visible_devices(config)
-    # nobody trains on a shared GPU that was left out, and a server there would have no one to take turns with
+    # no server on a dropped shared GPU: no rank would put it to sleep
     servers = [split.server_gpus[slot] for slot in slots] if split.shared else split.server_gpus
     return Placement(
         gpus=tuple(",".join(devices[i] for i in gpus) for gpus in servers),
@@ -111,10 +111,10 @@ def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
 
 
 def num_gpus(config: Config) -> int:
-    """How many GPUs this machine has for the run, as `hardware.device` says.
+    """Number of GPUs available to the run according to `hardware.device`.
 
     Raises:
-        UserError: it names one that does not exist.
+        UserError: It names a device that does not exist.
     """
     device = config.hardware.device
     found = 0 if device == "cpu" else torch.cuda.device_count()
@@ -124,7 +124,7 @@ def num_gpus(config: Config) -> int:
 
 
 def visible_devices(config: Config) -> list[str]:
-    """The GPUs that the run may use, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs available to the run, as in CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     every = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
     number = config.hardware.device.partition(":")[2]
@@ -132,28 +132,28 @@ def visible_devices(config: Config) -> list[str]:
 
 
 def _check_several_machines(config: Config, num_here: int) -> None:
-    """Servers of the run itself are on rank 0's machine, on GPUs that no rank uses.
+    """Check that rank 0's machine has GPUs without a rank for the run's own servers.
 
     Raises:
-        UserError: there are none.
+        UserError: It has none.
     """
     found, wanted = num_gpus(config), config.hardware.rollout_gpus
     if found == 0 or (found > num_here and wanted != "shared"):
         return
     raise UserError(
-        f"hardware.rollout_gpus: {wanted} on several machines: the servers would be on the machine of rank 0, and the "
-        f"launcher has started {num_here} processes on its {found} GPUs; use rollout.urls with servers on other "
-        f"machines (`cohort serve` starts one, `cohort launch slurm --rollout-nodes 1` a node of them)"
+        f"hardware.rollout_gpus: {wanted} on several machines: servers run on the machine of rank 0, where the "
+        f"launcher has started {num_here} processes on {found} GPUs; use rollout.urls with servers on other machines "
+        f"(`cohort serve` starts one, `cohort launch slurm --rollout-nodes 1` a node of them)"
         + (f", or --nproc-per-node {found - 1}" if found > 1 else "")
     )
 
 
 def _shape(path: str) -> ModelShape | None:
-    """Of the model; None where it is not known and not on this machine yet."""
-    known = known_shape(path)
+    """Shape of the model; None if it is unknown and not on this machine yet."""
+    known = try_read_shape(path)
     if known is not None:
         return known
-    from cohort.policy.skeleton import local_weights  # slow to import, and needed for what the name does not tell only
+    from cohort.policy.skeleton import local_weights  # slow import, needed only for unknown names
 
     weights = local_weights(path)
     if not weights:
@@ -162,14 +162,14 @@ def _shape(path: str) -> ModelShape | None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # what is wrong with it, loading the model says
+        return None  # loading the model reports what is wrong
     number = sum(math.prod(w.shape) for w in weights.values())
-    return known_shape(str(folder)) or similar_shape(config, name=path, num_parameters=number)
+    return try_read_shape(str(folder)) or similar_shape(config, name=path, num_parameters=number)
 
 
 def _hardware(num: int) -> Hardware | None:
-    """The GPUs of this machine; None where the driver does not answer."""
-    gpu = _look_at_gpu()
+    """GPUs of this machine; None if the driver does not answer."""
+    gpu = _query_gpu()
     if gpu is None:
         return None
     name, memory_bytes = gpu
@@ -178,15 +178,15 @@ def _hardware(num: int) -> Hardware | None:
         gpu_memory_bytes=memory_bytes,
         gpus_per_node=num,
         nodes=1,
-        measured=calibration_of(name),
+        calibration=find_calibration(name),
     )
 
 
 @functools.cache
-def _look_at_gpu() -> tuple[str, int] | None:
-    """Name of the first GPU, and the memory of the one that has the least; None where the driver does not tell.
+def _query_gpu() -> tuple[str, int] | None:
+    """Name of the first GPU and memory of the smallest; None if the driver does not answer.
 
-    In a process of its own: whoever asks CUDA holds memory of the GPU from then on, and this one may outlive the run.
+    Runs in a subprocess, since querying CUDA allocates GPU memory for the lifetime of the process.
     """
     script = (
         "import torch\n"
@@ -195,7 +195,7 @@ def _look_at_gpu() -> tuple[str, int] | None:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_LOOK_AT_GPU_S, check=True
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_QUERY_GPU_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

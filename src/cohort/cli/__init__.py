@@ -1,9 +1,9 @@
-"""The command line. Commands import what they need when they run, so that `--help` answers at once."""
+"""Command-line interface. Commands import lazily to keep `--help` fast."""
 
 import os
 
-# Threads of one operation that wait for each other must sleep, not spin: with another program on the same cores,
-# spinning made training six times slower. It has to be set before torch is imported.
+# OpenMP threads must sleep, not spin, while they wait: with another program on the same cores, spinning made training
+# six times slower. Must be set before importing torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cohort.cli.app import main
@@ -11,7 +11,7 @@ from cohort.startup import run_and_leave
 
 
 def run() -> None:
-    """Be the process of a command: start quickly, run it, and end quickly."""
+    """Entry point of the `cohort` command."""
     run_and_leave(main)
 
 

@@ -12,11 +12,11 @@ KINDS = ("advantage", "policy_loss", "loss_weight")
 
 
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="Show this algorithm, or this component, alone.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Show only this algorithm or component.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List the algorithms: what they are made of, where they come from, their numbers, and when to use which."""
+    """List the algorithms with their components, sources, defaults and when to use them."""
     from cohort.config import ALGORITHMS, COMPONENTS
     from cohort.config.algorithm import not_one_of
     from cohort.config.algorithm_docs import described, described_component
@@ -25,13 +25,12 @@ def algorithms(
     if name is None:
         found: Any = [described(each) for each in ALGORITHMS]
         text = "\n".join(_short(each, width=max(map(len, ALGORITHMS))) for each in found) + (
-            "\n\ncohort algorithms NAME shows one of them, or of their components; algorithm: {name: NAME} in a "
-            "configuration uses one\nKL divergence, entropy, masks and functions of your own go with any of them: "
-            "docs/algorithm-terms.md"
+            "\n\nShow one algorithm or component with `cohort algorithms NAME`, use one with algorithm: {name: NAME}.\n"
+            "All combine with KL, entropy, masks and your own functions: docs/algorithm-terms.md"
         )
     elif name in ALGORITHMS:
         found = described(name)
-        text = _whole(found)
+        text = _long(found)
     elif name in kinds:
         found = {"kind": kinds[name], **described_component(kinds[name], name)}
         text = "\n".join([*_part(kinds[name], found), "", f"algorithm: {{{kinds[name]}: {name}}}"])
@@ -48,7 +47,7 @@ def _short(algorithm: dict[str, Any], *, width: int) -> str:
     return "\n".join(lines)
 
 
-def _whole(algorithm: dict[str, Any]) -> str:
+def _long(algorithm: dict[str, Any]) -> str:
     lines = [f"{algorithm['title']} ({algorithm['source']}): {algorithm['when']}", ""]
     for kind in KINDS:
         lines += _part(kind, algorithm[kind])

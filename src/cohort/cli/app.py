@@ -1,4 +1,4 @@
-"""`cohort train`, `cohort plan`, `cohort eval`, `cohort merge`, `cohort serve`, `cohort launch`, `cohort demo`."""
+"""The `cohort` command and its subcommands train, eval, serve, launch and demo."""
 
 import sys
 import traceback
@@ -22,10 +22,10 @@ from cohort.unforeseen import belongs_to, told
 
 
 class _Commands(TyperGroup):
-    """Runs a command and turns what ends it early into a message and an exit code."""
+    """Run a command and turn expected exceptions into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Exit codes: 1 the run failed, 2 a mistake that the user can mend, 130 interrupted before it did anything."""
+        """Run a command. Exit codes: 1 the run failed, 2 user error, 130 interrupted before the run began."""
         try:
             return super().invoke(ctx)
         except (UserError, TrainingError) as error:
@@ -40,11 +40,11 @@ class _Commands(TyperGroup):
 
 
 class _OutputLostError(OSError):
-    """Standard output cannot be written: where a command's answer goes, so that the command has failed."""
+    """Writing a command's result to standard output failed."""
 
 
 class _Output:
-    """Standard output, whose errors are told from those of files."""
+    """Standard output that raises its own exception type, to tell its errors from those of files."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -68,7 +68,7 @@ class _Output:
 app = typer.Typer(
     name="cohort",
     cls=_Commands,
-    help="Train language models with GRPO and its relatives: any shape trains, the gradient never depends on it.",
+    help="Train language models with GRPO and related algorithms, with any batch shape and number of GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -81,56 +81,58 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Insist that run.dir holds this run already.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Fail unless run.dir already holds this run.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model. The same command after a kill goes on from the last checkpoint."""
+    """Train a model. Run the same command again to resume from the last checkpoint."""
     from cohort.config import load_config
 
     settings = load_config(config, overrides or ())
     belongs_to(Path(settings.run.dir))
-    from cohort.display.lasting import LastingStream
+    from cohort.display.lasting import SafeStdout
 
     loading()
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
-    print(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}", file=LastingStream(), flush=True)
+    print(f"model:   {result.final_dir}\nmetrics: {result.run_dir / 'metrics.jsonl'}", file=SafeStdout(), flush=True)
 
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face id, or the folder of a finished run.")],
+    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face id, or folder of a finished run.")],
     data: Annotated[
         str | None,
-        typer.Option(help="JSONL, JSON, Parquet, CSV, folder or `datasets` id. Of a run: its own."),
+        typer.Option(help="JSONL, JSON, Parquet or CSV file, folder, or `datasets` id. Default for a run: its own."),
     ] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option(help="Reward as in `rewards.use`; the first one decides success. Of a run: its own."),
+        typer.Option(help="Reward as in `rewards.use`; the first one defines success. Default for a run: its own."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt column. Default: prompt.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split, for folders and ids. Default: test.")] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="System message before every prompt.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a folder or dataset id. Default: test.")] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     chat_template: Annotated[
         bool | None,
         typer.Option("--chat-template/--no-chat-template", help="Render prompts with the model's chat template."),
     ] = None,
     num_samples: Annotated[int | None, typer.Option(help="k completions per prompt, for mean@k and pass@k.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0, or 0.6 for k > 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1, the default, is off.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0, the default, is off.")] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Default: 512.")] = None,
-    max_completion_tokens: Annotated[int | None, typer.Option(help="Default: 256.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 0, or 0.6 for k > 1.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 (default): off.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Top-k sampling; 0 (default): off.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt. Default: 512.")] = None,
+    max_completion_tokens: Annotated[int | None, typer.Option(help="Longest completion. Default: 256.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="Evaluate the first N prompts only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed. Default: 0.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     reward_args: Annotated[str | None, typer.Option(help="Keyword arguments of the first reward, as YAML.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the completions there, as Parquet.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write completions to this Parquet file.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate a model on a data set: accuracy, mean@k, pass@k. Of a run, with the run's settings."""
+    """Evaluate a model on a dataset: accuracy, mean@k, pass@k. A run is evaluated with its own settings."""
     given = {name: value for name, value in locals().items() if name not in ("model", "out", "json_", "debug")}
     from cohort.cli.eval_config import eval_config
 
@@ -150,20 +152,20 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen at; 0.0.0.0 is every network of this machine. Whoever reaches the server can "
-            "replace its weights, since there is no password: other than 127.0.0.1 on a trusted network only."
+            help="Address to listen on; 0.0.0.0: all interfaces. There is no authentication, and clients can replace "
+            "the weights: use other addresses than 127.0.0.1 on trusted networks only."
         ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option()] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     print_only: Annotated[
-        bool, typer.Option("--print-only", help="Print the command for a shell; start nothing.")
+        bool, typer.Option("--print-only", help="Print the shell command without running it.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Serve completions to a run on another machine, which names this one in rollout.urls, until Ctrl-C."""
+    """Run a vLLM server for a training run on another machine, which lists it in rollout.urls."""
     from cohort.config import load_config
 
-    # The addresses are for the run, which reads the same file; this server is at one of them.
+    # rollout.urls is for the run, which reads the same file; this server has one of these addresses.
     settings = load_config(config, overrides or (), without=["rollout.urls"])
     loading()
     from cohort.launch.serve import as_shell, serve_command
@@ -186,19 +188,23 @@ def slurm(
         list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
     ] = None,
     nodes: Annotated[int, typer.Option(help="Training nodes.")] = 1,
-    min_nodes: Annotated[int | None, typer.Option(help="Go on with as few as these. Default: all.")] = None,
-    rollout_nodes: Annotated[int, typer.Option(help="More nodes, with vLLM servers that sample.")] = 0,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8, or 0 with hardware.device: cpu.")] = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(help="Keep running with at least this many nodes. Default: all.")
+    ] = None,
+    rollout_nodes: Annotated[int, typer.Option(help="Additional nodes for vLLM servers.")] = 0,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs per node. Default: 8, or 0 with hardware.device: cpu.")
+    ] = None,
     time: Annotated[str, typer.Option(help="Time limit of the job.")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option()] = None,
-    account: Annotated[str | None, typer.Option()] = None,
-    job_name: Annotated[str, typer.Option()] = "cohort",
-    max_restarts: Annotated[int, typer.Option(help="Of the processes, inside of the job.")] = 3,
-    port: Annotated[int, typer.Option(help="At which the nodes meet.")] = 29500,
-    out: Annotated[Path, typer.Option(help="Write the script there; - prints it.")] = Path("-"),
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
+    job_name: Annotated[str, typer.Option(help="Slurm job name.")] = "cohort",
+    max_restarts: Annotated[int, typer.Option(help="Maximum restarts of the processes within the job.")] = 3,
+    port: Annotated[int, typer.Option(help="Rendezvous port.")] = 29500,
+    out: Annotated[Path, typer.Option(help="Write the script to this file; -: print it.")] = Path("-"),
     debug: Debug = False,
 ) -> None:
-    """Write the sbatch script of a run on many machines."""
+    """Write an sbatch script for a multi-node run."""
     from cohort.config import load_config
     from cohort.launch.slurm import SlurmOptions, slurm_script
 
@@ -223,26 +229,26 @@ def slurm(
         out.write_text(script, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {str(out)!r} cannot be written: {error.strerror}") from error
-    typer.echo(f"written; submit it with: sbatch {out}")
+    typer.echo(f"written; submit with: sbatch {out}")
 
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="Of the data order and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of data order and sampling.")] = 0,
     processes: Annotated[int, typer.Option(help="Training processes.")] = 1,
-    engine: Annotated[str, typer.Option(help="local, or vllm from $COHORT_VLLM_PYTHON.")] = "local",
+    engine: Annotated[str, typer.Option(help="Rollout engine: local, or vllm from $COHORT_VLLM_PYTHON.")] = "local",
     out: Annotated[
         Path | None, typer.Option(help="Run folder. Default: runs/demo, or the next free runs/demo-N.")
     ] = None,
     rebuild_base: Annotated[
         bool,
         typer.Option(
-            "--rebuild-base", help="Make the small base model anew (3 minutes), in --out or in place, and exit."
+            "--rebuild-base", help="Rebuild the small base model (3 minutes), in --out or in place, and exit."
         ),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Watch a small model learn to solve word problems by GRPO: about a minute, no GPU, no network, no download."""
+    """Train a small model on word problems with GRPO: about a minute, no GPU, no downloads."""
     loading()
     from cohort.demo.run import rebuild, run_demo
 
@@ -261,8 +267,9 @@ app.command()(verify)
 
 
 def main() -> None:
-    """Run a command. Exit codes: 0 done, 1 the run failed, 2 a mistake that the user can mend, 70 what
-    nobody foresaw, 128 + N: by signal N.
+    """Run a command.
+
+    Exit codes: 0 success, 1 the run failed, 2 user error, 70 internal error, 128 + N killed by signal N.
     """
     own_process()
     output: Any = None if sys.stdout is None else _Output(sys.stdout)  # None: closed

@@ -11,14 +11,14 @@ from cohort.config.hardware import MOST_PROCESSES
 from cohort.errors import UserError
 
 TrlVersion = Annotated[
-    str | None, typer.Option(help="TRL whose rules hold, such as 0.18.0. Default: the file's own, else 1.16.")
+    str | None, typer.Option(help="TRL version to check against, such as 0.18.0. Default: the file's own, else 1.16.")
 ]
 LaunchedWith = Annotated[
     str | None,
     typer.Option(
         "--launch",
         metavar="COMMAND",
-        help="How the files are launched, where they do not say: 'accelerate launch --num_processes 7', "
+        help="Launch command, if the files do not contain it: 'accelerate launch --num_processes 7', "
         "'sbatch --nodes=2 slurm/train.slurm'.",
     ),
 ]
@@ -27,18 +27,16 @@ LaunchedWith = Annotated[
 def check(
     files: Annotated[list[Path], typer.Argument(help="Cohort, TRL, Open-R1, ms-swift or verl; docs/check.md.")],
     world_sizes: Annotated[
-        str | None, typer.Option(metavar="1,2,3", help="Numbers of GPUs to judge. Default: 1 to 16, 24, 32, 64.")
+        str | None, typer.Option(metavar="1,2,3", help="Numbers of GPUs to check. Default: 1 to 16, 24, 32, 64.")
     ] = None,
     trl_version: TrlVersion = None,
     launch: LaunchedWith = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU that they run on, as for `cohort plan`: memory is judged too.")
-    ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU, such as 80GB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU type as for `cohort plan`; also checks memory.")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Memory per GPU, such as 80GB.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Judge configurations before launch: do they start, with how many GPUs, and what works instead."""
+    """Check configurations before launch: whether they start, on how many GPUs, and what works instead."""
     from cohort.check import WORLD_SIZES, check_file
 
     sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
@@ -58,12 +56,12 @@ def check(
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(help="A configuration of TRL, Open-R1, ms-swift or verl.")],
+    file: Annotated[Path, typer.Argument(help="Configuration of TRL, Open-R1, ms-swift or verl.")],
     trl_version: TrlVersion = None,
     launch: LaunchedWith = None,
     debug: Debug = False,
 ) -> None:
-    """Print a Cohort configuration that does the same, with what has no equivalent in comments."""
+    """Convert to an equivalent Cohort configuration; settings without an equivalent become comments."""
     from cohort.check import convert_file
 
     typer.echo(convert_file(file, version=_version(trl_version), launched_with=launch), nl=False)

@@ -1,4 +1,4 @@
-"""What `cohort eval` evaluates: a model with the options, or a run's model with the run's settings and the options."""
+"""Build the configuration of `cohort eval` from its options and, for a run, the run's settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,14 +16,14 @@ _EVAL = ("split", "max_prompts", "num_samples", "temperature", "top_p", "top_k")
 
 
 def eval_config(model: str, given: Mapping[str, Any]) -> Config:
-    """The configuration of an evaluation.
+    """Build the configuration of an evaluation.
 
     Args:
-        model: folder or id of a model, or the folder of a run.
-        given: options of the command line by name; None where they are not.
+        model: Folder or id of a model, or folder of a run.
+        given: Command-line options by name; None if not given.
 
     Raises:
-        UserError: the run has no model to evaluate, or an option is missing or wrong.
+        UserError: The run has no final model, or an option is missing or invalid.
     """
     is_run = holds_run(Path(model))
     raw: dict[str, Any] = _of_run(Path(model)) if is_run else _of_model(model)
@@ -39,7 +39,7 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
         raw["eval"] |= {"path": options["data"], "name": None}
         raw["eval"].setdefault("split", "test")
     if "path" not in raw["eval"]:
-        raise UserError(f"--data is missing; give held-out data{', as the run had none' if is_run else ''}")
+        raise UserError(f"--data is missing; give held-out data{' (the run has none)' if is_run else ''}")
     raw["data"]["path"] = raw["eval"]["path"]
     if "num_samples" in options and "temperature" not in options:
         raw["eval"]["temperature"] = 0.0 if options["num_samples"] == 1 else 0.6
@@ -61,15 +61,17 @@ def _of_model(model: str) -> dict[str, Any]:
 
 
 def _of_run(run: Path) -> dict[str, Any]:
-    """The run's model, and of its settings those that an evaluation has."""
+    """Take the final model and the evaluation settings of a run."""
     config = load_config(run / "config.yaml")
     final = run / "final"
     if not final.is_dir():
         found = checkpoints(run / "checkpoints")
         other = f"; its last checkpoint is {found[-1]}" if found else ""
-        raise UserError(f"MODEL: {str(run)!r} is a run that has no final model yet{other}")
+        raise UserError(f"MODEL: {str(run)!r} is a run without a final model yet{other}")
     if config.model.adapter is not None:
-        raise UserError(f"MODEL: {str(run)!r} is a run of an adapter; evaluate what `cohort merge {run} OUT` writes")
+        raise UserError(
+            f"MODEL: {str(run)!r} is an adapter run; merge it with `cohort merge {run} OUT` and evaluate OUT"
+        )
     raw = config.model_dump(mode="json")
     return {
         "model": {**raw["model"], "path": str(final)},

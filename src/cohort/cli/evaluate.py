@@ -1,4 +1,4 @@
-"""What `cohort eval` prints and writes."""
+"""Run `cohort eval` and print or write its results."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from cohort.trainer.evaluate_model import evaluate_model
 
 
 def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:
-    """Evaluate, print the metrics, write the completions if asked to."""
+    """Evaluate, print the metrics, and write the completions to `out` if given."""
     if out is not None:
         _check_can_be_written(out)
     with EvalProgress() as progress:
@@ -33,10 +33,10 @@ def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:
 
 
 def _check_can_be_written(file: Path) -> None:
-    """Find out before the evaluation and not after it.
+    """Check that `file` is writable before the evaluation starts.
 
     Raises:
-        UserError: no file can be written there.
+        UserError: It is not.
     """
     if file.is_dir():
         raise UserError(f"--out: {str(file)!r} is a folder; give a file, such as {str(file / 'completions.parquet')!r}")

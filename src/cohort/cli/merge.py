@@ -1,4 +1,4 @@
-"""`cohort merge`: an adapter and its base become a model folder of their own."""
+"""`cohort merge`: merge an adapter into its base model."""
 
 from functools import partial
 from pathlib import Path
@@ -13,40 +13,40 @@ from cohort.startup import loading
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter, or of a run that has trained one.")],
-    out: Annotated[Path, typer.Argument(help="Folder that the merged model goes to.")],
+    adapter: Annotated[Path, typer.Argument(help="Adapter folder, or folder of a run that trained one.")],
+    out: Annotated[Path, typer.Argument(help="Output folder for the merged model.")],
     debug: Debug = False,
 ) -> None:
-    """Add an adapter to the weights of its base, in float32, and write the model, one tensor after another."""
+    """Merge an adapter into its base model in float32, tensor by tensor."""
     loading()
     from cohort import policy
     from cohort.checkpoint import write_folder_atomically
 
     source = _find_adapter(adapter)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"OUT: {str(out)!r} is there already and is not empty; give a new folder")
+        raise UserError(f"OUT: folder {str(out)!r} exists and is not empty; give a new folder")
     with Progress(transient=True) as bar:
         task = bar.add_task("tensors", total=None)
-        told = partial(_tell, bar, task)
-        write_folder_atomically(out, lambda folder: policy.merge(source, folder, on_progress=told))
+        on_progress = partial(_update_progress, bar, task)
+        write_folder_atomically(out, lambda folder: policy.merge(source, folder, on_progress=on_progress))
     typer.echo(f"merged: {source}\nmodel:  {out}")
     quantized = policy.saved_quantization(source)
     if quantized is not None:
         typer.echo(
-            f"note:   the adapter was trained on its base in {quantized} and is merged into the base's own weights, so "
-            f"that logprobs differ from those in training by what {quantized} rounds"
+            f"note:   the adapter was trained on a base quantized to {quantized} but merged into the unquantized base, "
+            f"so logprobs differ from training by the rounding of {quantized}"
         )
 
 
-def _tell(bar: Progress, task: TaskID, done: int, total: int) -> None:
+def _update_progress(bar: Progress, task: TaskID, done: int, total: int) -> None:
     bar.update(task, completed=done, total=total)
 
 
 def _find_adapter(folder: Path) -> Path:
-    """The adapter in a folder: its own, the run's final one, or that of the run's last checkpoint.
+    """Find an adapter in a folder: the folder itself, a run's final model or its last checkpoint.
 
     Raises:
-        UserError: there is none.
+        UserError: There is none.
     """
     from cohort.checkpoint import checkpoints
     from cohort.policy.adapter_folder import CONFIG_FILE
@@ -55,7 +55,7 @@ def _find_adapter(folder: Path) -> Path:
     found = next((path for path in candidates if (path / CONFIG_FILE).is_file()), None)
     if found is None:
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else ""
-        why = f"holds no adapter, but {inside or 'nothing'}" if folder.is_dir() else "is no folder"
+        why = f"contains no adapter (but {inside or 'nothing'})" if folder.is_dir() else "is not a folder"
         raise UserError(
             f"ADAPTER: {str(folder)!r} {why}; give a folder with {CONFIG_FILE}, or a run with model.adapter"
         )

@@ -1,7 +1,7 @@
-"""Options that every command has."""
+"""Options common to all commands."""
 
 from typing import Annotated
 
 import typer
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]

@@ -1,6 +1,6 @@
-"""Measures this machine for `cohort plan`: what its GPU, or its CPU where it has none, really does.
+"""Measure this machine's GPU, or CPU, for `cohort plan --calibrate`.
 
-Times are the best of several, which other work on the machine disturbs the least.
+Times are the best of several, which is least affected by other load.
 """
 
 import os
@@ -22,37 +22,37 @@ import torch.multiprocessing as mp
 from cohort.errors import TrainingError
 from cohort.plan.calibration import Calibration, cpu_name
 
-_PATIENCE_S = 300.0  # for a child process
+_CHILD_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How large what is measured is, and for how long."""
+class BenchmarkSize:
+    """Size and duration of the benchmarks."""
 
     matrix: int  # rows and columns
     copied_bytes: int
-    seconds: float  # for each number, after a first try
+    seconds: float  # per benchmark, after warm-up
 
     @classmethod
-    def usual(cls, device: torch.device) -> "Effort":
-        """Large enough to fill the device, and done in seconds."""
+    def default_for(cls, device: torch.device) -> "BenchmarkSize":
+        """Large enough to saturate the device within seconds."""
         if device.type == "cuda":
             return cls(matrix=8192, copied_bytes=1 << 30, seconds=1.0)
         return cls(matrix=1536, copied_bytes=1 << 28, seconds=1.0)
 
 
-def calibrate(device: torch.device | None = None, effort: Effort | None = None) -> Calibration:
-    """Measure the first GPU, or the CPU.
+def calibrate(device: torch.device | None = None, size: BenchmarkSize | None = None) -> Calibration:
+    """Measure the first GPU, or the CPU if there is none.
 
     Args:
-        device: another one than that.
-        effort: by default what suits the device.
+        device: Device to measure instead.
+        size: Size of the benchmarks; chosen by device by default.
 
     Raises:
-        TrainingError: a child process has failed.
+        TrainingError: A child process failed.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    effort = effort or Effort.usual(device)
+    size = size or BenchmarkSize.default_for(device)
     on_gpu = device.type == "cuda"
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     num_devices = torch.cuda.device_count() if on_gpu else 1
@@ -62,76 +62,76 @@ def calibrate(device: torch.device | None = None, effort: Effort | None = None) 
         machine=platform.node(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         torch_version=torch.__version__,
-        flops={name: _product_flops(device, dtype, effort) for name, dtype in dtypes.items()},
-        memory_bandwidth=_memory_bandwidth(device, effort),
-        host_bandwidth=_host_bandwidth(device, effort) if on_gpu else None,
-        collective_bandwidth=collective_bandwidth(device.type, num_devices, effort) if num_devices > 1 else None,
-        memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else _host_memory_bytes(),
+        flops={name: _product_flops(device, dtype, size) for name, dtype in dtypes.items()},
+        memory_bandwidth=_memory_bandwidth(device, size),
+        host_bandwidth=_host_bandwidth(device, size) if on_gpu else None,
+        collective_bandwidth=collective_bandwidth(device.type, num_devices, size) if num_devices > 1 else None,
+        memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else _available_host_memory(),
         framework_bytes=_framework_bytes_of_gpu(device) if on_gpu else _framework_bytes_of_cpu(),
     )
 
 
-def _best_s(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The shortest time of one call, among those that fit into so many seconds."""
+def _best_s(operation: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Shortest time of a call within `seconds` seconds of repetitions."""
 
     def timed() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
-        work()
+        operation()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    timed()  # libraries choose and load their kernels
+    timed()  # warm-up: kernel selection and loading
     end, best = time.perf_counter() + seconds, timed()
     while time.perf_counter() < end:
         best = min(best, timed())
     return max(best, 1e-9)
 
 
-def _product_flops(device: torch.device, dtype: torch.dtype, effort: Effort) -> float:
-    n = effort.matrix
+def _product_flops(device: torch.device, dtype: torch.dtype, size: BenchmarkSize) -> float:
+    n = size.matrix
     left, right = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty(n, n, device=device, dtype=dtype)
-    return 2.0 * n**3 / _best_s(lambda: torch.mm(left, right, out=out), device, effort.seconds)
+    return 2.0 * n**3 / _best_s(lambda: torch.mm(left, right, out=out), device, size.seconds)
 
 
-def _memory_bandwidth(device: torch.device, effort: Effort) -> float:
-    source = torch.zeros(effort.copied_bytes, dtype=torch.uint8, device=device)
+def _memory_bandwidth(device: torch.device, size: BenchmarkSize) -> float:
+    source = torch.zeros(size.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2.0 * effort.copied_bytes / _best_s(lambda: target.copy_(source), device, effort.seconds)
+    return 2.0 * size.copied_bytes / _best_s(lambda: target.copy_(source), device, size.seconds)
 
 
-def _host_bandwidth(device: torch.device, effort: Effort) -> float:
-    here = torch.zeros(effort.copied_bytes, dtype=torch.uint8, device=device)
-    host = torch.empty(effort.copied_bytes, dtype=torch.uint8, pin_memory=True)
+def _host_bandwidth(device: torch.device, size: BenchmarkSize) -> float:
+    here = torch.zeros(size.copied_bytes, dtype=torch.uint8, device=device)
+    host = torch.empty(size.copied_bytes, dtype=torch.uint8, pin_memory=True)
     ways = (lambda: host.copy_(here), lambda: here.copy_(host))
-    return effort.copied_bytes / max(_best_s(way, device, effort.seconds) for way in ways)
+    return size.copied_bytes / max(_best_s(way, device, size.seconds) for way in ways)
 
 
-def collective_bandwidth(device_type: str, num_processes: int, effort: Effort) -> float:
-    """Bytes per second that each process receives of the others' in an all-gather."""
+def collective_bandwidth(device_type: str, num_processes: int, size: BenchmarkSize) -> float:
+    """Bytes/s that each process receives in an all-gather."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
-        arguments = (device_type, num_processes, effort, folder)
+        arguments = (device_type, num_processes, size, folder)
         try:
-            mp.spawn(_gather, arguments, nprocs=num_processes)
+            mp.spawn(_measure_all_gather, arguments, nprocs=num_processes)
             return float(result.read_text(encoding="utf-8"))
-        except Exception as error:  # whatever a child died of
+        except Exception as error:  # whatever ended a child
             raise TrainingError(f"--calibrate: an all-gather of {num_processes} processes failed: {error}") from error
 
 
-def _gather(rank: int, device_type: str, num_processes: int, effort: Effort, folder: str) -> None:
+def _measure_all_gather(rank: int, device_type: str, num_processes: int, size: BenchmarkSize, folder: str) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=num_processes)
-    own = torch.zeros(effort.copied_bytes // num_processes, dtype=torch.uint8, device=device)
+    own = torch.zeros(size.copied_bytes // num_processes, dtype=torch.uint8, device=device)
     parts = [torch.empty_like(own) for _ in range(num_processes)]
     times = []
-    for _ in range(5):  # as many on every rank
+    for _ in range(5):  # the same number on every rank
         dist.barrier()
         times.append(_best_s(lambda: dist.all_gather(parts, own), device, 0.0))
     if rank == 0:
@@ -140,8 +140,8 @@ def _gather(rank: int, device_type: str, num_processes: int, effort: Effort, fol
     dist.destroy_process_group()
 
 
-def _host_memory_bytes() -> int:
-    """What is free on this machine, or left of what the container may have."""
+def _available_host_memory() -> int:
+    """Available memory of this machine or container, in bytes."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     try:
@@ -170,10 +170,10 @@ sys.stdin.read()
 
 
 def _framework_bytes_of_cpu() -> int:
-    """Resident memory of a training process that has no model yet."""
+    """Resident memory of a training process without a model."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CPU_PROCESS], capture_output=True, text=True, timeout=_PATIENCE_S, check=True
+            [sys.executable, "-c", _CPU_PROCESS], capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=True
         )
     except subprocess.SubprocessError as error:
         raise TrainingError(f"--calibrate: a process that imports the trainer failed: {error}") from error
@@ -181,7 +181,7 @@ def _framework_bytes_of_cpu() -> int:
 
 
 def _framework_bytes_of_gpu(device: torch.device) -> int:
-    """What a process takes of the GPU beside its tensors: CUDA's context, kernels, workspaces of libraries."""
+    """GPU memory of a process beside its tensors: CUDA context, kernels, library workspaces."""
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(device)[0]
     command = [sys.executable, "-c", _GPU_PROCESS, str(device.index or 0)]
@@ -189,7 +189,7 @@ def _framework_bytes_of_gpu(device: torch.device) -> int:
         assert child.stdout is not None
         reserved = child.stdout.readline()
         after = torch.cuda.mem_get_info(device)[0]
-        child.communicate(timeout=_PATIENCE_S)
+        child.communicate(timeout=_CHILD_TIMEOUT_S)
     if not reserved.strip().isdecimal():
         raise TrainingError("--calibrate: a process that uses the GPU failed")
     return max(1, before - after - int(reserved))

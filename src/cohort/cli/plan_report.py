@@ -1,4 +1,4 @@
-"""What `cohort plan` shows to a person."""
+"""Print a plan or a calibration as text."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _LABELS = {
     "bus_gbytes/s": "bus between host and GPU, GB/s",
     "training_s": "training, s",
     "gathering_s": "gathering weights, s",
-    "visiting_s": "weights visiting from host memory, s",
+    "visiting_s": "loading weights from host memory, s",
     "offloading_s": "offloading activations, s",
     "sampling_s": "sampling, s",
     "step_s": "step, s",
@@ -27,7 +27,7 @@ _LABELS = {
     "gpu_hours": "run, GPU hours",
 }
 
-_MOST = {  # of --max, and the unit
+_MOST = {  # --max: label and unit
     "model": ("largest model", ""),
     "length": ("longest completion", " tokens"),
     "generations": ("largest group", " generations"),
@@ -35,30 +35,38 @@ _MOST = {  # of --max, and the unit
 
 
 def print_calibration(measured: Calibration, file: Path, console: Console) -> None:
-    """What was measured, and where it is kept."""
+    """Print a calibration and where it is saved."""
     rates = {
         **{f"matrix products, {dtype}": f"{flops / 1e12:.3g} TFLOP/s" for dtype, flops in measured.flops.items()},
         "memory": _speed(measured.memory_bandwidth),
         "host and device": _speed(measured.host_bandwidth),
         "all-gather, each process": _speed(measured.collective_bandwidth),
         "memory for processes": _gb(measured.memory_bytes),
-        "a process without tensors": _gb(measured.framework_bytes),
+        "framework, per process": _gb(measured.framework_bytes),
     }
-    table = Table(title=f"{measured.device}, {measured.told()}", title_justify="left", box=None, show_header=False)
+    table = Table(title=f"{measured.device}, {measured.describe()}", title_justify="left", box=None, show_header=False)
     for name, value in rates.items():
         table.add_row(name, value)
     console.print(table)
-    console.print(f"kept in {file}; `cohort plan --gpu here` plans with it\n", highlight=False, soft_wrap=True)
+    console.print(f"saved to {file}; use it with `cohort plan --gpu here`\n", highlight=False, soft_wrap=True)
 
 
 def _speed(bandwidth: float | None) -> str:
-    return "there is none" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
+    return "n/a" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
 
 
 def print_plan(
     plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console, *, with_servers: bool
 ) -> None:
-    """The plan in tables, the verdict and the advice; `with_servers`: whether the run samples so already."""
+    """Print a plan: tables, verdict and advice.
+
+    Args:
+        plan: The plan.
+        advice: Suggested changes.
+        answer: The plan as JSON, with the answers to further options.
+        console: Where to print.
+        with_servers: Whether the run already samples with servers.
+    """
     shape, machines, memory = plan.shape, plan.hardware, plan.memory
     console.print(
         f"[bold]{shape.name}[/bold]: {shape.num_parameters / 1e9:.2f} billion parameters, on {machines.num_gpus} x "
@@ -84,7 +92,7 @@ def print_plan(
     console.print(table)
     if "framework" in parts:
         console.print(f"[dim]framework: {plan.memory_origins['framework'].how}[/dim]", soft_wrap=True)
-    kept = checkpointed_activations(plan.work)
+    kept = checkpointed_activations(plan.workload)
     console.print(
         f"[dim]activations of the same micro-batch: {_gb(kept[False])} without checkpointing, {_gb(kept['selective'])} "
         f"with selective, {_gb(kept[True])} with true (model.gradient_checkpointing)[/dim]",
@@ -96,37 +104,41 @@ def print_plan(
 
 
 def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    layout, rows = plan.layout, plan.rows
-    updates = f"{plan.updates_per_step} update{'s' * (plan.updates_per_step > 1)} of the optimizer"
+    layout, micro_batches = plan.layout, plan.micro_batches
+    updates = f"{plan.updates_per_step} optimizer step{'s' * (plan.updates_per_step > 1)}"
     yield (
-        "one step, of all processes together",
+        "one step, over all processes",
         f"{plan.prompts_per_step} prompts x {plan.num_generations} = "
         f"{plan.prompts_per_step * plan.num_generations} completions, {updates}",
     )
-    sampling = "the same ones" if layout.shared else str(layout.num_sampling or "other people's")
-    yield "GPUs that train / that sample", f"{layout.num_training} / {sampling} ({layout.reason})"
+    sampling = "the same" if layout.shared else str(layout.num_sampling or "external")
+    yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
     if plan.num_idle:
-        yield "GPUs that stand idle", f"{plan.num_idle} of {plan.hardware.num_gpus}"
-    if rows.completions == rows.prompts:
-        yield "prompts per step, of one process", f"{rows.prompts:.4g}, with one completion each"
+        yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
+    if micro_batches.completions_per_rank == micro_batches.prompts_per_rank:
+        yield "prompts per step and process", f"{micro_batches.prompts_per_rank:.4g}, with one completion each"
     else:
-        yield "prompts per step, of one process", f"{rows.prompts:.4g}"
-        yield "completions per step, of one process", f"{rows.completions:.4g}"
-    most = "one completion" if rows.row_completions == 1 else f"at most {rows.row_completions} completions"
-    yield (
-        "micro-batches per step, of one process",
-        f"{rows.num_micro_batches}, of {most} (train.micro_batch_tokens: {rows.budget_tokens})",
+        yield "prompts per step and process", f"{micro_batches.prompts_per_rank:.4g}"
+        yield "completions per step and process", f"{micro_batches.completions_per_rank:.4g}"
+    most = (
+        "one completion"
+        if micro_batches.completions_per_micro_batch == 1
+        else f"at most {micro_batches.completions_per_micro_batch} completions"
     )
-    if plan.work.critic is not None:
-        critic = plan.work.critic.shape
+    yield (
+        "micro-batches per step and process",
+        f"{micro_batches.num_micro_batches}, of {most} (train.micro_batch_tokens: {micro_batches.budget_tokens})",
+    )
+    if plan.workload.critic is not None:
+        critic = plan.workload.critic.shape
         yield (
-            "critic, trained beside the policy",
+            "critic",
             f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})",
         )
     if plan.steps_per_epoch is not None:
         yield "steps per epoch", f"{plan.steps_per_epoch:.4g} ({plan.num_prompts} prompts)"
     if plan.num_steps is not None:
-        yield "steps, updates of the run", f"{plan.num_steps}, {plan.num_updates}"
+        yield "steps, optimizer steps of the run", f"{plan.num_steps}, {plan.num_updates}"
     for name, number in plan.timing.items():
         yield _LABELS[name], f"{_digits(number.value, 3)}  [dim]{number.origin}: {number.how}[/dim]"
 
@@ -139,30 +151,30 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
     elif headroom < 0:
         yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
     else:
-        yield f"\n[red]does not fit[/red]: {peak} of training, and servers do not fit beside it"
+        yield f"\n[red]does not fit[/red]: {peak} in training, and servers do not fit beside it"
     for note in answer["notes"]:
         yield f"note: {escape(note)}"
     trl = _gb(plan.trl_bytes)
-    yield f"the same completions at a time, padded and with whole logits (TRL's default): {trl}, derived"
+    yield f"the same completions padded, with full logits (TRL's default): {trl}, derived"
     if advice:
         yield "\nwhat would fit:" if not plan.fits else "\nwhat would be faster:"
         for change in advice:
             more = "less" if change.saved_seconds > 0 else "more"
-            seconds = f"{_digits(abs(change.saved_seconds), 2)} s a step {more}"
+            seconds = f"{_digits(abs(change.saved_seconds), 2)} s per step {more}"
             if change.saved_seconds == 0:
-                seconds = "the same predicted time"
+                seconds = "same predicted time"
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
-            yield escape(f"  {change.told()}: {size}, {seconds}; costs {change.costs}")
+            yield escape(f"  {change.as_arguments()}: {size}, {seconds}; costs {change.costs}")
     elif not plan.fits:
         others = (
             "other GPUs or a smaller model" if with_servers else "other GPUs, a smaller model, or rollout.engine: vllm"
         )
-        yield f"\nno change that is known here makes it fit; try {others}"
+        yield f"\nno known change makes it fit; try {others}"
     for name, value in answer.get("max", {}).items():
         found = f"none: {answer['max_problem']}" if value is None else f"{value}{_MOST[name][1]}"
         yield escape(f"\n{_MOST[name][0]} that fits: {found}")
     if "cost" in answer:
-        yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours at the price that was given"
+        yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours times --price"
     if "verified" in answer:
         found = answer["verified"]
         yield (
@@ -172,12 +184,12 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
 
 
 def _cell(size: int) -> str:
-    """Of the table in GB."""
+    """Format a cell of the table in GB."""
     return "" if size == 0 else "<0.1" if size < 50_000_000 else f"{size / 1e9:.1f}"
 
 
 def _digits(value: float, number: int) -> str:
-    """So many digits that say something, and no exponent."""
+    """Format with `number` significant digits and no exponent."""
     return f"{float(f'{value:.{number}g}'):,g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 

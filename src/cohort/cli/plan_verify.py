@@ -1,8 +1,8 @@
-"""The memory of a real training step without a GPU and without weights: executed symbolically, and tracked.
+"""`cohort plan --verify`: memory of a symbolic training step, without a GPU or weights.
 
-The model of the `config.json` is built and sharded as training does it, and one step runs: two micro-batches forward
-and backward, the clipped update, with tensors that have shapes and no memory. PyTorch's tracker counts their bytes.
-What a real GPU adds is what no tensor of Python's holds: CUDA's context, NCCL's buffers, gaps in the allocator.
+Builds and shards the model as training does and runs one step on fake tensors: forward and backward of two
+micro-batches and the clipped update. PyTorch's `MemTracker` counts bytes. Not included: CUDA context, NCCL buffers and
+fragmentation.
 """
 
 import json
@@ -33,7 +33,7 @@ from cohort.plan.defaults import compute_dtype
 from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
 from cohort.plan.presets import PRESETS
-from cohort.plan.shape import shape_of
+from cohort.plan.shape import shape_from_config
 from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs
 from cohort.policy.activations import prepare_activations
 from cohort.policy.adapter import Adapter, adapter_start
@@ -46,11 +46,11 @@ from cohort.staging import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedStep:
-    """Bytes of one rank, at the peak of each stage of a step."""
+    """Peak memory of one rank in each stage of a step, in bytes."""
 
-    state_bytes: int  # weights and the optimizer's moments, between steps
-    train_bytes: int  # the largest of forward and backward, with the gradients of an earlier micro-batch
-    update_bytes: int  # the largest of clipping and update
+    state_bytes: int  # weights and optimizer state, between steps
+    train_bytes: int  # peak of forward and backward, with accumulated gradients
+    update_bytes: int  # peak of clipping and update
 
 
 def track_step(
@@ -68,20 +68,20 @@ def track_step(
     parameter_offload: bool = False,
     reshard_after_forward: bool | int = True,
 ) -> TrackedStep:
-    """Run a step symbolically with one group for a micro-batch.
+    """Run a step symbolically, with one group per micro-batch.
 
     Args:
         model_config: config.json.
-        world_size: training processes; 2 or more. No other process is there: the collectives are fake.
-        prompt_tokens: of the group's prompt.
-        completion_tokens: of each completion.
-        num_generations: of the group.
+        world_size: Number of training processes, at least 2, with fake collectives.
+        prompt_tokens: Length of the prompt.
+        completion_tokens: Length of each completion.
+        num_generations: Completions in the group.
         checkpointing: as `model.gradient_checkpointing`.
         dtype: as `model.dtype`.
         compute_dtype: as `model.compute_dtype`.
         adapter: as `model.adapter`.
-        critic: whether it is a critic, whose output are values.
-        parameter_offload: as `model.parameter_offload`. Host memory is counted too: there is no other here.
+        critic: Whether to build a critic (value model).
+        parameter_offload: as `model.parameter_offload`. Host memory is counted as well.
         reshard_after_forward: as `hardware.reshard_after_forward`.
     """
     with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
@@ -99,12 +99,12 @@ def track_step(
         policy = _sharded_policy(settings, Critic if critic else Policy, reshard_after_forward)
         sequences = _group(prompt_tokens, completion_tokens, num_generations)
         micro_batch = collate(sequences, share_prompts=True)
-        # a row of the head without a gradient is left out, which depends on values: here all have one
+        # which rows of the head have a gradient depends on values: here, all of them
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             patch.object(logprobs, "_live_rows", lambda _: None),
             patch.object(logprobs, "CPU_TILE_ELEMENTS", logprobs.TILE_ELEMENTS),  # as on a GPU
-            patch.dict(logit_tiles.BLOCK_ELEMENTS, cpu=CPU_BLOCK),  # fewer operations to follow
+            patch.dict(logit_tiles.BLOCK_ELEMENTS, cpu=CPU_BLOCK),  # fewer operations to trace
         ):
             assert policy.sharding is not None
             policy.sharding.allocate()
@@ -129,7 +129,7 @@ def _track(policy: Policy, micro_batch: MicroBatch) -> TrackedStep:
             parameter.grad = torch.zeros_like(parameter)
 
     earlier_gradients()
-    update()  # the moments exist from here on, and what is computed once per shape has been
+    update()  # creates the moments and per-shape caches
     earlier_gradients()
     tracker = _Tracker()
     tracker.track_external(policy.model, optimizer)
@@ -140,14 +140,14 @@ def _track(policy: Policy, micro_batch: MicroBatch) -> TrackedStep:
 
 
 class _NoHook:
-    """Stands for the hook of a parameter that gets no gradient."""
+    """Placeholder for the hook of a frozen parameter."""
 
     def remove(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing."""
 
 
 class _Tracker(MemTracker):
-    """PyTorch's tracker hooks every parameter's gradient, which frozen ones refuse: theirs count as hooked already."""
+    """A `MemTracker` that skips gradient hooks of frozen parameters, which refuse them."""
 
     def _track_module_params_and_buffers(
         self, module: torch.nn.Module, install_grad_hooks: bool = True
@@ -158,10 +158,10 @@ class _Tracker(MemTracker):
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
-def _peak(tracker: MemTracker, work: Callable[[], None]) -> int:
+def _peak(tracker: MemTracker, operation: Callable[[], None]) -> int:
     tracker.reset_mod_stats()
     with tracker:
-        work()
+        operation()
     return sum(int(parts["Total"]) for parts in tracker.get_tracker_snapshot("peak").values())
 
 
@@ -213,20 +213,19 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
-    """Compare the closed form with a symbolic run of the plan's micro-batch.
+    """Compare the plan's closed form with a symbolic run of its micro-batch.
 
-    The model has `layers` of its layers, which are alike (0: all of them); both sides count the same ones. It is the
-    policy with AdamW, without a critic beside it, and with all of it on the GPU.
+    Both use a model with `layers` layers (0: all), AdamW, no critic and no CPU offload.
 
     Raises:
-        UserError: there is one process, whose weights are not sharded, or the model's folder is not there.
+        UserError: There is only one process, so weights are not sharded.
     """
     if plan.layout.num_training < 2:
-        raise UserError("--verify: the symbolic run is of sharded training; plan for at least 2 GPUs")
+        raise UserError("--verify requires sharded training; plan for at least 2 GPUs")
     model_config = _model_config(config, plan)
     model_config["num_hidden_layers"] = layers = layers or plan.shape.layers
     typer.echo(f"running {layers} of {plan.shape.layers} layers symbolically", err=True)
-    rollout, completions = config.rollout, plan.rows.row_completions
+    rollout, completions = config.rollout, plan.micro_batches.completions_per_micro_batch
     tracked = track_step(
         model_config,
         world_size=plan.layout.num_training,
@@ -237,25 +236,25 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
         dtype=config.model.dtype,
         compute_dtype=compute_dtype(config.model, on_gpu=True),
         adapter=config.model.adapter,
-        reshard_after_forward=plan.work.reshard_after_forward,
+        reshard_after_forward=plan.workload.reshard_after_forward,
     )
-    work = replace(
-        plan.work,
-        shape=shape_of(model_config, name=plan.shape.name),
+    workload = replace(
+        plan.workload,
+        shape=shape_from_config(model_config, name=plan.shape.name),
         offload=False,
         masters_on_host=False,
         parameters_on_host=False,
         gradients_in_forward=False,
         has_reference=False,
-        row_tokens=rollout.max_prompt_tokens + completions * (rollout.max_completion_tokens - 1),
-        scored_tokens=completions * rollout.max_completion_tokens,
-        kept_prompt_tokens=0,
+        packed_tokens=rollout.max_prompt_tokens + completions * (rollout.max_completion_tokens - 1),
+        loss_tokens=completions * rollout.max_completion_tokens,
+        shared_prefix_tokens=0,
         shares_prompts=completions > 1,
         on_gpu=False,
         optim=AdamwConfig(),
         critic=None,
     )
-    predicted = plan_memory(work).total("backward")
+    predicted = plan_memory(workload).total("backward")
     return {
         "layers": layers,
         "tracked_bytes": tracked.train_bytes,

@@ -1,4 +1,4 @@
-"""`cohort verify`: whether the files of a run are whole."""
+"""`cohort verify`: check a run's files for damage."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +10,9 @@ from cohort.run_files import checkpoints, find_damage, line_numbers, read_manife
 
 
 def verify(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Compare the checkpoints of a run with their checksums, and read its other files; nothing is changed.
+    """Check a run's checkpoints against their checksums and read its other files, without changes.
 
-    Exit codes: 0 all is whole, 1 something is damaged.
+    Exit codes: 0 intact, 1 damaged.
     """
     if not (run / "config.yaml").is_file():
         raise UserError(f"RUN: {str(run)!r} holds no run; give the run.dir of one")
@@ -23,11 +23,11 @@ def verify(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     if (run / "summary.json").exists():
         whole = read_summary(run / "summary.json") is not None
         lines["summary.json"] = "whole" if whole else "damaged: it does not say how many steps there were"
-    for name, told in lines.items():
-        typer.echo(f"{name}: {told}")
+    for name, status in lines.items():
+        typer.echo(f"{name}: {status}")
     if not found:
         typer.echo("no checkpoints")
-    if any(told.startswith("damaged") for told in lines.values()):
+    if any(status.startswith("damaged") for status in lines.values()):
         raise SystemExit(1)
 
 

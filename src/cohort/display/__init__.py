@@ -1,4 +1,4 @@
-"""What a person sees while a run runs."""
+"""Console display of a run."""
 
 from cohort.display.console import ConsoleDisplay, EvalProgress, on_one_line
 from cohort.display.curve import render_curve

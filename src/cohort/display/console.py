@@ -1,4 +1,4 @@
-"""Progress on the console: lines that stay, and on a terminal a live bar below them."""
+"""Console progress: one line per step and, on a terminal, live progress bars."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from cohort.display.events import Display, StepReport
-from cohort.display.lasting import LastingStream
+from cohort.display.lasting import SafeStdout
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
 
-_LONG_SAVE_S = 2.0  # a save that takes longer has a bar
+_LONG_SAVE_S = 2.0  # longer saves get a progress bar
 
 
 class ConsoleDisplay(Display):
-    """One line per step; every so many steps a group's best and worst completion."""
+    """Prints one line per step and, every N steps, a group's best and worst completion."""
 
     def __init__(self, *, show_completions_every: int = 0, console: Console | None = None):
-        """Show a run.
+        """Create a display.
 
         Args:
-            show_completions_every: steps between looks at completions; 0 is never.
-            console: where to.
+            show_completions_every: Show completions every N steps; 0: never.
+            console: Console to print to; standard output by default.
         """
-        self.console = console or Console(file=cast(IO[str], LastingStream()), highlight=False)
+        self.console = console or Console(file=cast(IO[str], SafeStdout()), highlight=False)
         self._show_every = show_completions_every
         self._start_time = time.monotonic()
         self._start_step = 0
@@ -47,25 +47,25 @@ class ConsoleDisplay(Display):
         self._save_start: float | None = None
 
     def started(self, plan: RunPlan, *, steps_done: int) -> None:
-        """Say what one step is and how many there are."""
+        """Print the number of steps and their size."""
         self._start_time, self._start_step, self._num_steps = time.monotonic(), steps_done, plan.num_steps
         updates = f", {plan.updates_per_rollout} updates" if plan.updates_per_rollout > 1 else ""
         self._print(
             f"{plan.num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} generations = "
-            f"{plan.completions_per_step} completions{updates}; {plan.num_prompts} prompts are "
-            f"{plan.steps_per_epoch:.4g} steps an epoch"
+            f"{plan.completions_per_step} completions{updates}; {plan.num_prompts} prompts, "
+            f"{plan.steps_per_epoch:.4g} steps per epoch"
         )
         if steps_done:
-            self._print(f"going on after step {steps_done}")
+            self._print(f"resuming after step {steps_done}")
         self._progress.start()
         self._steps = self._progress.add_task("training", total=plan.num_steps, completed=steps_done, left="")
 
     def note(self, text: str) -> None:
-        """One line."""
+        """Print a line."""
         self._print(escape(text))
 
     def step(self, report: StepReport) -> None:
-        """The step's numbers, the time left, and now and then some completions."""
+        """Print the step's metrics and time left and, every N steps, completions."""
         m = report.metrics
         left = self._time_left(report.steps_done)
         self._print(
@@ -79,7 +79,7 @@ class ConsoleDisplay(Display):
             self._show_completions(report.groups)
 
     def eval_progress(self, done: int, total: int) -> None:
-        """Move the evaluation's bar; it is gone when all is done."""
+        """Update the evaluation's progress bar and remove it when done."""
         if self._eval is None:
             self._eval = self._progress.add_task("evaluating", total=total, left="")
         self._progress.update(self._eval, completed=done, total=total)
@@ -88,7 +88,7 @@ class ConsoleDisplay(Display):
             self._eval = None
 
     def save_progress(self, done: int, total: int) -> None:
-        """Move the bar of a save that takes long; it is gone when all is done."""
+        """Update the progress bar of a long save and remove it when done."""
         now = time.monotonic()
         if done == total:
             if self._save is not None:
@@ -102,7 +102,7 @@ class ConsoleDisplay(Display):
             self._progress.update(self._save, completed=done // 10**6)
 
     def evaluated(self, steps_done: int, metrics: Mapping[str, float], groups: Sequence[ScoredGroup]) -> None:
-        """The evaluation's headline numbers."""
+        """Print the evaluation's main metrics."""
         names = [n for n in metrics if n.startswith(("eval/pass@", "eval/mean@")) and not n.endswith("@1")]
         more = "".join(f"  {name.removeprefix('eval/')} {metrics[name]:.1%}" for name in names)
         self._print(
@@ -112,11 +112,11 @@ class ConsoleDisplay(Display):
         )
 
     def close(self) -> None:
-        """Remove the bars."""
+        """Remove the progress bars."""
         self._progress.stop()
 
     def _print(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)  # a long line is the terminal's to wrap; a log file gets it whole
+        self.console.print(text, soft_wrap=True)  # let the terminal wrap; log files get whole lines
 
     def _time_left(self, steps_done: int) -> str:
         per_step = (time.monotonic() - self._start_time) / (steps_done - self._start_step)
@@ -125,7 +125,7 @@ class ConsoleDisplay(Display):
         return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds % 60:02}s"
 
     def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
-        """The best and the worst completion of the group whose rewards differ most."""
+        """Print the best and worst completion of the group with the widest rewards."""
         judged = [g for g in groups if not np.isnan(g.rewards).all()]
         group = max(judged, key=lambda g: float(np.nanmax(g.rewards) - np.nanmin(g.rewards)))
         content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
@@ -136,13 +136,13 @@ class ConsoleDisplay(Display):
 
 
 def on_one_line(text: str, limit: int = 240) -> str:
-    """Text with its line ends made visible, cut at `limit` characters."""
+    """Show text on one line with visible line breaks, cut at `limit` characters."""
     flat = text.strip().replace("\n", " ⏎ ")
     return flat if len(flat) <= limit else f"{flat[:limit]}…"
 
 
 class EvalProgress:
-    """A bar for one evaluation by itself; shows nothing where there is no terminal."""
+    """Progress bar of a standalone evaluation; silent without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -150,7 +150,7 @@ class EvalProgress:
         self._task = self._progress.add_task("evaluating", total=None)
 
     def update(self, done: int, total: int) -> None:
-        """`done` of `total` prompts are evaluated."""
+        """Report that `done` of `total` prompts are evaluated."""
         self._progress.update(self._task, completed=done, total=total)
 
     def __enter__(self) -> "EvalProgress":

@@ -1,4 +1,4 @@
-"""A curve in text: the shape of a run at a glance, without a plotting library."""
+"""Plot a curve as text."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 def render_curve(
     xs: Sequence[float], ys: Sequence[float], *, height: int = 8, y_min: float = 0.0, y_max: float = 1.0
 ) -> str:
-    """Columns of block characters, one per point, with the y axis on the left and the first and last x below.
+    """Plot one column of block characters per point, with a y axis and the first and last x.
 
     Args:
-        xs: positions, shown at both ends only.
-        ys: values; those outside the axis are clipped to it.
-        height: lines of the plot.
-        y_min: bottom of the axis.
-        y_max: top of the axis.
+        xs: Positions; the first and last are shown.
+        ys: Values, clipped to the y axis.
+        height: Height of the plot in lines.
+        y_min: Bottom of the y axis.
+        y_max: Top of the y axis.
     """
     width = 3  # characters per point
     filled = [(min(max(y, y_min), y_max) - y_min) / (y_max - y_min) * height for y in ys]

@@ -1,4 +1,4 @@
-"""The events of a run that can be shown."""
+"""Interface of displays: the events of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from cohort.records import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One finished step."""
+    """Result of one step."""
 
     steps_done: int
     metrics: Mapping[str, float]
@@ -17,13 +17,13 @@ class StepReport:
 
 
 class Display:
-    """Told of everything that happens in a run, in order. This one shows nothing; others override what they show."""
+    """Receives the events of a run in order. The base class ignores them all."""
 
     def started(self, plan: RunPlan, *, steps_done: int) -> None:
-        """The run begins, or goes on after `steps_done` steps."""
+        """The run starts, or resumes after `steps_done` steps."""
 
     def note(self, text: str) -> None:
-        """Something a person should know."""
+        """A message for the user."""
 
     def step(self, report: StepReport) -> None:
         """A step is done."""
@@ -38,4 +38,4 @@ class Display:
         """An evaluation is done."""
 
     def close(self) -> None:
-        """Nothing more comes, for whatever reason."""
+        """The run has ended, for whatever reason."""

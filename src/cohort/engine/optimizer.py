@@ -23,7 +23,7 @@ from cohort.config.optim import RoundedConfig
 from cohort.engine.offload import HostUpdates, local
 from cohort.engine.rounding import noise_key, round_at_random
 from cohort.errors import UserError
-from cohort.plan.optimizer import check_spread, state_bytes
+from cohort.plan.optimizer import check_optimizer_sharding, state_bytes
 from cohort.policy.masters import Masters
 from cohort.policy.sharding import own_part
 
@@ -41,7 +41,7 @@ def check_optimizer(config: OptimConfig, world_size: int) -> None:
             "optim.name: adamw_8bit needs the package torchao, which is not installed; install cohort-rl[torchao], or "
             "use adamw"
         )
-    check_spread(config, world_size)
+    check_optimizer_sharding(config, world_size)
 
 
 def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from cohort.config import Config
 from cohort.errors import TrainingError, UserError
 from cohort.placement import num_gpus, visible_devices
-from cohort.plan.rollout_engine import with_engine
+from cohort.plan.rollout_engine import set_engine
 from cohort.rollout.servers import guard
 from cohort.rollout.vllm.options import server_options
 from cohort.rollout.vllm.server import check_vllm, server_command, start_guarded
@@ -24,7 +24,7 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     Raises:
         UserError: the run does not sample with vLLM, or this machine has too few GPUs.
     """
-    config = with_engine(config, "vllm")
+    config = set_engine(config, "vllm")
     rollout = config.rollout
     if not rollout.uses_servers:
         raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")

@@ -11,7 +11,7 @@ from pathlib import Path
 from cohort.config import Config
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
-from cohort.plan.rollout_engine import with_engine, with_planned_engine
+from cohort.plan.rollout_engine import plan_engine, set_engine
 from cohort.plan.split import split_gpus
 from cohort.stopping import LATER_S, SIGNALS
 
@@ -66,10 +66,10 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     gpus = _gpus_per_node(config, options)
     arguments = list(overrides)
     if options.rollout_nodes > 0 and config.rollout.engine == "auto":
-        config = with_engine(config, "vllm")
+        config = set_engine(config, "vllm")
         arguments.append("rollout.engine=vllm")
     elif options.nodes > 1 and config.rollout.engine == "auto":
-        config = with_engine(config, "local")  # as the run would decide, whichever nodes it begins with
+        config = set_engine(config, "local")  # as the run would decide, whichever nodes it begins with
         arguments.append("rollout.engine=local")
     _check_restarts(config, options)
     if _splits_its_gpus(config, options, gpus):
@@ -108,7 +108,7 @@ def _check_split(config: Config, gpus: int) -> None:
     Raises:
         UserError: names the number that is too large.
     """
-    planned, _ = with_planned_engine(config)
+    planned, _ = plan_engine(config)
     if planned.rollout.uses_servers:
         split_gpus(planned, num_gpus=gpus, shape=None, hardware=None)
     else:

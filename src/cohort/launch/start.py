@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cohort import stopping
-from cohort.choice import with_chosen_engine
+from cohort.choice import choose_engine
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
 from cohort.distributed import started_by_torchrun
@@ -49,7 +49,7 @@ def train(
     words = partial(goes_on_from, Path(config.run.dir))
     in_processes = started_by_torchrun()
     if not in_processes:
-        config = with_chosen_engine(config, note)
+        config = choose_engine(config, note)
     split = None if in_processes else split_machine(config)
     num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
     if not in_processes and split is None and (found := num_gpus(config)) > 1:

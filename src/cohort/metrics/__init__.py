@@ -1,4 +1,4 @@
-"""Numbers about a step, and where they go. Names are TRL's where the meaning is the same."""
+"""Metrics of a step and their loggers. Names are TRL's where the meaning is the same."""
 
 from cohort.metrics.clock import PhaseClock
 from cohort.metrics.memory import PeakMemory, largest_peaks

@@ -1,4 +1,4 @@
-"""Peak memory of this process, over all and by phase of a step."""
+"""Peak memory of this process, overall and by phase of a step."""
 
 import re
 import resource
@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 _PROC = Path("/proc/self")
-_SLACK_BYTES = 16 << 20  # other threads may free memory between setting the peak back and reading it
+_SLACK_BYTES = 16 << 20  # other threads may free memory between reset and reading
 
 
 class PeakMemory:
-    """The most that this process has held: on CUDA in the allocator, elsewhere resident.
+    """Tracks peak memory: allocated by PyTorch on CUDA, resident elsewhere.
 
-    The peak is set back when a phase begins. Where it cannot be (macOS, or a kernel that does not allow it), phases
-    have no peak and the overall one is still right.
+    The peak is reset at the start of each phase. If that is not possible (macOS, restricted kernels), only the overall
+    peak is reported.
     """
 
     def __init__(self, device: torch.device):
@@ -27,8 +27,8 @@ class PeakMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block towards `name`; a phase may be entered several times."""
-        self._overall = max(self._overall, self._read())  # the next line forgets it
+        """Attribute the peak of the block to phase `name`; a phase may be entered repeatedly."""
+        self._overall = max(self._overall, self._read())  # reset below
         was_reset = self._reset()
         try:
             yield
@@ -37,7 +37,7 @@ class PeakMemory:
                 self._phases[name] = max(self._phases.get(name, 0), self._read())
 
     def take(self) -> dict[str, int]:
-        """`memory/{phase}_peak_bytes` of the phases since the last call, and `memory/peak_bytes` since the start."""
+        """Return `memory/{phase}_peak_bytes` since the last call and `memory/peak_bytes` since the start."""
         phases, self._phases = self._phases, {}
         self._overall = max(self._overall, self._read(), *phases.values())
         return {f"memory/{name}_peak_bytes": peak for name, peak in phases.items()} | {
@@ -57,33 +57,33 @@ class PeakMemory:
 
 
 def largest_peaks(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The largest of each name over all ranks."""
+    """Maximum of each metric over all ranks."""
     names = dict.fromkeys(name for rank in peaks for name in rank)
     return {name: max(rank.get(name, 0) for rank in peaks) for name in names}
 
 
 def _resident_peak() -> int:
-    """Bytes; since the start of the process, or since it was set back."""
+    """Peak resident bytes since process start or the last reset."""
     try:
         return resident()["VmHWM"]
-    except (OSError, KeyError):  # no Linux
+    except (OSError, KeyError):  # not Linux
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_resident_peak() -> bool:
-    """Set the peak back to what is resident now, with Linux's interface for it (proc(5), clear_refs)."""
+    """Reset the peak to the current resident size (Linux: clear_refs in proc(5)); return whether it worked."""
     try:
         (_PROC / "clear_refs").write_text("5")
         values = resident()
-        # a kernel that emulates Linux may take the word and do nothing
+        # a kernel that emulates Linux may ignore the write
         return values["VmHWM"] - values["VmRSS"] < _SLACK_BYTES
     except (OSError, KeyError):
         return False
 
 
 def resident_now() -> int:
-    """Bytes that are resident; the most that were, where the system does not tell."""
+    """Resident bytes; the peak where the system does not report them."""
     try:
         return resident()["VmRSS"]
     except (OSError, KeyError):
@@ -91,6 +91,6 @@ def resident_now() -> int:
 
 
 def resident() -> dict[str, int]:
-    """Bytes that are resident (VmRSS), and the most that were (VmHWM)."""
+    """Current (VmRSS) and peak (VmHWM) resident bytes."""
     status = (_PROC / "status").read_text()
     return {key: 1024 * int(kb) for key, kb in re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", status, re.MULTILINE)}

@@ -30,16 +30,16 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
-    """Whether all judged rewards of a group are the same, to rounding: their sums, and each of `parts` by itself.
+    """Whether all judged rewards of a group are equal up to rounding, in total and for each of `parts`.
 
-    Advantages that compare a completion's reward with its group's are 0 then; the others may still teach (`gae`,
-    `batch_mean_std`, and `per_reward_mean_std` where a part differs).
+    Group-relative advantages are 0 then; others may not be (`gae`, `batch_mean_std`, and `per_reward_mean_std` if a
+    part differs).
     """
     return all(_std(values_G) < 1e-8 for values_G in (group.rewards, *(group.reward_parts[name] for name in parts)))
 
 
 def _std(values_G: FloatArray) -> float:
-    """The unbiased standard deviation of what was judged; 0 where fewer than two were."""
+    """Unbiased standard deviation of the judged values; 0 for fewer than two."""
     judged = values_G[~np.isnan(values_G)]
     return float(np.std(judged, ddof=1)) if len(judged) > 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""How fast a model was trained, and what share of the hardware that is."""
+"""Training throughput: FLOP/s and MFU."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from cohort.plan.flops import ModelFlops, model_flops, peak_flops
 
 
 def flops_of(model: Any) -> ModelFlops:
-    """The costs of a loaded Hugging Face model; of a sharded one, those of the whole."""
-    # of 4-bit weights the parameter is two numbers a byte, in one column; its state has the shape of the weight
+    """FLOPs of a loaded Hugging Face model; if sharded, of the whole model."""
+    # a 4-bit parameter packs two weights per byte in one column; its quant_state has the weight's shape
     parameters = (
         (name, tuple(getattr(getattr(p, "quant_state", p), "shape", p.shape)), p.requires_grad)
         for name, p in model.named_parameters()
@@ -18,7 +18,7 @@ def flops_of(model: Any) -> ModelFlops:
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations per second that a device does at its best in `dtype`; None on a CPU and on a GPU not known here."""
+    """Peak FLOP/s of a device in `dtype`; None for CPUs and unknown GPUs."""
     if device.type != "cuda":
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -26,13 +26,13 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def speed_metrics(flops: float, *, seconds: float, num_processes: int, peak: float | None) -> dict[str, float]:
-    """`model_tflops_per_second` of each process and, where the peak is known, the share of it, `mfu`.
+    """Compute `model_tflops_per_second` per process and, if the peak is known, `mfu`.
 
     Args:
-        flops: that the step's training asked for, over all processes.
-        seconds: that it took.
-        num_processes: each with a device of its own.
-        peak: of one device, in operations per second.
+        flops: Model FLOPs of the step's training, over all processes.
+        seconds: Duration of the training.
+        num_processes: Number of processes, one device each.
+        peak: Peak FLOP/s of one device.
     """
     speed = flops / seconds / num_processes
     return {"model_tflops_per_second": speed / 1e12} | ({"mfu": speed / peak} if peak else {})

@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, and the loggers a run asks for."""
+"""Write metrics to `metrics.jsonl` and the configured loggers."""
 
 import contextlib
 import importlib.util
@@ -15,10 +15,10 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse loggers whose package is not installed.
+    """Check that the packages of all loggers are installed.
 
     Raises:
-        UserError: names the package and how to install it.
+        UserError: A package is missing.
     """
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
@@ -28,22 +28,22 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class MetricsWriter:
-    """Appends one JSON object per line, flushed at once, and forwards to the loggers."""
+    """Appends metrics as JSON lines, flushed immediately, and forwards them to loggers."""
 
     def __init__(self, folder: Path, *, log: Sequence[str], config: Mapping[str, Any], steps_done: int = 0):
         """Open for appending.
 
         Args:
-            folder: the run folder; holds metrics.jsonl and, for tensorboard, tensorboard/.
-            log: names of loggers.
-            config: the resolved configuration, for loggers that show it.
-            steps_done: what loggers already have of later steps is from before the run was last interrupted.
+            folder: Run folder; holds metrics.jsonl and, for TensorBoard, tensorboard/.
+            log: Names of loggers.
+            config: Resolved configuration, for loggers that show it.
+            steps_done: Steps in the checkpoint; TensorBoard drops later ones.
         """
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._loggers = [_LOGGERS[name](folder, config, steps_done) for name in log]
 
     def write(self, step: int, metrics: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
-        """Record metrics of a step, or of an evaluation after it. NaN, which JSON does not know, becomes null."""
+        """Write the metrics of a step, or of an evaluation after it. NaN and infinity become null."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
@@ -52,7 +52,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file and the loggers."""
-        with contextlib.suppress(OSError):  # every line has been flushed: a full disk has been reported by then
+        with contextlib.suppress(OSError):  # all lines are flushed; a full disk was reported then
             self._file.close()
         for _, close in self._loggers:
             close()
@@ -79,7 +79,7 @@ def _wandb(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
     run = wandb.init(
         project="cohort", name=folder.name, id=_run_id(folder), config=dict(config), resume="allow", dir=str(folder)
     )
-    # wandb's own step never goes back, and a resumed run repeats some: the step is a metric that the others go by
+    # wandb's own step cannot go back, but a resumed run repeats steps: use a step metric
     run.define_metric("*", step_metric="step")
     return lambda step, metrics: run.log({"step": step, **metrics}), run.finish
 
@@ -87,13 +87,13 @@ def _wandb(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
 def _trackio(folder: Path, config: Mapping[str, Any], steps_done: int) -> _Logger:
     import trackio
 
-    # trackio knows a run by its name
+    # trackio identifies a run by its name
     run = trackio.init(project="cohort", name=f"{folder.name}-{_run_id(folder)}", config=dict(config), resume="allow")
     return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
 
 
 def _run_id(folder: Path) -> str:
-    """A name for the run in this folder that is the same after a resume and that no other run has."""
+    """Unique id of the run in this folder, stable across resumes."""
     file = folder / ".run_id"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run will do, worked out before anything is loaded."""
+"""Predict a run's steps, memory and time before anything is loaded."""
 
 from cohort.plan.geometry import RunPlan, plan_run
 

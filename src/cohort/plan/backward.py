@@ -1,157 +1,185 @@
-"""Bytes of forward and backward, in closed form: gathered weights, the head, and the moment at which most is there.
+"""Memory of forward and backward in closed form: gathered weights, LM head, and the peak.
 
-Letters as in `cohort.plan.memory`.
+Symbols as in `cohort.plan.memory`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cohort.plan.activations import (
     activation_bytes,
-    attention_passing,
-    kept_bytes_per_token,
+    attention_transient_bytes,
     layer_bytes_per_token,
     mlp_bytes_per_token,
-    passing_bytes,
+    saved_bytes_per_token,
+    transient_bytes,
 )
 from cohort.plan.quantization import dequantized_bytes
-from cohort.plan.tiles import TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens, rows_of_copies, tile_shape
-from cohort.plan.work import Work
+from cohort.plan.tiles import TILE_ELEMENTS, copied_weight_rows, loss_tile_elements, loss_tile_tokens, tile_shape
+from cohort.plan.work import Workload
 
-CPU_BLOCK = 1 << 21  # logits whose softmax is taken at a time where there is no fused kernel, in the symbolic run
+CPU_BLOCK = 1 << 21  # logits per softmax block without a fused kernel, in the symbolic run
 
 
-def gathered_bytes(work: Work, *, backward: bool) -> int:
-    """Copies of weights: gathered ones of FSDP2, what autocast casts them to, or one that is not quantized."""
-    shape, a = work.shape, work.compute_bytes
-    if work.quantization is not None:
-        return dequantized_bytes(shape, work.quantization, a)
-    if work.gathers:
+def gathered_bytes(workload: Workload, *, backward: bool) -> int:
+    """Temporary weight copies: FSDP2's gathered ones, autocast's casts, or one dequantized matrix."""
+    shape, a = workload.shape, workload.compute_bytes
+    if workload.quantization is not None:
+        return dequantized_bytes(shape, workload.quantization, a)
+    if workload.gathers:
         # before they are cast
-        visiting = -(-work.weight_bytes * work.parameters_on_host * shape.layer_parameters // work.processes)
-        return a * (shape.outer_parameters + min(2, shape.layers) * shape.layer_parameters) + visiting + _stays(work)
-    if not work.autocasts:
+        visiting = -(
+            -workload.weight_bytes * workload.parameters_on_host * shape.layer_parameters // workload.processes
+        )
+        return (
+            a * (shape.non_layer_parameters + min(2, shape.layers) * shape.layer_parameters)
+            + visiting
+            + _unresharded_bytes(workload)
+        )
+    if not workload.autocasts:
         return 0
-    if backward and not work.checkpointing:
+    if backward and not workload.checkpointing:
         return a * shape.layers * shape.layer_parameters
     return a * shape.layer_parameters
 
 
-def _stays(work: Work) -> int:
-    """Of layers that are not computed with at the moment, what is gathered all the same."""
-    others = work.compute_bytes * max(0, work.shape.layers - 2) * work.shape.layer_parameters
-    if isinstance(work.reshard_after_forward, bool):
-        return 0 if work.reshard_after_forward else others
-    return others // work.reshard_after_forward
+def _unresharded_bytes(workload: Workload) -> int:
+    """Layers that stay gathered while they are not in use (`reshard_after_forward`)."""
+    others = workload.compute_bytes * max(0, workload.shape.layers - 2) * workload.shape.layer_parameters
+    if isinstance(workload.reshard_after_forward, bool):
+        return 0 if workload.reshard_after_forward else others
+    return others // workload.reshard_after_forward
 
 
-def head_bytes(work: Work, *, backward: bool) -> int:
-    """What the head needs beside its weight: tiles of logits, and in backward its gradient."""
-    shape, a = work.shape, work.compute_bytes
-    scored, hidden = work.scored_tokens, shape.hidden
-    if scored == 0:
+def head_bytes(workload: Workload, *, backward: bool) -> int:
+    """Memory of the LM head beside its weight: tiles of logits and, in backward, gradients."""
+    shape, a = workload.shape, workload.compute_bytes
+    loss_tokens, hidden = workload.loss_tokens, shape.hidden
+    if loss_tokens == 0:
         return 0
-    if shape.has_value_head:  # hidden states, wide too; in backward their gradients
-        return (a + 4) * scored * hidden * (1 + backward)
-    tokens, ids = tile_shape(scored, shape.vocabulary, TILE_ELEMENTS)
-    if work.autocasts or (a < 4 and not work.on_gpu):  # a part of the weight is cast, which is as large as a tile
-        ids = rows_of_copies(ids, hidden, TILE_ELEMENTS)
+    if shape.has_value_head:  # hidden states, also in float32; in backward their gradients
+        return (a + 4) * loss_tokens * hidden * (1 + backward)
+    tokens, ids = tile_shape(loss_tokens, shape.vocabulary, TILE_ELEMENTS)
+    if workload.autocasts or (a < 4 and not workload.on_gpu):  # casts a slice of the weight as large as a tile
+        ids = copied_weight_rows(ids, hidden, TILE_ELEMENTS)
     tile = 4 * tokens * ids
     if not backward:
-        return tile + a * scored * hidden + 4 * (ids + tokens) * hidden * (a < 4 and not work.on_gpu)  # casts
-    is_trained = work.adapter is None
-    sums = 4 * ids * hidden * is_trained + 4 * tokens * hidden + 4 * scored * hidden
-    # of the weight, where it is cast, or of its gradient before it is added
-    part = 4 * ids * hidden * (is_trained or not work.on_gpu)
-    rounded = tile * a // 4 if a < 4 else 0  # the tile, as it is multiplied
-    passing = part + rounded if work.on_gpu else max(part, 8 * min(tokens * ids, CPU_BLOCK))
-    return tile + passing + sums + 2 * a * scored * hidden
+        return tile + a * loss_tokens * hidden + 4 * (ids + tokens) * hidden * (a < 4 and not workload.on_gpu)  # casts
+    is_trained = workload.adapter is None
+    sums = 4 * ids * hidden * is_trained + 4 * tokens * hidden + 4 * loss_tokens * hidden
+    # a cast slice of the weight, or its gradient before accumulation
+    part = 4 * ids * hidden * (is_trained or not workload.on_gpu)
+    rounded = tile * a // 4 if a < 4 else 0  # the tile in the compute dtype
+    passing = part + rounded if workload.on_gpu else max(part, 8 * min(tokens * ids, CPU_BLOCK))
+    return tile + passing + sums + 2 * a * loss_tokens * hidden
 
 
-def _loss_head_bytes(work: Work) -> int:
-    """The same where the gradient is made in forward, beside the sum of the weight's gradients."""
-    shape, a = work.shape, work.compute_bytes
-    scored, hidden = work.scored_tokens, shape.hidden
-    if scored == 0:
+def _loss_head_bytes(workload: Workload) -> int:
+    """`head_bytes` with `gradients_in_forward`, without the accumulated weight gradient."""
+    shape, a = workload.shape, workload.compute_bytes
+    loss_tokens, hidden = workload.loss_tokens, shape.hidden
+    if loss_tokens == 0:
         return 0
-    elements = loss_tile_elements(shape.vocabulary, on_gpu=work.on_gpu)
-    tokens = loss_tile_tokens(scored, shape.vocabulary, elements)
-    copies = work.autocasts or a < 4
-    ids = rows_of_copies(shape.vocabulary, hidden, TILE_ELEMENTS) if copies else shape.vocabulary
-    passing = (4 * ids * hidden + 4 * tokens * hidden) * copies  # casts, or products before they are added
-    if work.on_gpu:
-        passing += a * tokens * ids * (a < 4)  # the tile, as it is multiplied
+    elements = loss_tile_elements(shape.vocabulary, on_gpu=workload.on_gpu)
+    tokens = loss_tile_tokens(loss_tokens, shape.vocabulary, elements)
+    copies = workload.autocasts or a < 4
+    ids = copied_weight_rows(shape.vocabulary, hidden, TILE_ELEMENTS) if copies else shape.vocabulary
+    passing = (4 * ids * hidden + 4 * tokens * hidden) * copies  # casts, or products before accumulation
+    if workload.on_gpu:
+        passing += a * tokens * ids * (a < 4)  # the tile in the compute dtype
     else:
         passing = max(passing, 8 * min(tokens * shape.vocabulary, CPU_BLOCK))
-    return 4 * tokens * shape.vocabulary + passing + (4 + 2 * a) * scored * hidden
+    return 4 * tokens * shape.vocabulary + passing + (4 + 2 * a) * loss_tokens * hidden
 
 
-def _head_gradient(work: Work) -> int:
-    """From the head's backward to the end: in the dtype in which the head's weight is there."""
-    parameters = work.trained_head_parameters
-    gradient = parameters * (work.compute_bytes if work.gathers or work.masters_on_host else work.trained_bytes)
-    if work.masters_on_host and not work.gathers:  # cast before it is added
-        gradient += parameters * work.trained_bytes
+def _head_gradient(workload: Workload) -> int:
+    """The head's gradient, in the dtype of its gathered weight; it lives until backward ends."""
+    parameters = workload.trained_head_parameters
+    gradient = parameters * (
+        workload.compute_bytes if workload.gathers or workload.masters_on_host else workload.trained_bytes
+    )
+    if workload.masters_on_host and not workload.gathers:  # cast before accumulation
+        gradient += parameters * workload.trained_bytes
     return gradient
 
 
-def backward_parts(work: Work) -> dict[str, int]:
-    """The largest of: the head, a layer in its midst and at its end, the embedding, the reduction of the rest."""
-    shape, a = work.shape, work.compute_bytes
-    gathered, head, activations = gathered_bytes(work, backward=True), _head_gradient(work), activation_bytes(work)
-    of_head = _loss_head_bytes(work) if work.gradients_in_forward else head_bytes(work, backward=True)
-    if work.gradients_in_forward:  # summed in float32 from forward on, and that is the gradient or is rounded to it
-        summed = max(4 * work.trained_head_parameters, head)
+def backward_parts(workload: Workload) -> dict[str, int]:
+    """Memory at the peak of backward, by part.
+
+    Candidates: the head, the middle and end of a layer, the embedding, the reduction of the rest.
+    """
+    shape, a = workload.shape, workload.compute_bytes
+    gathered, activations = gathered_bytes(workload, backward=True), activation_bytes(workload)
+    head = _head_gradient(workload)
+    of_head = _loss_head_bytes(workload) if workload.gradients_in_forward else head_bytes(workload, backward=True)
+    if workload.gradients_in_forward:  # accumulated in float32 from forward on
+        summed = max(4 * workload.trained_head_parameters, head)
         of_head = summed - head + max(of_head, head if head < summed else 0)
-    last_norm = (4 + 2 * a) * shape.hidden * work.row_tokens
-    again = layer_bytes_per_token(work) * work.row_tokens if work.checkpointing else 0
-    passing = passing_bytes(work)
+    last_norm = (4 + 2 * a) * shape.hidden * workload.packed_tokens
+    again = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
+    passing = transient_bytes(workload)
     kept = activations - passing - again
     at_head = kept + last_norm
-    outer_only = (a * shape.outer_parameters + _stays(work)) * work.gathers
-    # most models have wider MLPs than attention; of the others attention's backward is the peak
-    at_attention = activations - passing + (attention_passing(work) - mlp_bytes_per_token(work)) * work.row_tokens
-    # of quantized weights none is there whole in attention, nor in the head
-    activations = max(activations, at_attention - gathered * (work.quantization is not None))
+    outer_only = (a * shape.non_layer_parameters + _unresharded_bytes(workload)) * workload.gathers
+    # attention's backward is the peak in models whose attention is wider than the MLP
+    at_attention = (
+        activations
+        - passing
+        + (attention_transient_bytes(workload) - mlp_bytes_per_token(workload)) * workload.packed_tokens
+    )
+    # neither attention nor the head holds a dequantized weight
+    activations = max(activations, at_attention - gathered * (workload.quantization is not None))
     candidates = [
         {
-            "gathered weights": outer_only if work.gathers else gathered * (work.quantization is None),
+            "gathered weights": outer_only if workload.gathers else gathered * (workload.quantization is None),
             "activations": at_head,
             "logprob head": head + of_head,
         },
         {"gathered weights": gathered, "activations": activations, "logprob head": head},
     ]
-    if work.gathers:
-        # what the outer weights were received in is freed after the first layer has come
-        layer = work.trained_layer_parameters
-        first = 2 * a * (shape.outer_parameters + shape.layer_parameters + layer)
-        on_its_way = 4 * layer  # gradients are reduced in float32
-        kept_of_one = kept_bytes_per_token(work) * (work.row_tokens if shape.layers > 1 else 0)
-        in_layer = {"gathered weights": gathered, "logprob head": head}
-        # if it is the head's too, with their sum
-        embedding = (1 + shape.tied) * a * shape.embedding_parameters if work.adapter is None else 0
+    if workload.gathers:
+        layer = a * workload.trained_layer_parameters
+        gradients = layer if at_attention == activations else layer // 3  # of the layer, not yet reduced
         candidates += [
-            {"gathered weights": first},
-            {  # the last layer's place is still there
-                "gathered weights": outer_only + a * (shape.layer_parameters + layer),
+            # the all-gather buffer of the non-layer weights is freed after the first layer's
+            {"gathered weights": 2 * (a * (shape.non_layer_parameters + shape.layer_parameters) + layer)},
+            {  # the last layer's gathered buffer is still allocated
+                "gathered weights": outer_only + a * shape.layer_parameters + layer,
                 "activations": at_head,
-                "logprob head": head_bytes(work, backward=False),
+                "logprob head": head_bytes(workload, backward=False),
             },
-            {
-                **in_layer,
-                "activations": activations - kept_of_one,
-                "gradients on their way": on_its_way + (a * layer if at_attention == activations else a * layer // 3),
-            },
-            {
-                **in_layer,
-                "activations": max(0, kept - kept_of_one),
-                "gradients on their way": on_its_way + a * layer,
-            },
-            {"gathered weights": outer_only, "logprob head": head, "gradients on their way": embedding + on_its_way},
-            {"logprob head": head, "gradients on their way": (4 + a) * work.trained_outer_parameters - head},
+            *_reduction_parts(workload, gathered, head, outer_only, [(activations, gradients), (kept, layer)]),
         ]
     return largest_parts(candidates)
 
 
+def _reduction_parts(
+    workload: Workload, gathered: int, head: int, outer_only: int, in_layer: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, int]]:
+    """Yield the memory while gradients are reduced: of a layer, of the embedding, of the other weights.
+
+    Args:
+        workload: Workload of the process.
+        gathered: Gathered weights inside a layer.
+        head: Gradient of the head.
+        outer_only: Gathered weights outside of layers.
+        in_layer: Activations and unreduced gradients, at two moments in a layer.
+    """
+    shape, a = workload.shape, workload.compute_bytes
+    reduced = 4 * workload.trained_layer_parameters  # gradients are reduced in float32
+    saved_by_one = saved_bytes_per_token(workload) * (workload.packed_tokens if shape.layers > 1 else 0)
+    for activations, gradients in in_layer:
+        yield {
+            "gathered weights": gathered,
+            "logprob head": head,
+            "activations": max(0, activations - saved_by_one),
+            "gradient reduction": reduced + gradients,
+        }
+    # a tied embedding has the head's gradient added to it
+    embedding = (1 + shape.tied) * a * shape.embedding_parameters if workload.adapter is None else 0
+    yield {"gathered weights": outer_only, "logprob head": head, "gradient reduction": embedding + reduced}
+    yield {"logprob head": head, "gradient reduction": (4 + a) * workload.trained_non_layer_parameters - head}
+
+
 def largest_parts(candidates: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Of parts that are never there together."""
+    """Return the candidate with the largest sum; candidates never coexist."""
     return max(candidates, key=lambda parts: sum(parts.values()))

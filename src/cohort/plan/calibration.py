@@ -1,7 +1,7 @@
-"""What `cohort plan --calibrate` measured on this machine, kept in the user's cache for later plans.
+"""Load and save hardware measurements from `cohort plan --calibrate`.
 
-One file, `cohort/calibration.json` in `$XDG_CACHE_HOME` or `~/.cache`, holds the latest measurement of each kind of
-device on each machine. One that cannot be read, or has another version, counts as none.
+`cohort/calibration.json` in `$XDG_CACHE_HOME` or `~/.cache` holds the latest measurement per device type and machine.
+An unreadable file or one of another version is ignored.
 """
 
 import json
@@ -14,27 +14,27 @@ from typing import Any
 
 from cohort.errors import UserError
 
-VERSION = 1  # of the file; whatever changes the meaning of a number changes it
+VERSION = 1  # of the file format; raise it when a number changes its meaning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """One device of a machine, measured. On a CPU all of its cores are one device."""
+    """Measured speed and memory of one device; all CPU cores count as one device."""
 
-    device: str  # as the driver names it; of a CPU its model and cores
+    device: str  # driver's name of the GPU, or CPU model and cores
     on_gpu: bool
     machine: str  # host name
     date: str  # ISO 8601
     torch_version: str
-    flops: Mapping[str, float]  # per second, of matrix products by dtype
+    flops: Mapping[str, float]  # matmul FLOP/s by dtype
     memory_bandwidth: float  # bytes read and written per second
-    host_bandwidth: float | None  # bytes per second between host and device, the slower way; None on CPU
-    collective_bandwidth: float | None  # bytes per second that each process receives; None with one device
-    memory_bytes: int  # that processes can have
-    framework_bytes: int  # that a process takes of it before it has any tensor
+    host_bandwidth: float | None  # bytes/s between host and device, slower direction; None on CPU
+    collective_bandwidth: float | None  # bytes/s received per process in an all-gather; None with one device
+    memory_bytes: int  # available to processes
+    framework_bytes: int  # taken by a process before its first tensor
 
-    def shared_by(self, processes: int) -> "Calibration":
-        """What each of several processes has of the device, as of a CPU."""
+    def per_process(self, processes: int) -> "Calibration":
+        """Divide a device, such as the CPU, evenly among processes."""
         return replace(
             self,
             flops={dtype: flops / processes for dtype, flops in self.flops.items()},
@@ -42,25 +42,25 @@ class Calibration:
             memory_bytes=self.memory_bytes // processes,
         )
 
-    def told(self) -> str:
-        """When and where, for a person."""
+    def describe(self) -> str:
+        """Date, machine and torch version in words."""
         return f"{self.date[:10]} on {self.machine} with torch {self.torch_version}"
 
 
 def calibration_file() -> Path:
-    """Where measurements are kept."""
+    """Path of the calibration file."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "cohort" / "calibration.json"
 
 
-def keep_calibration(measured: Calibration) -> Path:
-    """Write a measurement beside those of other devices and machines.
+def save_calibration(measured: Calibration) -> Path:
+    """Save a measurement, replacing an older one of the same device and machine.
 
     Returns:
-        the file.
+        Path of the file.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: The file cannot be written.
     """
     file = calibration_file()
     others = [c for c in _calibrations() if (c.device, c.machine) != (measured.device, measured.machine)]
@@ -71,18 +71,20 @@ def keep_calibration(measured: Calibration) -> Path:
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
-        raise UserError(f"--calibrate: {file} cannot be written: {error.strerror}; XDG_CACHE_HOME moves it") from error
+        raise UserError(
+            f"--calibrate: cannot write {file}: {error.strerror}. Set XDG_CACHE_HOME to a writable folder."
+        ) from error
     return file
 
 
-def calibration_of(device: str) -> Calibration | None:
-    """The latest measurement of a kind of device, on this machine rather than on others."""
+def find_calibration(device: str) -> Calibration | None:
+    """Latest measurement of a device type, preferring this machine."""
     found = [c for c in _calibrations() if c.device == device]
     return max(found, key=lambda c: (c.machine == platform.node(), c.date), default=None)
 
 
-def calibration_here() -> Calibration | None:
-    """The latest measurement on this machine, of a GPU rather than of the CPU."""
+def local_calibration() -> Calibration | None:
+    """Latest measurement on this machine, preferring a GPU."""
     found = [c for c in _calibrations() if c.machine == platform.node()]
     return max(found, key=lambda c: (c.on_gpu, c.date), default=None)
 
@@ -109,10 +111,10 @@ def _calibrations() -> list[Calibration]:
 
 
 def _calibration(entry: Mapping[str, Any]) -> Calibration:
-    """An entry of the file.
+    """Parse one entry of the file.
 
     Raises:
-        ValueError: a number that cannot be.
+        ValueError: A number is not positive.
     """
     found = Calibration(**{field.name: entry[field.name] for field in fields(Calibration)})
     numbers = [*found.flops.values(), found.memory_bandwidth, found.memory_bytes, found.framework_bytes]

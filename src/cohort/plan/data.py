@@ -1,20 +1,20 @@
-"""How many prompts a data file has, where that can be told at once; and which of a run's files are not there."""
+"""Count the prompts of a data file cheaply, and find missing files."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from cohort.config import Config
 
-# of a path that is meant as a file, and not as the id of a dataset
+# A path with one of these is a file, not a dataset id.
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _BEGINNINGS = ("/", "./", "../", "~")
-_MOST_BYTES = 200 << 20  # larger files are not read for a plan
+_MOST_BYTES = 200 << 20  # do not read larger files
 
 
 def count_prompts(path: str) -> int | None:
-    """Rows of a JSONL or Parquet file; None for anything else, and for files that take long to read.
+    """Number of rows of a JSONL or Parquet file; None for other formats and large files.
 
-    Prompts that the run itself will drop, as they are too long, are counted.
+    Includes prompts that the run will drop as too long.
     """
     file = Path(path)
     try:
@@ -26,24 +26,24 @@ def count_prompts(path: str) -> int | None:
             with file.open("rb") as lines:
                 return sum(1 for line in lines if line.strip()) or None
     except (OSError, ValueError):
-        pass  # the run itself says what is wrong with it
+        pass  # the run reports what is wrong
     return None
 
 
 def missing_files(config: Config, base_dir: Path) -> Iterator[tuple[str, str]]:
-    """The keys whose files are not there, each with a message that begins with it.
+    """Yield each configuration key whose file is missing, with a message.
 
     Args:
-        config: of a run.
-        base_dir: folder of its file, in which relative paths are looked up first.
+        config: Configuration of a run.
+        base_dir: Folder of the configuration file; relative paths are tried there and in the working directory.
     """
     places = (base_dir, Path.cwd())
     for field, path in (("data.path", config.data.path), ("eval.path", config.eval.path if config.eval else None)):
         meant = path is not None and (path.endswith(_ENDINGS) or path.startswith(_BEGINNINGS))
         if path is not None and meant and not any((place / path).exists() for place in places):
-            yield field, f"{field}: {path!r}: no such file; `cohort train` would refuse to start"
+            yield field, f"{field}: {path!r}: no such file; `cohort train` will not start"
     for number, reward in enumerate(config.rewards):
         file, colon, _ = reward.use.partition(":")
         if colon and file.endswith(".py") and not any((place / file).is_file() for place in places):
             field = f"rewards.{number}.use"
-            yield field, f"{field}: {reward.use!r}: no such file; `cohort train` would refuse to start"
+            yield field, f"{field}: {reward.use!r}: no such file; `cohort train` will not start"

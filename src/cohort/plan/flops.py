@@ -1,76 +1,75 @@
-"""Floating-point operations of a training step, in closed form, and how many a GPU does in a second.
+"""FLOPs of a training step in closed form, and peak FLOP/s and bandwidth of GPUs.
 
-Counted is what the mathematics asks for: matrix products and attention over the pairs that are attended to, forward
-and backward, each once. What is computed a second time to save memory is not counted, and neither are padding, norms,
-activations, and mixing of tokens other than full attention (windows, recurrent states), so that a share of the peak is
-never flattered.
+Model FLOPs: matmuls and attention over attended pairs, forward and backward, each once. Recomputation, padding, norms,
+activation functions and token mixing other than full attention (windows, recurrent states) are not counted, so MFU is
+never overstated.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_STANDS_STILL = re.compile(r"\.lora_\w+\.start\b")  # of an adapter, what it was at the start: a reference's
-Parameter = tuple[str, tuple[int, ...], bool]  # name, shape, whether it is trained
+_INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
+Parameter = tuple[str, tuple[int, ...], bool]  # name, shape, trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """What one model costs per token, scored position and attended pair. A multiply-add is two operations.
+    """FLOPs of one model per token, loss token and attended pair. A multiply-add is two FLOPs.
 
-    A matrix takes two operations per weight and token in forward, two for the gradient of its input and two for its
-    own; the latter only where it is trained, the former only where something before it is.
+    A weight takes two FLOPs per token in forward, two for its own gradient if it is trained, and two for the gradient
+    of its input if anything before it is trained.
     """
 
-    body_forward: float  # per token: every matrix that a token passes through, but the head
+    body_forward: float  # per token: all matrices but the head
     body_backward: float
-    head_forward: float  # per scored position
+    head_forward: float  # per loss token
     head_backward: float
-    pair_forward: float  # per query and key that it sees, over all layers: the scores, and the sum of values
+    pair_forward: float  # per attended query-key pair, over all layers: scores and weighted values
     pair_backward: float
 
-    def forward(self, *, tokens: int, scored: int, pairs: int) -> float:
-        """Operations of a forward pass.
+    def forward(self, *, tokens: int, loss_tokens: int, pairs: int) -> float:
+        """FLOPs of a forward pass.
 
         Args:
-            tokens: that go through the model.
-            scored: of them, those at which the head is applied.
-            pairs: of a token and one that it sees, itself included; of one layer and head (`attention_pairs`).
+            tokens: Number of input tokens.
+            loss_tokens: Number of positions at which the head is applied.
+            pairs: Number of attended query-key pairs of one layer and head (`attention_pairs`).
         """
-        return self.body_forward * tokens + self.head_forward * scored + self.pair_forward * pairs
+        return self.body_forward * tokens + self.head_forward * loss_tokens + self.pair_forward * pairs
 
-    def forward_backward(self, *, tokens: int, scored: int, pairs: int) -> float:
-        """Operations of a forward and a backward pass; arguments as `forward`."""
-        backward = self.body_backward * tokens + self.head_backward * scored + self.pair_backward * pairs
-        return self.forward(tokens=tokens, scored=scored, pairs=pairs) + backward
+    def forward_backward(self, *, tokens: int, loss_tokens: int, pairs: int) -> float:
+        """FLOPs of a forward and a backward pass; arguments as `forward`."""
+        backward = self.body_backward * tokens + self.head_backward * loss_tokens + self.pair_backward * pairs
+        return self.forward(tokens=tokens, loss_tokens=loss_tokens, pairs=pairs) + backward
 
 
 def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> ModelFlops:
-    """The costs of a causal language model of the Hugging Face library.
+    """Compute the per-token FLOPs of a Hugging Face causal language model.
 
     Args:
-        parameters: in the order in which the model has them, which is that of its computation. Tied weights once. An
-            adapter's count as weights of their own; what is kept of one to be a reference is left out.
-        config: config.json, that of the text where it has several parts.
+        parameters: Parameters in model order, tied weights once, adapter weights included.
+        config: config.json; for multimodal models the text part.
     """
     body_forward = body_backward = head_forward = head_backward = 0.0
     trained_before = False
     matrices = [
-        (name.replace(".base_layer.", "."), shape, trained)  # without what peft puts around a layer's own weight
+        (name.replace(".base_layer.", "."), shape, trained)  # without peft's wrapper
         for name, shape, trained in parameters
-        if len(shape) >= 2 and not _STANDS_STILL.search(name)
+        if len(shape) >= 2 and not _INITIAL_FACTOR.search(name)
     ]
     has_own_head = any(_is_head(name) for name, *_ in matrices)
-    body_is_trained = any(trained for name, _, trained in matrices if not _is_of_head(name))
+    body_is_trained = any(trained for name, _, trained in matrices if not _belongs_to_head(name))
     for name, shape, trained in matrices:
-        size = 2.0 * _product(shape) * _share_used(name, shape, config)
+        size = 2.0 * math.prod(shape) * _active_fraction(name, shape, config)
         backward = size * (trained + trained_before)
-        if _is_looked_up(name):
+        if _is_embedding(name):
             if name.endswith(".weight") and not has_own_head and not head_forward:
-                # the tokens' table is the head too, after a whole body
+                # a tied embedding is the head as well
                 head_forward, head_backward = size, size * (trained + body_is_trained)
-        elif _is_of_head(name):
+        elif _belongs_to_head(name):
             head_forward += size
             head_backward += backward
         else:
@@ -91,8 +90,8 @@ def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> M
 # Model shapes
 
 
-def _is_looked_up(name: str) -> bool:
-    """Tables that are looked up and not multiplied with; the first of them is the tokens'. An adapter has them too."""
+def _is_embedding(name: str) -> bool:
+    """Whether this is an embedding table, of the model or of an adapter."""
     tables = ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe", "embed_positions", "position_embeddings")
     return name.endswith(tuple(f"{table}.weight" for table in tables)) or ".lora_embedding_A." in name
 
@@ -101,13 +100,13 @@ def _is_head(name: str) -> bool:
     return name.endswith(("lm_head.weight", "embed_out.weight", "value_head.weight"))
 
 
-def _is_of_head(name: str) -> bool:
-    """The head, or an adapter's part of it."""
+def _belongs_to_head(name: str) -> bool:
+    """Whether this is the head, or an adapter on it."""
     return _is_head(name) or name.partition(".lora_")[0].endswith(("lm_head", "embed_out"))
 
 
-def _share_used(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> float:
-    """The share of a weight that one token is multiplied with: of experts, those it is sent to."""
+def _active_fraction(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> float:
+    """Share of a weight that one token uses: for experts, the routed ones."""
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
     if not experts or "expert" not in name or "shared" in name:
         return 1.0
@@ -115,7 +114,7 @@ def _share_used(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) ->
 
 
 def _num_attention_layers(config: Mapping[str, Any]) -> int:
-    """Layers in which a token sees all tokens before it."""
+    """Number of layers with full attention."""
     types = config.get("layer_types")
     return types.count("full_attention") if types else _first(config, "num_hidden_layers", "n_layer") or 0
 
@@ -125,8 +124,8 @@ def _num_heads(config: Mapping[str, Any]) -> int:
 
 
 def _head_dims(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Features of one head's queries and of its values."""
-    if config.get("kv_lora_rank"):  # latent attention: queries have a rotated part that values lack
+    """Query and value features of one head."""
+    if config.get("kv_lora_rank"):  # MLA: queries have a rotary part, values do not
         return config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
     heads = _num_heads(config)
     dim = config.get("head_dim") or ((_first(config, "hidden_size", "n_embd") or 0) // heads if heads else 0)
@@ -134,22 +133,15 @@ def _head_dims(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that the configuration has."""
+    """Value of the first of these keys that is set."""
     return next((config[name] for name in names if config.get(name)), None)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 # Peaks of GPUs
 
-# Dense tera-operations per second, from the makers' data sheets (which print twice these numbers where they mean 2:4
-# sparsity): bfloat16 and float16 on tensor cores with float32 sums, TF32 on tensor cores, float32 without them.
-# The first name that is part of a device's name counts, so that special ones come first.
+# Dense TFLOP/s from vendor data sheets (which double these numbers for 2:4 sparsity): bfloat16 and float16 on tensor
+# cores with float32 accumulation, TF32 on tensor cores, float32 without them.
+# The first name contained in the device name wins, so more specific names come first.
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     ("B200", 2250.0, 1125.0, 75.0),
     ("H200 NVL", 835.5, 417.5, 60.0),
@@ -168,21 +160,21 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | None:
-    """Dense operations per second of a GPU at its best; None for one that is not known here.
+    """Peak dense FLOP/s of a GPU; None for an unknown one.
 
     Args:
-        device_name: as the driver tells it, such as "NVIDIA H100 80GB HBM3".
-        dtype: of the matrix products, such as "bfloat16".
-        tf32: whether products in float32 may be made in TF32.
+        device_name: Driver's name, such as "NVIDIA H100 80GB HBM3".
+        dtype: Dtype of the matmuls, such as "bfloat16".
+        tf32: Whether float32 matmuls may use TF32.
     """
     for name, half, tensor_float, single in _PEAKS:
-        if _is_called(device_name, name):
+        if _name_contains(device_name, name):
             peaks = {"bfloat16": half, "float16": half, "float32": tensor_float if tf32 else single}
             return peaks[dtype] * 1e12 if dtype in peaks else None
     return None
 
 
-# Terabytes per second between a GPU and its memory, from the same data sheets, looked up in the same way.
+# Memory bandwidth in TB/s, from the same data sheets.
 _BANDWIDTHS: tuple[tuple[str, float], ...] = (
     ("B200", 8.0),
     ("H200", 4.8),
@@ -202,9 +194,9 @@ _BANDWIDTHS: tuple[tuple[str, float], ...] = (
 
 
 def memory_bandwidth(device_name: str) -> float | None:
-    """Bytes per second that a GPU reads from its memory at its best; None for one that is not known here."""
-    return next((tera * 1e12 for name, tera in _BANDWIDTHS if _is_called(device_name, name)), None)
+    """Peak memory bandwidth of a GPU in bytes/s; None for an unknown one."""
+    return next((tera * 1e12 for name, tera in _BANDWIDTHS if _name_contains(device_name, name)), None)
 
 
-def _is_called(device_name: str, name: str) -> bool:
+def _name_contains(device_name: str, name: str) -> bool:
     return f" {name} " in f" {device_name} ".replace("-", " ")

@@ -1,4 +1,4 @@
-"""How many steps a run has and what one step holds. No divisibility rule exists: every number is free."""
+"""Number of steps of a run and the contents of a step. No divisibility rules."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from cohort.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The shape of a run. Steps count rollouts; a step number is how many steps are done."""
+    """Steps, batch sizes and schedule of a run. One step is one rollout; step N: N steps are done."""
 
     num_prompts: int  # in the training data
     prompts_per_step: int
@@ -17,7 +17,7 @@ class RunPlan:
     max_completion_tokens: int
     updates_per_rollout: int  # optimizer steps per step
     num_steps: int
-    eval_every: int  # 0: before and after only; meaningless without evaluation
+    eval_every: int  # 0: before and after training only; unused without evaluation
     evaluates: bool
     evaluates_before: bool
     checkpoint_every: int  # 0: never
@@ -30,11 +30,11 @@ class RunPlan:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps in which every training prompt is seen once."""
+        """Number of steps to see every training prompt once."""
         return self.num_prompts / self.prompts_per_step
 
     def evaluates_at(self, steps_done: int) -> bool:
-        """Whether the policy is evaluated when `steps_done` steps are done (0: before the first)."""
+        """Whether to evaluate after `steps_done` steps (0: before the first)."""
         if not self.evaluates:
             return False
         if steps_done == 0:
@@ -42,19 +42,19 @@ class RunPlan:
         return steps_done == self.num_steps or (self.eval_every > 0 and steps_done % self.eval_every == 0)
 
     def saves_at(self, steps_done: int) -> bool:
-        """Whether a checkpoint is written when `steps_done` steps are done."""
+        """Whether to save a checkpoint after `steps_done` steps."""
         return self.checkpoint_every > 0 and (steps_done % self.checkpoint_every == 0 or steps_done == self.num_steps)
 
     def writes_completions_at(self, steps_done: int) -> bool:
-        """Whether the completions of the step that makes `steps_done` are written."""
+        """Whether to write the completions of step `steps_done`."""
         return self.completions_every > 0 and steps_done % self.completions_every == 0
 
 
 def plan_run(config: Config, *, num_prompts: int) -> RunPlan:
-    """Work out the shape of a run from its configuration and the number of training prompts.
+    """Plan a run's steps from its configuration and the number of training prompts.
 
     Raises:
-        UserError: the warm-up is longer than the run, or what the critic's leaves of it.
+        UserError: The warm-up of policy and critic is longer than the run.
     """
     train = config.train
     epochs = train.epochs if train.epochs is not None else 1.0

@@ -1,4 +1,4 @@
-"""The machines of a plan: GPUs by the names that people use for them, and sizes as people write them."""
+"""Hardware of a plan: known GPUs, this machine's CPU, and `cohort plan`'s options for them."""
 
 import os
 from dataclasses import dataclass
@@ -6,36 +6,36 @@ from dataclasses import dataclass
 from cohort.config.hardware import MOST_PROCESSES
 from cohort.config.sizes import parse_size
 from cohort.errors import UserError
-from cohort.plan.calibration import Calibration, calibration_here, calibration_of, cpu_name
+from cohort.plan.calibration import Calibration, cpu_name, find_calibration, local_calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Nodes with the same number of the same GPUs; without GPUs, of processes that share a CPU."""
+    """Identical nodes with identical GPUs or, without GPUs, with processes that share the CPU."""
 
-    gpu_name: str  # as the driver tells it
+    gpu_name: str  # driver's name
     gpu_memory_bytes: int
     gpus_per_node: int
     nodes: int
     on_gpu: bool = True
-    measured: Calibration | None = None  # of one of the GPUs, or of one process's share of the CPU
+    calibration: Calibration | None = None  # of one GPU, or of one process's share of the CPU
     memory_is_measured: bool = False
-    resident_bytes: int | None = None  # of a process on the CPU that plans for itself, and has no model yet
+    resident_bytes: int | None = None  # of a CPU process that plans its own run, before it loads a model
 
     @property
     def num_gpus(self) -> int:
-        """Over all nodes."""
+        """Number of GPUs over all nodes."""
         return self.gpus_per_node * self.nodes
 
     @property
     def framework_bytes(self) -> int | None:
-        """What a process takes before it has any tensor; None where nobody measured that."""
+        """Memory of a process before its first tensor; None if unmeasured."""
         if self.resident_bytes is not None:
             return self.resident_bytes
-        return self.measured.framework_bytes if self.measured else None
+        return self.calibration.framework_bytes if self.calibration else None
 
 
-# As their drivers name them, and the memory that a process can have of them.
+# Driver's name and memory available to a process.
 GPUS: dict[str, tuple[str, int]] = {
     "b200": ("NVIDIA B200", 191_000_000_000),
     "h200": ("NVIDIA H200", 150_000_000_000),
@@ -52,26 +52,26 @@ GPUS: dict[str, tuple[str, int]] = {
 
 
 def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hardware:
-    """The machines that the options of `cohort plan` name.
+    """Parse the hardware options of `cohort plan`.
 
     Raises:
-        UserError: a GPU, a size or a number that cannot be.
+        UserError: An unknown GPU, or an invalid size or number.
     """
     if gpu.lower() not in (*GPUS, "here"):
         raise UserError(
-            f"--gpu: {gpu!r} is not known; use one of {', '.join(GPUS)}, and --gpu-memory if it has another, or here "
-            f"for what `cohort plan --calibrate` has measured on this machine"
+            f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, the closest one with --gpu-memory, or here "
+            f"for this machine as measured by `cohort plan --calibrate`"
         )
     _check_numbers(gpus, nodes)
     if gpu.lower() == "here":
-        measured = calibration_here()
+        measured = local_calibration()
         if measured is None:
-            raise UserError("--gpu here: nothing was measured on this machine; run `cohort plan --calibrate` first")
-        measured = measured if measured.on_gpu else measured.shared_by(gpus)
+            raise UserError("--gpu here: this machine has not been measured; run `cohort plan --calibrate` first")
+        measured = measured if measured.on_gpu else measured.per_process(gpus)
         name, memory = measured.device, measured.memory_bytes
     else:
         name, memory = GPUS[gpu.lower()]
-        measured = calibration_of(name)
+        measured = find_calibration(name)
         memory = measured.memory_bytes if measured else memory
     return Hardware(
         gpu_name=name,
@@ -79,28 +79,28 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
         gpus_per_node=gpus,
         nodes=nodes,
         on_gpu=measured is None or measured.on_gpu,
-        measured=measured,
+        calibration=measured,
         memory_is_measured=measured is not None and gpu_memory is None,
     )
 
 
-def cpu_here(
+def local_cpu(
     processes: int, *, nodes: int = 1, memory: str | None = None, resident_bytes: int | None = None
 ) -> Hardware:
-    """The CPU of this machine, shared by as many processes.
+    """This machine's CPU, shared by `processes` processes.
 
     Args:
-        processes: of each node.
-        nodes: machines like this one.
-        memory: that each process has, such as 16GB; by default its share of what is there.
-        resident_bytes: of a process that plans for itself, before it has a model.
+        processes: Processes per node.
+        nodes: Number of machines like this one.
+        memory: Memory per process, such as 16GB; by default an equal share of the machine's.
+        resident_bytes: Resident memory of a process that plans its own run, before it loads a model.
 
     Raises:
-        UserError: `memory` is no size, or a number that cannot be.
+        UserError: An invalid size or number.
     """
     _check_numbers(processes, nodes)
     name = cpu_name()
-    measured = calibration_of(name)
+    measured = find_calibration(name)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
     return Hardware(
         gpu_name=name,
@@ -108,7 +108,7 @@ def cpu_here(
         gpus_per_node=processes,
         nodes=nodes,
         on_gpu=False,
-        measured=measured.shared_by(processes) if measured else None,
+        calibration=measured.per_process(processes) if measured else None,
         memory_is_measured=memory is None,
         resident_bytes=resident_bytes,
     )
@@ -121,10 +121,10 @@ def _check_numbers(gpus: int, nodes: int) -> None:
 
 
 def parse_bytes(text: str, *, option: str) -> int:
-    """Bytes of a size such as 80GB (80,000,000,000 bytes) or 79.2GiB.
+    """Parse a size such as 80GB (80,000,000,000 bytes) or 79.2GiB into bytes.
 
     Raises:
-        UserError: it is no size.
+        UserError: Not a size.
     """
     try:
         return parse_size(text)

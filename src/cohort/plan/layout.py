@@ -1,4 +1,4 @@
-"""Where a run computes what: GPUs that train and that sample."""
+"""GPU layout: which GPUs train and which sample; checks of the configuration against it."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.optimizer import check_spread
-from cohort.plan.room import why_it_does_not_fit
+from cohort.plan.optimizer import check_optimizer_sharding
+from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus
 from cohort.plan.timing import step_times
@@ -16,35 +16,35 @@ from cohort.plan.timing import step_times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Processes and GPUs of a run."""
+    """Number of training and rollout GPUs of a run."""
 
-    num_training: int  # GPUs that train, one process each
-    num_sampling: int  # GPUs that sample; with `shared` the same ones; 0: somebody else's
+    num_training: int  # training GPUs, one process each
+    num_sampling: int  # rollout GPUs; with `shared` the same ones; 0: external servers
     shared: bool
     reason: str
-    problem: str | None = None  # why no split of these GPUs fits; the numbers are then those of shared ones
+    problem: str | None = None  # why no split fits; the numbers are then those of shared GPUs
 
     @property
     def num_used(self) -> int:
-        """GPUs that have something to do."""
+        """Number of GPUs in use."""
         return self.num_training + self.num_sampling * (not self.shared)
 
 
 def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
-    """Who gets which GPUs.
+    """Assign GPUs to training and rollouts.
 
     Raises:
-        UserError: the configuration and the machines contradict each other.
+        UserError: Configuration and hardware contradict each other.
     """
     processes, rollout = config.hardware.processes, config.rollout
     if processes != "auto" and processes > hardware.num_gpus:
         raise UserError(
-            f"hardware.processes: {processes} is more than the {hardware.num_gpus} GPUs of this plan; give more with "
-            f"--gpus or --nodes, or use hardware.processes: auto"
+            f"hardware.processes: {processes} exceeds the {hardware.num_gpus} GPUs of this plan; raise --gpus or "
+            f"--nodes, or use hardware.processes: auto"
         )
     if not rollout.uses_servers:
         number = hardware.gpus_per_node if processes == "auto" else processes
-        # a run on several nodes has as many processes on each
+        # the same number of processes on every node
         number = min(number * hardware.nodes, hardware.num_gpus)
         why = "training processes sample" + ("" if processes == "auto" else f"; hardware.processes: {processes}")
         return Layout(num_training=number, num_sampling=number, shared=True, reason=why)
@@ -56,7 +56,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
         number = split.num_processes * hardware.nodes
         return Layout(num_training=number, num_sampling=len(split.server_gpus), shared=False, reason=split.reason)
     if hardware.nodes > 1:
-        return _whole_nodes(config, shape, hardware)
+        return _split_nodes(config, shape, hardware)
     num_gpus = hardware.gpus_per_node
     try:
         split = split_gpus(config, num_gpus=num_gpus, shape=shape, hardware=hardware)
@@ -72,20 +72,20 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
     )
 
 
-def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
-    """Some nodes train and the others sample, as `cohort launch slurm --rollout-nodes` has it.
+def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
+    """Assign whole nodes to training or rollouts, as `cohort launch slurm --rollout-nodes` does.
 
-    The fastest split of those that fit, and of all where none does.
+    Takes the fastest split among those that fit, or among all if none fits.
     """
     per_node, rollout = hardware.gpus_per_node, config.rollout
     assert rollout.uses_servers
     tensor_parallel = rollout.tensor_parallel
     if tensor_parallel > per_node:
-        raise UserError(f"rollout.tensor_parallel: {tensor_parallel} is more than the {per_node} GPUs of a node")
+        raise UserError(f"rollout.tensor_parallel: {tensor_parallel} exceeds the {per_node} GPUs of a node")
     numbers = range(1, hardware.nodes)
     training = {number: (hardware.nodes - number) * per_node for number in numbers}
     sampling = {number: number * (per_node // tensor_parallel) * tensor_parallel for number in numbers}
-    fitting = [n for n in numbers if not why_it_does_not_fit(config, rollout, shape, hardware, training[n])]
+    fitting = [n for n in numbers if not memory_shortfall(config, rollout, shape, hardware, training[n])]
     times = {
         n: step_times(config, shape, hardware, num_training=training[n], num_sampling=sampling[n]).step_s
         for n in fitting or numbers
@@ -99,70 +99,67 @@ def _whole_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
     )
 
 
-def check_host_memory(config: Config, *, on_gpu: bool, processes: int) -> None:
-    """Compare what is to lie in host memory with where the run trains.
+def check_cpu_offload(config: Config, *, on_gpu: bool, processes: int) -> None:
+    """Check CPU offload settings against the training device.
 
     Raises:
-        UserError: a key has no effect, or does not work.
+        UserError: A key has no effect or is unsupported.
     """
     if not on_gpu and config.optim.offload:
         raise UserError(
-            "optim.offload: true has no effect on a run on the CPU, whose optimizer is in host memory already; remove "
-            "it"
+            "optim.offload: true has no effect on CPU, where the optimizer is in host memory already; remove it"
         )
     if not on_gpu and config.model.parameter_offload:
         raise UserError(
-            "model.parameter_offload: true has no effect on a run on the CPU, whose weights are in host memory "
-            "already; remove it"
+            "model.parameter_offload: true has no effect on CPU, where weights are in host memory already; remove it"
         )
     _check_average(config)
     if config.reference is None or config.reference.device != "cpu":
         return
     if not on_gpu:
         raise UserError(
-            "reference.device: cpu has no effect on a run on the CPU, whose weights are in host memory already; "
-            "remove it"
+            "reference.device: cpu has no effect on CPU, where weights are in host memory already; remove it"
         )
     if processes > 1:
         raise UserError(
-            f"reference.device: cpu works in one process, and this run has {processes}, over which the "
-            f"reference is spread already; use reference.device: auto"
+            f"reference.device: cpu requires one training process, but this run shards the reference over "
+            f"{processes}; use reference.device: auto"
         )
 
 
 def _check_average(config: Config) -> None:
-    """A reference that is an average is narrow with `optim.offload`, and what is added to it may be small.
+    """Refuse an averaged reference that would lose small updates in a narrow dtype (`optim.offload`).
 
     Raises:
-        UserError: it would be lost.
+        UserError: `reference.mix` is below 1 and the reference is narrower than the weights.
     """
     reference, wide = config.reference, config.model.dtype
     computed = compute_dtype(config.model, on_gpu=True)
     if reference is None or reference.mix in (None, 1) or not config.optim.offload or BYTES[computed] >= BYTES[wide]:
         return
     raise UserError(
-        f"reference.mix: {reference.mix:g} with optim.offload: true: the reference is kept in {computed}, in which an "
-        f"average over refreshes loses what is small; use reference.mix: 1, model.compute_dtype: {wide}, or "
-        f"model.parameter_offload: true in place of optim.offload"
+        f"reference.mix: {reference.mix:g} with optim.offload: true keeps the reference in {computed}, where the "
+        f"average loses small updates; use reference.mix: 1, model.compute_dtype: {wide}, or "
+        f"model.parameter_offload: true instead of optim.offload"
     )
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """Compare the configuration with the number of training processes, before any is started.
+    """Check the configuration against the number of training processes, before any is started.
 
     Raises:
-        UserError: a key has no effect with so many, or cannot be spread over them.
+        UserError: A key has no effect with this number or cannot be sharded.
     """
-    check_spread(config.optim, processes)
+    check_optimizer_sharding(config.optim, processes)
     check_resharding(config, processes)
-    check_undivided(config, processes=processes)
+    check_quantized_weights(config, processes=processes)
 
 
 def check_resharding(config: Config, processes: int) -> None:
-    """Compare `hardware.reshard_after_forward` with the processes that layers are gathered from.
+    """Check `hardware.reshard_after_forward` against the number of training processes.
 
     Raises:
-        UserError: it has no effect, or does not divide them.
+        UserError: It has no effect or does not divide the number.
     """
     wanted = config.hardware.reshard_after_forward
     if wanted == "auto":
@@ -170,21 +167,21 @@ def check_resharding(config: Config, processes: int) -> None:
     if processes == 1:
         raise UserError(
             f"hardware.reshard_after_forward: {str(wanted).lower()} has no effect on one process, whose weights are "
-            f"whole; remove it"
+            f"not sharded; remove it"
         )
     if not isinstance(wanted, bool) and (wanted >= processes or processes % wanted):
         divisors = [str(n) for n in range(2, processes) if processes % n == 0]
         raise UserError(
-            f"hardware.reshard_after_forward: {wanted} has to divide the {processes} training processes, and be less "
-            f"than them; use {', '.join([*divisors, 'true'])} or false"
+            f"hardware.reshard_after_forward: {wanted} must be a proper divisor of the {processes} training "
+            f"processes; use {', '.join([*divisors, 'true'])} or false"
         )
 
 
-def check_undivided(config: Config, *, processes: int) -> None:
-    """Compare quantized weights with the number of training processes.
+def check_quantized_weights(config: Config, *, processes: int) -> None:
+    """Check quantized weights against the number of training processes.
 
     Raises:
-        UserError: they would have to be spread.
+        UserError: They would have to be sharded.
     """
     for field, kind in config.quantized() if processes > 1 else ():
         raise UserError(f"{field}: {kind} {ONE_PROCESS}. This run would have {processes}")

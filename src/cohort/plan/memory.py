@@ -1,16 +1,15 @@
-"""What one training process needs of its GPU's memory, by part and by phase of a step, in closed form.
+"""GPU memory of one training process in closed form, by part and by phase of a step.
 
-The parts are what the code allocates; `cohort plan --verify` compares them with a symbolic run of the step. What no
-tensor holds is assumed: CUDA's context and NCCL's buffers.
+The parts are the tensors that the code allocates; `cohort plan --verify` compares them with a symbolic run. Memory
+outside of tensors (CUDA context, NCCL buffers) is assumed or measured.
 
-b bytes of a stored weight, a of a computed one; N weights, n of one layer, r of what is in no layer; L layers, H hidden
-size, F features of an MLP, Q and K features of queries and of keys; V vocabulary; T tokens of a row; W processes.
+Symbols: b, a bytes per stored and per computed weight; W processes; T packed tokens of a micro-batch; H hidden size.
 
-With an adapter the model's own weights have neither gradients nor optimizer state, and a product with a frozen weight
-does not keep its input, unless the adapter's gradient wants it. The reference is the model without the adapter.
+With an adapter the base weights have neither gradients nor optimizer state, and a frozen matmul saves its input only if
+the adapter's gradient needs it. The reference is the base model.
 
-A critic is a second model with gradients and an optimizer of its own. Both models' state is there always; of what comes
-and goes, gradients too, only one model's is there at a time.
+A critic is a second model with its own gradients and optimizer. Both models' weights and optimizer state are always
+resident; gradients and activations exist for one model at a time.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,10 @@ from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, lar
 from cohort.plan.optimizer import state_bytes
 from cohort.plan.quantization import model_bytes
 from cohort.plan.shape import WeightShape
-from cohort.plan.work import Checkpointing, Work
+from cohort.plan.work import Checkpointing, Workload
 
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
-PHASES: Mapping[Phase, str] = {  # for a person
+PHASES: Mapping[Phase, str] = {  # display names
     "sampling": "sampling",
     "logprobs": "logprobs",
     "backward": "forward, backward",
@@ -33,162 +32,171 @@ PHASES: Mapping[Phase, str] = {  # for a person
     "publish": "publish",
 }
 
-CUDA_BYTES = 10**9  # assumed where it was not measured: context, libraries' workspaces, and gaps of the allocator
-NCCL_BYTES = 5 * 10**8  # assumed: buffers between processes
-ASLEEP_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps of a shared GPU
+CUDA_BYTES = 10**9  # assumed if unmeasured: context, library workspaces, fragmentation
+NCCL_BYTES = 5 * 10**8  # assumed: communication buffers
+ASLEEP_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps on a shared GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one process in each phase, by part."""
+    """Memory of one process in bytes, by phase and part."""
 
     phases: Mapping[Phase, Mapping[str, int]]
 
     def total(self, phase: Phase) -> int:
-        """All parts of a phase."""
+        """Sum over the parts of a phase."""
         return sum(self.phases[phase].values())
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that needs the most."""
+        """Phase with the largest total."""
         return max(self.phases, key=self.total)
 
     @property
     def peak_bytes(self) -> int:
-        """What the largest phase needs."""
+        """Total of the largest phase."""
         return self.total(self.peak_phase)
 
 
-def plan_memory(work: Work) -> MemoryPlan:
-    """What each phase of a step needs, by part."""
-    always, models = _always(work), work.models
+def plan_memory(workload: Workload) -> MemoryPlan:
+    """Compute the memory of each phase, by part."""
+    always, models = _persistent(workload), workload.models
     gradients = [{"gradients": _gradient_bytes(model)} for model in models]
     backward = [{**own, **backward_parts(model)} for own, model in zip(gradients, models, strict=True)]
-    largest = work.shape.embedding_parameters
+    largest = workload.shape.embedding_parameters
     return MemoryPlan(
         phases={
-            "sampling": {**always, **_sampling(work)},
+            "sampling": {**always, **_sampling(workload)},
             "logprobs": {**always, **largest_parts([_forward_only(model) for model in models])},
             "backward": {**always, **largest_parts(backward)},
             "optimizer": {**always, **largest_parts(gradients)},
             "publish": {
                 **always,
-                **_awake(work),
-                "gathered weights": (work.weight_bytes + work.compute_bytes) * largest,
-                **({"lent weights": work.lent_bytes} if work.lent_bytes else {}),
+                **_awake_server(workload),
+                "gathered weights": (workload.weight_bytes + workload.compute_bytes) * largest,
+                **(
+                    {"weight transfer buffer": workload.weight_transfer_bytes} if workload.weight_transfer_bytes else {}
+                ),
             },
         }
     )
 
 
-def checkpointed_activations(work: Work) -> dict[Checkpointing, int]:
-    """Bytes of the activations of the same micro-batch in backward, by `model.gradient_checkpointing`."""
+def checkpointed_activations(workload: Workload) -> dict[Checkpointing, int]:
+    """Activation bytes of the same micro-batch for each `model.gradient_checkpointing` setting."""
     found: dict[Checkpointing, int] = {}
     kinds: tuple[Checkpointing, ...] = (False, "selective", True)
     for kind in kinds:
-        critic = replace(work.critic, checkpointing=kind) if work.critic else None
-        backward = plan_memory(replace(work, checkpointing=kind, critic=critic)).phases["backward"]
+        critic = replace(workload.critic, checkpointing=kind) if workload.critic else None
+        backward = plan_memory(replace(workload, checkpointing=kind, critic=critic)).phases["backward"]
         found[kind] = backward.get("activations", 0)
     return found
 
 
-def _shard(work: Work, parameters: int, bytes_each: int) -> int:
-    """Of so many numbers, what is on one process."""
-    return -(-bytes_each * parameters // work.processes)
+def _shard(workload: Workload, parameters: int, bytes_each: int) -> int:
+    """Bytes of one rank's shard, rounded up."""
+    return -(-bytes_each * parameters // workload.processes)
 
 
-def _gradient_bytes(work: Work) -> int:
-    return 0 if work.parameters_on_host else _shard(work, work.trained_parameters, work.trained_bytes)
+def _gradient_bytes(workload: Workload) -> int:
+    return 0 if workload.parameters_on_host else _shard(workload, workload.trained_parameters, workload.trained_bytes)
 
 
-def host_bytes(work: Work) -> int:
-    """What waits in host memory of all models of one process, but for copies on their way.
+def host_bytes(workload: Workload) -> int:
+    """Host memory of one process's offloaded tensors, over all models, without copies in flight.
 
-    Of activations each model has memory of its own, which stays.
+    Each model keeps its own buffers for activations.
     """
-    waiting = sum(offloaded_bytes(model) for model in work.models)
-    if work.reference_visits:
-        waiting += work.weight_bytes * work.shape.num_parameters
-    if work.masters_on_host or work.parameters_on_host:
+    waiting = sum(offloaded_bytes(model) for model in workload.models)
+    if workload.reference_on_host:
+        waiting += workload.weight_bytes * workload.shape.num_parameters
+    if workload.masters_on_host or workload.parameters_on_host:
         waiting += sum(
-            _shard(model, model.trained_parameters, model.trained_bytes) + _moment_bytes(model) for model in work.models
+            _shard(model, model.trained_parameters, model.trained_bytes) + _optimizer_state_bytes(model)
+            for model in workload.models
         )
-    if work.parameters_on_host:
-        waiting += sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in work.models)
-        waiting += _shard(work, work.has_reference * work.trained_parameters, work.weight_bytes)
+    if workload.parameters_on_host:
+        waiting += sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in workload.models)
+        waiting += _shard(workload, workload.has_reference * workload.trained_parameters, workload.weight_bytes)
     return waiting
 
 
-def _optimizer_bytes(work: Work) -> int:
-    return 0 if work.masters_on_host or work.parameters_on_host else _moment_bytes(work)
+def _optimizer_bytes(workload: Workload) -> int:
+    return 0 if workload.masters_on_host or workload.parameters_on_host else _optimizer_state_bytes(workload)
 
 
-def _moment_bytes(work: Work) -> int:
-    """Of the process with the most: rows of each weight are spread over them."""
-    of = work.adapter or work.shape
+def _optimizer_state_bytes(workload: Workload) -> int:
+    """Optimizer state of the rank with the most, with each weight sharded by rows."""
+    of = workload.adapter or workload.shape
 
     def kept(weight: WeightShape, *, in_layer: bool) -> int:
-        own = (-(-weight[0] // work.processes), *weight[1:])
-        return state_bytes(work.optim, own, work.trained_bytes, by_muon=in_layer and len(weight) == 2)
+        own = (-(-weight[0] // workload.processes), *weight[1:])
+        return state_bytes(workload.optim, own, workload.trained_bytes, by_muon=in_layer and len(weight) == 2)
 
     layer = sum(kept(weight, in_layer=True) for weight in of.layer_weights)
-    share = 1.0 if work.adapter is None else work.adapter.share_of_layers
-    outer = sum(kept(weight, in_layer=False) for weight in of.outer_weights)
-    return -int(-work.shape.layers * share * layer // 1) + outer
+    share = 1.0 if workload.adapter is None else workload.adapter.layer_fraction
+    outer = sum(kept(weight, in_layer=False) for weight in of.non_layer_weights)
+    return -int(-workload.shape.layers * share * layer // 1) + outer
 
 
-def _always(work: Work) -> dict[str, int]:
-    held = _shard(work, work.shape.num_parameters, work.held_bytes)
-    if work.quantization is not None:
-        held = -(-model_bytes(work.shape, work.quantization, work.weight_bytes) // work.processes)
+def _persistent(workload: Workload) -> dict[str, int]:
+    held = _shard(workload, workload.shape.num_parameters, workload.resident_weight_bytes)
+    if workload.quantization is not None:
+        held = -(-model_bytes(workload.shape, workload.quantization, workload.weight_bytes) // workload.processes)
     parts = {"weights": held}
-    if work.adapter is not None:
-        parts["adapter"] = _shard(work, work.trained_parameters, work.trained_bytes)
-    parts["optimizer state"] = _optimizer_bytes(work)
-    if work.critic is not None:
-        parts["critic weights"] = _shard(work.critic, work.critic.shape.num_parameters, work.critic.held_bytes)
-        parts["critic optimizer"] = _optimizer_bytes(work.critic)
-    if work.has_reference:
-        kept = work.trained_parameters  # of an adapter, what it was at the start
-        parts["reference weights"] = _shard(work, kept, work.held_bytes if work.adapter is None else work.trained_bytes)
-        if work.reference_quantization is not None:
-            parts["reference weights"] = model_bytes(work.shape, work.reference_quantization, work.weight_bytes)
-    if work.on_gpu:
-        context = CUDA_BYTES if work.framework_bytes is None else work.framework_bytes
-        parts["framework"] = context + NCCL_BYTES * (work.processes > 1) + ASLEEP_BYTES * (work.vllm_bytes > 0)
-    elif work.framework_bytes is not None:
-        parts["framework"] = work.framework_bytes
+    if workload.adapter is not None:
+        parts["adapter"] = _shard(workload, workload.trained_parameters, workload.trained_bytes)
+    parts["optimizer state"] = _optimizer_bytes(workload)
+    if workload.critic is not None:
+        parts["critic weights"] = _shard(
+            workload.critic, workload.critic.shape.num_parameters, workload.critic.resident_weight_bytes
+        )
+        parts["critic optimizer"] = _optimizer_bytes(workload.critic)
+    if workload.has_reference:
+        kept = workload.trained_parameters  # with an adapter: its initial weights
+        parts["reference weights"] = _shard(
+            workload, kept, workload.resident_weight_bytes if workload.adapter is None else workload.trained_bytes
+        )
+        if workload.reference_quantization is not None:
+            parts["reference weights"] = model_bytes(
+                workload.shape, workload.reference_quantization, workload.weight_bytes
+            )
+    if workload.on_gpu:
+        context = CUDA_BYTES if workload.framework_bytes is None else workload.framework_bytes
+        parts["framework"] = context + NCCL_BYTES * (workload.processes > 1) + ASLEEP_BYTES * (workload.vllm_bytes > 0)
+    elif workload.framework_bytes is not None:
+        parts["framework"] = workload.framework_bytes
     return parts
 
 
-def _forward_only(work: Work) -> dict[str, int]:
-    """Logprobs, values, and those of a reference that lies in host memory otherwise."""
-    visitor = work.weight_bytes * work.shape.num_parameters
+def _forward_only(workload: Workload) -> dict[str, int]:
+    """Forward-only passes: logprobs, values, and a reference brought in from host memory."""
+    visitor = workload.weight_bytes * workload.shape.num_parameters
     return {
-        **({"reference weights": visitor} if work.reference_visits else {}),
-        "gathered weights": gathered_bytes(work, backward=False),
-        "activations": forward_only_bytes(work),
-        "logprob head": head_bytes(work, backward=False),
+        **({"reference weights": visitor} if workload.reference_on_host else {}),
+        "gathered weights": gathered_bytes(workload, backward=False),
+        "activations": forward_only_bytes(workload),
+        "logprob head": head_bytes(workload, backward=False),
     }
 
 
 # Sampling
 
 
-def _awake(work: Work) -> dict[str, int]:
-    """A server that shares the GPU. Its caches come back before PyTorch has given back what publishing took."""
-    return {"vLLM's share": max(0, work.vllm_bytes - ASLEEP_BYTES)} if work.vllm_bytes else {}
+def _awake_server(workload: Workload) -> dict[str, int]:
+    """A server on the same GPU; it wakes up before PyTorch has freed the memory of publishing."""
+    return {"vLLM's share": max(0, workload.vllm_bytes - ASLEEP_BYTES)} if workload.vllm_bytes else {}
 
 
-def _sampling(work: Work) -> dict[str, int]:
-    if work.vllm_bytes:
-        return _awake(work)
-    if not work.sampled_sequences:
+def _sampling(workload: Workload) -> dict[str, int]:
+    if workload.vllm_bytes:
+        return _awake_server(workload)
+    if not workload.sampled_sequences:
         return {}
-    shape, a = work.shape, work.compute_bytes
-    copied = a * shape.num_parameters * (work.gathers or a != work.held_bytes)
+    shape, a = workload.shape, workload.compute_bytes
+    copied = a * shape.num_parameters * (workload.gathers or a != workload.resident_weight_bytes)
     return {
-        "gathered weights": gathered_bytes(work, backward=False) if work.quantization else copied,
-        "keys and values": shape.kv_bytes(a) * work.sampled_tokens,
-        "logits": 8 * shape.vocabulary * work.sampled_sequences,  # and a copy, sorted or scaled
+        "gathered weights": gathered_bytes(workload, backward=False) if workload.quantization else copied,
+        "keys and values": shape.kv_bytes(a) * workload.sampled_tokens,
+        "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # with a sorted or scaled copy
     }

@@ -1,4 +1,4 @@
-"""What optimizers keep of a weight from step to step, in bytes: one place for plans and for training."""
+"""Optimizer state in bytes, for plan and training."""
 
 import math
 from collections.abc import Sequence
@@ -7,35 +7,35 @@ from cohort.config import AdafactorConfig, Adamw8bitConfig, MuonConfig, OptimCon
 from cohort.config.optim import RoundedConfig
 from cohort.errors import UserError
 
-_LARGE, _BLOCK = 4096, 256  # torchao keeps moments of so many elements in 8 bits, with a float32 for each block
-_CODES = 256  # and a table of float32, one for each value of a byte
+_LARGE, _BLOCK = 4096, 256  # torchao: smallest tensor with 8-bit moments; elements per float32 scale
+_CODES = 256  # float32 entries of the dequantization table
 
 
-def check_spread(config: OptimConfig, processes: int) -> None:
-    """Compare the optimizer with the processes that weights are spread over.
+def check_optimizer_sharding(config: OptimConfig, processes: int) -> None:
+    """Check that the optimizer supports sharded weights.
 
     Raises:
-        UserError: it cannot move them.
+        UserError: It does not, and there are several processes.
     """
     if config.name == "adafactor" and processes > 1:
         raise UserError(
-            f"optim.name: adafactor cannot move weights that are spread over processes, as PyTorch has it, and there "
-            f"are {processes}; use adamw_8bit, muon or sgd, which keep less than adamw too, or hardware.processes: 1"
+            f"optim.name: adafactor does not support weights sharded over {processes} processes (PyTorch's does not); "
+            f"use adamw_8bit, muon or sgd, which also keep less state than adamw, or hardware.processes: 1"
         )
 
 
 def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, by_muon: bool) -> int:
-    """Of one weight, or of the part of it that a process has.
+    """Optimizer state of one weight or shard, in bytes.
 
     Args:
-        config: the `optim` section.
-        shape: of the weight, or of the part.
-        bytes_each: of one of its numbers.
-        by_muon: whether Muon's own rule moves it, where `config` is Muon's: a matrix inside of a layer.
+        config: The `optim` section.
+        shape: Shape of the weight or shard.
+        bytes_each: Bytes per element.
+        by_muon: With Muon, whether Muon's own rule updates it: a matrix inside a layer.
     """
     size = math.prod(shape)
     if isinstance(config, RoundedConfig) and config.stochastic_rounding:
-        bytes_each = max(4, bytes_each)  # the weights alone are narrower
+        bytes_each = max(4, bytes_each)  # only the weights are narrow
     match config:
         case Adamw8bitConfig() if size >= _LARGE and size % _BLOCK == 0:
             return 2 * (size + 4 * size // _BLOCK + 4 * _CODES)

@@ -1,13 +1,13 @@
-"""The plan of a run: layout, memory and time together, from the configuration and a model's shape alone."""
+"""Predict layout, memory and time of a run from the configuration and the model's shape."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, check_host_memory, check_processes, plan_layout
+from cohort.plan.layout import Layout, check_cpu_offload, check_processes, plan_layout
 from cohort.plan.memory import (
     ASLEEP_BYTES,
     CUDA_BYTES,
@@ -17,41 +17,41 @@ from cohort.plan.memory import (
     host_bytes,
     plan_memory,
 )
-from cohort.plan.rows import Rows, group_share_tokens, plan_rows, smallest_budget
+from cohort.plan.rows import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape
-from cohort.plan.timetable import Number, plan_timing
-from cohort.plan.work import Work, critic_work, work_of
+from cohort.plan.timetable import PlannedValue, plan_timing
+from cohort.plan.work import Workload, critic_workload, process_workload
 
 _TRL_LOGITS = 3  # copies of padded logits in float32: logits, their gradient, a temporary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run will do, need and take."""
+    """Layout, memory and time of a run."""
 
     shape: ModelShape
     hardware: Hardware
     layout: Layout
-    rows: Rows
-    prompts_per_step: int  # of all processes together
+    micro_batches: MicroBatchPlan
+    prompts_per_step: int  # over all processes
     num_generations: int
     updates_per_step: int
-    longest_tokens: int  # of a prompt with its completion
-    work: Work  # of one training process
+    longest_tokens: int  # prompt plus completion
+    workload: Workload  # per training process
     memory: MemoryPlan
     num_prompts: int | None
-    num_steps: int | None  # None where neither the configuration nor the data says
-    timing: Mapping[str, Number]
-    trl_bytes: int  # of the same completions at a time, with padding, whole logits and no shared prompts
+    num_steps: int | None  # None if neither configuration nor data gives it
+    timing: Mapping[str, PlannedValue]
+    trl_bytes: int  # same completions: padded, full logits, unshared prompts
 
     @property
     def headroom_bytes(self) -> int:
-        """Of the GPU's memory, what is left in the largest phase; negative where it does not fit."""
+        """GPU memory left in the largest phase; negative if it does not fit."""
         return self.hardware.gpu_memory_bytes - self.memory.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits, on some split of the GPUs."""
+        """Whether every phase fits on some split of the GPUs."""
         return self.headroom_bytes >= 0 and self.layout.problem is None
 
     @property
@@ -61,56 +61,55 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said besides."""
+        """Remarks for the user."""
         notes = [] if self.layout.problem is None else [self.layout.problem]
         limit = self.shape.max_positions
         if limit is not None and self.longest_tokens > limit:
             notes.append(
-                f"rollout.max_prompt_tokens and rollout.max_completion_tokens make {self.longest_tokens} tokens, and "
-                f"the model knows {limit} positions: training refuses that if a prompt is that long"
+                f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {self.longest_tokens} exceeds the "
+                f"model's {limit} positions; training will refuse prompts that long"
             )
-        if self.work.adapter is not None and self.work.adapter.note is not None:
-            notes.append(self.work.adapter.note)
-        if self.work.freezes:
+        if self.workload.adapter is not None and self.workload.adapter.note is not None:
+            notes.append(self.workload.adapter.note)
+        if self.workload.freezes:
             notes.append(
-                "model.freeze: frozen weights are counted as if they were trained, so a run takes less: nothing for "
-                "their gradients and the optimizer's state of them"
+                "model.freeze: the plan counts frozen weights as trained; the run needs less, without their gradients "
+                "and optimizer state"
             )
-        if waiting := host_bytes(self.work):
-            state = self.work.masters_on_host or self.work.parameters_on_host
+        if waiting := host_bytes(self.workload):
+            state = self.workload.masters_on_host or self.workload.parameters_on_host
             kinds = ["weights", "the optimizer's state"] * state
-            kinds += ["gradients"] * self.work.parameters_on_host + ["the reference"] * self.work.reference_visits
-            kinds += ["activations"] * self.work.offload
-            notes.append(
-                f"{waiting / 1e9:.1f} GB of host memory for each training process hold what does not lie on its GPU: "
-                f"{', '.join(kinds)}"
-            )
+            kinds += ["gradients"] * self.workload.parameters_on_host + [
+                "the reference"
+            ] * self.workload.reference_on_host
+            kinds += ["activations"] * self.workload.offload
+            notes.append(f"each training process keeps {waiting / 1e9:.1f} GB in host memory: {', '.join(kinds)}")
         return tuple(notes)
 
     @property
-    def memory_origins(self) -> dict[str, Number]:
-        """Where the parts of the memory's table come from, and the memory that is there; each with its most bytes."""
+    def memory_origins(self) -> dict[str, PlannedValue]:
+        """Origin and largest size of each part of the memory table, and of the available memory (`there`)."""
         parts: dict[str, int] = {}
         for phase in self.memory.phases.values():
             for part, size in phase.items():
                 parts[part] = max(size, parts.get(part, 0))
         return {
-            **{part: origin_of(part, size, self.work, self.hardware) for part, size in parts.items()},
-            "there": _memory_there(self.hardware),
+            **{part: part_origin(part, size, self.workload, self.hardware) for part, size in parts.items()},
+            "there": _memory_origin(self.hardware),
         }
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Steps in which every prompt is seen once."""
+        """Number of steps to see every prompt once."""
         return None if self.num_prompts is None else self.num_prompts / self.prompts_per_step
 
     @property
     def num_updates(self) -> int | None:
-        """Of the optimizer, in the whole run."""
+        """Number of optimizer steps in the whole run."""
         return None if self.num_steps is None else self.num_steps * self.updates_per_step
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The plan as JSON-compatible values."""
         return {
             "model": {
                 "name": self.shape.name,
@@ -129,14 +128,14 @@ class Plan:
                 "idle_gpus": self.num_idle,
                 "shared": self.layout.shared,
                 "reason": self.layout.reason,
-                "micro_batch_tokens": self.rows.budget_tokens,
-                "micro_batches_per_step": self.rows.num_micro_batches,
-                "completions_per_micro_batch": self.rows.row_completions,
+                "micro_batch_tokens": self.micro_batches.budget_tokens,
+                "micro_batches_per_step": self.micro_batches.num_micro_batches,
+                "completions_per_micro_batch": self.micro_batches.completions_per_micro_batch,
                 "prompts_per_step": self.prompts_per_step,
                 "completions_per_step": self.prompts_per_step * self.num_generations,
                 "updates_per_step": self.updates_per_step,
-                "completions_per_process_and_step": self.rows.completions,
-                "prompts_per_process_and_step": self.rows.prompts,
+                "completions_per_process_and_step": self.micro_batches.completions_per_rank,
+                "prompts_per_process_and_step": self.micro_batches.prompts_per_rank,
                 "num_prompts": self.num_prompts,
                 "steps_per_epoch": self.steps_per_epoch,
                 "num_steps": self.num_steps,
@@ -154,7 +153,7 @@ class Plan:
                 "fits": self.fits,
                 "trl_bytes": self.trl_bytes,
                 "activations_by_checkpointing": {
-                    str(kind).lower(): size for kind, size in checkpointed_activations(self.work).items()
+                    str(kind).lower(): size for kind, size in checkpointed_activations(self.workload).items()
                 },
             },
             "notes": list(self.notes),
@@ -170,26 +169,26 @@ def predict_run(
     num_prompts: int | None = None,
     layout: Layout | None = None,
 ) -> Plan:
-    """Work out layout, memory and time.
+    """Predict layout, memory and time of a run.
 
     Args:
-        config: of the run.
-        shape: of its model.
-        hardware: that it gets.
-        num_prompts: of the training data, where that could be counted.
-        layout: where it is settled; otherwise it is worked out too.
+        config: Configuration of the run.
+        shape: Shape of its model.
+        hardware: Hardware that it runs on.
+        num_prompts: Number of training prompts, if known.
+        layout: GPU layout; planned by default.
 
     Raises:
-        UserError: configuration and machines contradict each other.
+        UserError: Configuration and hardware contradict each other.
     """
     layout = layout or plan_layout(config, shape, hardware)
-    check_host_memory(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
+    check_cpu_offload(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
     check_processes(config, layout.num_training)
-    wanted, share = config.train.micro_batch_tokens, group_share_tokens(config, layout.num_training)
+    wanted, share = config.train.micro_batch_tokens, max_useful_budget(config, layout.num_training)
     if wanted == "auto":
         wanted = _largest_budget(config, shape, hardware, layout, share)
-    rows = plan_rows(config, layout.num_training, wanted)
-    work = _work(config, shape, hardware, layout, rows)
+    micro_batches = plan_micro_batches(config, layout.num_training, wanted)
+    workload = _workload(config, shape, hardware, layout, micro_batches)
     num_steps = config.train.steps
     if num_prompts is not None:
         num_steps = plan_run(config, num_prompts=num_prompts).num_steps
@@ -197,84 +196,95 @@ def predict_run(
         shape=shape,
         hardware=hardware,
         layout=layout,
-        rows=rows,
+        micro_batches=micro_batches,
         prompts_per_step=config.train.prompts_per_step,
         num_generations=config.rollout.num_generations,
         updates_per_step=config.train.updates_per_rollout,
         longest_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
-        work=work,
-        memory=plan_memory(work),
+        workload=workload,
+        memory=plan_memory(workload),
         num_prompts=num_prompts,
         num_steps=num_steps,
-        timing=plan_timing(config, hardware, layout, rows, work, num_steps=num_steps),
-        trl_bytes=_trl_bytes(config, work, rows),
+        timing=plan_timing(config, hardware, layout, micro_batches, workload, num_steps=num_steps),
+        trl_bytes=_trl_bytes(config, workload, micro_batches),
     )
 
 
 def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, most: int) -> int:
-    """The largest budget that fits, as the run itself finds it; the smallest one where none does."""
+    """Largest token budget that fits, as the run finds it; the smallest one if none fits."""
 
     def fits(tokens: int) -> bool:
-        rows = plan_rows(config, layout.num_training, tokens)
-        needed = plan_memory(_work(config, shape, hardware, layout, rows)).total("backward")
+        micro_batches = plan_micro_batches(config, layout.num_training, tokens)
+        needed = plan_memory(_workload(config, shape, hardware, layout, micro_batches)).total("backward")
         return needed <= hardware.gpu_memory_bytes
 
-    low = smallest_budget(config)
-    if not fits(low) or most <= low:
-        return low
+    least = min_budget(config)
+    return largest_number(fits, least, max(least, most), tolerance=16) or least
+
+
+def largest_number(fits: Callable[[int], bool], least: int, most: int, *, tolerance: int = 1) -> int | None:
+    """Bisect for the largest fitting number in [least, most], up to `tolerance`; None if `least` does not fit."""
+    if most < least or not fits(least):
+        return None
     if fits(most):
         return most
-    high = most
-    while high - low > 16:
+    low, high = least, most
+    while high - low > tolerance:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def _work(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, rows: Rows) -> Work:
-    return work_of(config, shape, hardware, rows, num_training=layout.num_training, shared=layout.shared)
+def _workload(
+    config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, micro_batches: MicroBatchPlan
+) -> Workload:
+    return process_workload(
+        config, shape, hardware, micro_batches, num_training=layout.num_training, shared=layout.shared
+    )
 
 
-def origin_of(part: str, size: int, work: Work, hardware: Hardware) -> Number:
-    """Where a part of the memory's table comes from."""
+def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) -> PlannedValue:
+    """Origin of a part of the memory table."""
     if part == "vLLM's share":
-        return Number(value=size, origin="derived", how="rollout.gpu_memory_utilization of the memory")
+        return PlannedValue(value=size, origin="derived", how="rollout.gpu_memory_utilization of the memory")
     if part != "framework":
         how = "bytes of tensors, in closed form" if part != "activations" else "what layers keep for backward"
-        return Number(value=size, origin="derived", how=how)
+        return PlannedValue(value=size, origin="derived", how=how)
     if hardware.resident_bytes is not None:
-        return Number(value=size, origin="measured", how="resident in this process before it had a model")
+        return PlannedValue(
+            value=size, origin="measured", how="resident memory of this process before loading the model"
+        )
     assumed = [
         f"{bytes_ / 1e9:.1f} GB {what} (assumed)"
         for what, bytes_, is_there in (
-            ("for CUDA", CUDA_BYTES, hardware.measured is None),
-            ("for NCCL", NCCL_BYTES, work.on_gpu and work.processes > 1),
-            ("of a vLLM that sleeps", ASLEEP_BYTES, work.vllm_bytes > 0),
+            ("for CUDA", CUDA_BYTES, hardware.calibration is None),
+            ("for NCCL", NCCL_BYTES, workload.on_gpu and workload.processes > 1),
+            ("for a sleeping vLLM", ASLEEP_BYTES, workload.vllm_bytes > 0),
         )
         if is_there
     ]
-    if hardware.measured is None:
-        return Number(value=size, origin="assumed", how=", ".join(assumed))
-    bytes_, told = hardware.measured.framework_bytes, hardware.measured.told()
-    own = f"{bytes_ / 1e9:.1f} GB of a process without tensors (measured {told})"
-    return Number(value=size, origin="assumed" if assumed else "measured", how=", ".join([own, *assumed]))
+    if hardware.calibration is None:
+        return PlannedValue(value=size, origin="assumed", how=", ".join(assumed))
+    bytes_, described = hardware.calibration.framework_bytes, hardware.calibration.describe()
+    own = f"{bytes_ / 1e9:.1f} GB for a process without tensors (measured {described})"
+    return PlannedValue(value=size, origin="assumed" if assumed else "measured", how=", ".join([own, *assumed]))
 
 
-def _memory_there(hardware: Hardware) -> Number:
+def _memory_origin(hardware: Hardware) -> PlannedValue:
     size = hardware.gpu_memory_bytes
     if hardware.memory_is_measured and not hardware.on_gpu:
-        return Number(value=size, origin="measured", how="of this machine, for each process")
-    if hardware.memory_is_measured and hardware.measured is not None:
-        return Number(value=size, origin="measured", how=hardware.measured.told())
-    return Number(value=size, origin="assumed", how="what was said, or what such a GPU has for a process")
+        return PlannedValue(value=size, origin="measured", how="this machine's, per process")
+    if hardware.memory_is_measured and hardware.calibration is not None:
+        return PlannedValue(value=size, origin="measured", how=hardware.calibration.describe())
+    return PlannedValue(value=size, origin="assumed", how="as given, or typical of this GPU")
 
 
-def _trl_bytes(config: Config, work: Work, rows: Rows) -> int:
-    """Padded rows of as many completions with a prompt each, and their whole logits, in the same sharding."""
+def _trl_bytes(config: Config, workload: Workload, micro_batches: MicroBatchPlan) -> int:
+    """Memory of the same completions as padded rows with a prompt each and full logits, equally sharded."""
     rollout = config.rollout
-    tokens = rows.row_completions * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
-    padded = replace(work, row_tokens=tokens, kept_prompt_tokens=0, scored_tokens=0, gradients_in_forward=False)
-    if work.critic is not None:
-        padded = replace(padded, critic=critic_work(padded, work.critic.shape))
-    scored = rows.row_completions * (rollout.max_completion_tokens + 1)
-    return plan_memory(padded).total("backward") + _TRL_LOGITS * 4 * scored * work.shape.vocabulary
+    tokens = micro_batches.completions_per_micro_batch * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
+    padded = replace(workload, packed_tokens=tokens, shared_prefix_tokens=0, loss_tokens=0, gradients_in_forward=False)
+    if workload.critic is not None:
+        padded = replace(padded, critic=critic_workload(padded, workload.critic.shape))
+    loss_tokens = micro_batches.completions_per_micro_batch * (rollout.max_completion_tokens + 1)
+    return plan_memory(padded).total("backward") + _TRL_LOGITS * 4 * loss_tokens * workload.shape.vocabulary

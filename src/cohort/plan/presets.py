@@ -1,4 +1,4 @@
-"""Common open models: what their config.json says, the names they have on the hub, and short names."""
+"""Shapes of common open models, with their Hugging Face ids and short names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -76,7 +76,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma3-1b": _preset("gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768),
 }
 
-# Names on the hub of models with these shapes: what was trained further has the same one.
+# Hugging Face ids with these shapes, fine-tuned models included.
 IDS: tuple[tuple[str, str], ...] = (
     (r"qwen2\.5-(?:coder-)?([\d.]+b)(?:-instruct)?", "qwen2.5-{}"),
     (r"qwen2\.5-(math-[\d.]+b)(?:-instruct)?", "qwen2.5-{}"),

@@ -1,7 +1,7 @@
-"""What frozen weights in fewer bits take, in closed form, as bitsandbytes and torchao store them.
+"""Memory of quantized frozen weights in closed form, as stored by bitsandbytes and torchao.
 
-nf4: 4 bits each, a byte for the scale of 64, a float32 for the scales of 256 such bytes, a float32 for their mean and
-tables of 16 and 256: 4.127 bits for each weight of a large matrix. int8 and fp8: 8 bits each, a float32 for each row.
+nf4: 4 bits per weight, one byte per 64 for their scale, a float32 per 256 such bytes, a float32 mean and tables of 16
+and 256: 4.127 bits per weight of a large matrix. int8 and fp8: 8 bits per weight, a float32 per row.
 """
 
 import math
@@ -14,7 +14,7 @@ _TABLE_BYTES = 4 * (1 + 16 + 256)
 
 
 def matrix_bytes(kind: Quantization, weight: WeightShape) -> int:
-    """Of one weight [out, in]."""
+    """Bytes of one quantized weight [out, in]."""
     number = math.prod(weight)
     if kind != "nf4":
         return number + 4 * weight[0]
@@ -23,7 +23,7 @@ def matrix_bytes(kind: Quantization, weight: WeightShape) -> int:
 
 
 def model_bytes(shape: ModelShape, kind: Quantization | None, bytes_each: int) -> int:
-    """Of a model whose layers' linear weights are quantized and whose others take `bytes_each`."""
+    """Bytes of a model with quantized linear layers; other weights take `bytes_each`."""
     whole = bytes_each * shape.num_parameters
     if kind is None:
         return whole
@@ -31,10 +31,10 @@ def model_bytes(shape: ModelShape, kind: Quantization | None, bytes_each: int) -
 
 
 def dequantized_bytes(shape: ModelShape, kind: Quantization, compute_bytes: int) -> int:
-    """Of the largest weight while it is computed with. torchao's products with scales are in float32."""
+    """Bytes of the largest weight, dequantized for its matmul; torchao applies scales in float32."""
     each = {"nf4": compute_bytes, "int8": compute_bytes + 4, "fp8": max(8, compute_bytes + 4)}[kind]
     return each * max(map(math.prod, _matrices(shape)))
 
 
 def _matrices(shape: ModelShape) -> list[WeightShape]:
-    return [(out, into) for into, out in shape.linear_layers.values()]
+    return [(fan_out, fan_in) for fan_in, fan_out in shape.linear_layers.values()]

@@ -1,8 +1,7 @@
-"""How fast a GPU computes and reads: the makers' data sheets or what was measured, and the share that is reached.
+"""Achievable FLOP/s and bandwidth of a GPU, from data sheets or measurements.
 
-The shares are assumptions, that of computing the same as in docs/scaling.md: 40 % of the maker's peak and 60 % of his
-bandwidth, or 60 % and 80 % of what was measured (`cohort.plan.calibration`). How fast the bus between host and GPU is
-depends on the machine: where it was not measured, copies are taken to be as fast as is usual of 16 lanes of PCIe 4.0.
+Assumed utilization, as in docs/scaling.md: 40 % of peak FLOP/s and 60 % of peak bandwidth by data sheet, 60 % and 80 %
+of measured values (`cohort.plan.calibration`). An unmeasured host-to-GPU bus is assumed to be PCIe 4.0 x16.
 """
 
 from dataclasses import dataclass
@@ -10,49 +9,49 @@ from dataclasses import dataclass
 from cohort.plan.flops import memory_bandwidth, peak_flops
 from cohort.plan.hardware import Hardware
 
-_SHARE_OF_PEAK = 0.4
-_SHARE_OF_BANDWIDTH = 0.6
-_SHARE_OF_MEASURED = 0.6  # of what a product alone has reached
-_SHARE_OF_MEASURED_BANDWIDTH = 0.8
-_USUAL_BUS = 25e9  # bytes per second, of the 32e9 that 16 lanes of PCIe 4.0 have one way
-USUAL_GPU = "NVIDIA H100 80GB HBM3"  # stands in for one that is not known here
+_PEAK_UTILIZATION = 0.4
+_BANDWIDTH_UTILIZATION = 0.6
+_MEASURED_UTILIZATION = 0.6  # of an isolated matmul's FLOP/s
+_MEASURED_BANDWIDTH_UTILIZATION = 0.8
+_PCIE4_BANDWIDTH = 25e9  # bytes/s in practice, of PCIe 4.0 x16's 32e9 one way
+DEFAULT_GPU = "NVIDIA H100 80GB HBM3"  # stands in for an unknown GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A speed of one GPU, and the share of it that is taken to be reached."""
+    """Peak rate of one GPU and its assumed utilization."""
 
-    best: float  # per second
-    share: float
+    peak: float  # per second
+    utilization: float
     is_measured: bool
 
     @property
-    def used(self) -> float:
-        """What is reckoned with."""
-        return self.best * self.share
+    def achieved(self) -> float:
+        """Rate that predictions use."""
+        return self.peak * self.utilization
 
 
-def computing_rate(hardware: Hardware, dtype: str) -> Rate:
-    """Operations of matrix products in `dtype`; of a GPU that is not known, those of the usual one."""
-    if hardware.measured is not None:
-        flops = hardware.measured.flops
-        return Rate(flops.get(dtype, flops["float32"] / 2), _SHARE_OF_MEASURED, True)  # float64 is not measured
-    peak = peak_flops(hardware.gpu_name, dtype) or peak_flops(USUAL_GPU, dtype) or peak_flops(USUAL_GPU, "float32")
+def compute_rate(hardware: Hardware, dtype: str) -> Rate:
+    """Matmul FLOP/s in `dtype`; for an unknown GPU those of `DEFAULT_GPU`."""
+    if hardware.calibration is not None:
+        flops = hardware.calibration.flops
+        return Rate(flops.get(dtype, flops["float32"] / 2), _MEASURED_UTILIZATION, True)  # float64 is not measured
+    peak = peak_flops(hardware.gpu_name, dtype) or peak_flops(DEFAULT_GPU, dtype) or peak_flops(DEFAULT_GPU, "float32")
     assert peak is not None
-    return Rate(peak, _SHARE_OF_PEAK, False)
+    return Rate(peak, _PEAK_UTILIZATION, False)
 
 
-def reading_rate(hardware: Hardware) -> Rate:
-    """Bytes from memory; of a GPU that is not known, those of the usual one."""
-    if hardware.measured is not None:
-        return Rate(hardware.measured.memory_bandwidth, _SHARE_OF_MEASURED_BANDWIDTH, True)
-    bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(USUAL_GPU)
+def memory_rate(hardware: Hardware) -> Rate:
+    """Memory bandwidth in bytes/s; for an unknown GPU that of `DEFAULT_GPU`."""
+    if hardware.calibration is not None:
+        return Rate(hardware.calibration.memory_bandwidth, _MEASURED_BANDWIDTH_UTILIZATION, True)
+    bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(DEFAULT_GPU)
     assert bandwidth is not None
-    return Rate(bandwidth, _SHARE_OF_BANDWIDTH, False)
+    return Rate(bandwidth, _BANDWIDTH_UTILIZATION, False)
 
 
 def bus_rate(hardware: Hardware) -> Rate:
-    """Bytes between host and GPU, one way; where that was not measured, of a usual bus."""
-    if hardware.measured is not None and hardware.measured.host_bandwidth is not None:
-        return Rate(hardware.measured.host_bandwidth, 1.0, True)
-    return Rate(_USUAL_BUS, 1.0, False)
+    """Bandwidth between host and GPU in bytes/s, one way; PCIe 4.0 x16 if unmeasured."""
+    if hardware.calibration is not None and hardware.calibration.host_bandwidth is not None:
+        return Rate(hardware.calibration.host_bandwidth, 1.0, True)
+    return Rate(_PCIE4_BANDWIDTH, 1.0, False)

@@ -1,17 +1,17 @@
-"""Whether a number of training GPUs, and servers beside them, have room for a run."""
+"""Check whether a run fits on a number of training GPUs, with servers beside them."""
 
 from cohort.config import Config, ServersConfig
-from cohort.plan.defaults import BYTES, memory_share, serving_dtype
+from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
-from cohort.plan.rows import plan_rows, smallest_budget
+from cohort.plan.rows import min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape
-from cohort.plan.work import work_of
+from cohort.plan.work import process_workload
 
-_KV_SHARE = 0.2  # of a server's GPU, for keys and values
+_KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
 
 
-def why_it_does_not_fit(
+def memory_shortfall(
     config: Config,
     rollout: ServersConfig,
     shape: ModelShape,
@@ -20,32 +20,34 @@ def why_it_does_not_fit(
     *,
     shared: bool = False,
 ) -> str | None:
-    """What a GPU has too little memory for; None where all of it fits.
+    """Say what does not fit into GPU memory; None if everything does.
 
-    Training has to fit with the smallest micro-batches, since a run makes them as small as it must.
+    Training is checked with the smallest token budget, since a run shrinks its budget as needed.
 
     Args:
-        config: of the run.
-        rollout: its `rollout` section.
-        shape: of its model.
-        hardware: the kind of GPU.
-        num_training: GPUs that train.
-        shared: whether servers sleep on the same GPUs meanwhile.
+        config: Configuration of the run.
+        rollout: `rollout` section to use instead of the configuration's.
+        shape: Shape of its model.
+        hardware: Type of GPU.
+        num_training: Number of training GPUs.
+        shared: Whether servers sleep on the training GPUs meanwhile.
     """
-    memory, utilization = hardware.gpu_memory_bytes, memory_share(rollout, shared=shared)
+    memory, utilization = hardware.gpu_memory_bytes, server_memory_utilization(rollout, shared=shared)
     config = config.model_copy(update={"rollout": rollout})
-    rows = plan_rows(config, num_training, smallest_budget(config))
-    needed = plan_memory(work_of(config, shape, hardware, rows, num_training=num_training, shared=shared))
+    micro_batches = plan_micro_batches(config, num_training, min_budget(config))
+    needed = plan_memory(
+        process_workload(config, shape, hardware, micro_batches, num_training=num_training, shared=shared)
+    )
     if needed.peak_bytes > memory:
         return (
-            f"training on {num_training} GPU{'s' * (num_training > 1)} takes {needed.peak_bytes / 1e9:.3g} GB of each "
-            f"in {PHASES[needed.peak_phase]}, and each has {memory / 1e9:.3g} GB"
+            f"training on {num_training} GPU{'s' * (num_training > 1)} needs {needed.peak_bytes / 1e9:.3g} GB per "
+            f"GPU in {PHASES[needed.peak_phase]}, of {memory / 1e9:.3g} GB"
         )
     weights = BYTES[serving_dtype(config, on_gpu=True)] * shape.num_parameters / rollout.tensor_parallel
     room = max(0.0, utilization - _KV_SHARE) * memory
     if weights > room:
         return (
-            f"the weights take {weights / 1e9:.3g} GB of each GPU of a server of rollout.tensor_parallel: "
-            f"{rollout.tensor_parallel}, and {room / 1e9:.3g} GB are there for them"
+            f"a server's weights need {weights / 1e9:.3g} GB per GPU with rollout.tensor_parallel: "
+            f"{rollout.tensor_parallel}, of {room / 1e9:.3g} GB available for them"
         )
     return None

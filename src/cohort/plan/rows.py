@@ -1,7 +1,4 @@
-"""How a step's completions become the micro-batches of each process.
-
-All sequences are taken to have the longest length.
-"""
+"""Plan each rank's micro-batches of a step, assuming that all sequences have the maximum length."""
 
 import math
 from dataclasses import dataclass
@@ -10,21 +7,21 @@ from cohort.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What one process computes in a step."""
+class MicroBatchPlan:
+    """Micro-batches of one rank in a step."""
 
-    budget_tokens: int  # `train.micro_batch_tokens`, where that is auto what was found
-    completions: float  # of the step on one process, in the mean
-    prompts: float
-    row_tokens: int  # of the largest micro-batch
-    row_completions: int
-    scored_tokens: int
-    kept_prompt_tokens: int  # of a group that is computed in parts; 0 where whole groups fit
+    budget_tokens: int  # `train.micro_batch_tokens`, resolved if auto
+    completions_per_rank: float  # mean per step
+    prompts_per_rank: float
+    packed_tokens: int  # T of the largest micro-batch, without a shared prefix
+    completions_per_micro_batch: int
+    loss_tokens: int
+    shared_prefix_tokens: int  # prompt of a group split over micro-batches; 0 if whole groups fit
     num_micro_batches: int
 
 
-def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
-    """Micro-batches of one process under a budget, when all sequences have the longest length."""
+def plan_micro_batches(config: Config, num_training: int, budget_tokens: int) -> MicroBatchPlan:
+    """Plan one rank's micro-batches under a token budget."""
     rollout, prompts = config.rollout, config.train.prompts_per_step
     (before, after), group = _tokens(config), rollout.num_generations
     group_tokens = before + group * after
@@ -38,32 +35,32 @@ def plan_rows(config: Config, num_training: int, budget_tokens: int) -> Rows:
         row = completions * after
         kept = before
         number = math.ceil(share) * math.ceil(group / completions)
-    return Rows(
+    return MicroBatchPlan(
         budget_tokens=budget_tokens,
-        completions=share * group,
-        prompts=share,
-        row_tokens=row,
-        row_completions=completions,
-        scored_tokens=completions * rollout.max_completion_tokens,
-        kept_prompt_tokens=kept,
+        completions_per_rank=share * group,
+        prompts_per_rank=share,
+        packed_tokens=row,
+        completions_per_micro_batch=completions,
+        loss_tokens=completions * rollout.max_completion_tokens,
+        shared_prefix_tokens=kept,
         num_micro_batches=number,
     )
 
 
-def smallest_budget(config: Config) -> int:
-    """The least that `train.micro_batch_tokens` can be: one prompt with its completion."""
+def min_budget(config: Config) -> int:
+    """Smallest possible `train.micro_batch_tokens`: one prompt with one completion."""
     return config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
 
 
-def group_share_tokens(config: Config, num_training: int) -> int:
-    """Tokens of a whole step's share of one process: no budget needs to be larger."""
+def max_useful_budget(config: Config, num_training: int) -> int:
+    """Tokens of one rank's share of a step; a larger budget has no effect."""
     before, after = _tokens(config)
     group = before + config.rollout.num_generations * after
     return math.ceil(config.train.prompts_per_step / num_training) * group
 
 
 def _tokens(config: Config) -> tuple[int, int]:
-    """Of a group's prompt, computed once, and of each completion. With dropout every completion has its own prompt."""
+    """Tokens of a group's shared prompt and of each completion. Dropout rules out sharing."""
     rollout = config.rollout
     if config.model.adapter is not None and config.model.adapter.dropout:
         return 0, rollout.max_prompt_tokens + rollout.max_completion_tokens

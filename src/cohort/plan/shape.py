@@ -1,7 +1,7 @@
-"""The shape of a language model, read from its `config.json` or taken from a table: no weights, no torch.
+"""Shape of a language model, from its `config.json` or a table of presets, without weights or torch.
 
-Known are the decoders whose layers are attention and a gated MLP, or experts in its place. Their parameters are counted
-exactly; the tests compare with what the Hugging Face library builds.
+Supports decoders with attention and a gated MLP or mixture of experts per layer. Parameter counts are exact; tests
+compare them with the models that transformers builds.
 """
 
 import json
@@ -20,62 +20,62 @@ WeightShape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of an architecture decides memory and time."""
+    """The properties of an architecture that determine memory and time."""
 
     name: str
     hidden: int
-    mlp: int  # features between the products of an MLP, or of one expert
+    mlp: int  # intermediate size of the MLP or of one expert
     layers: int
     vocabulary: int
-    query_width: int  # query heads times their features
-    key_width: int  # key heads times their features; values have as many
-    num_heads: int  # of queries
-    tied: bool  # the embedding is the head too
-    norms_per_layer: int  # of the hidden size
-    has_query_norm: bool  # norms of queries and keys
+    query_width: int  # query heads x head size
+    key_width: int  # key heads x head size; the same for values
+    num_heads: int  # query heads
+    tied: bool  # the head shares the embedding's weight
+    norms_per_layer: int  # norms over the hidden size
+    has_query_norm: bool  # query and key norms
     layer_parameters: int
-    active_layer_parameters: int  # that one token is multiplied with: fewer with experts
-    experts: int  # 1: an ordinary MLP
+    active_layer_parameters: int  # used per token: fewer with experts
+    experts: int  # 1: a dense MLP
     experts_per_token: int
-    max_positions: int | None  # of prompt and completion together; None: not known
-    has_value_head: bool = False  # a critic: one row, with a bias, in the place of the head
+    max_positions: int | None  # prompt and completion together; None: unknown
+    has_value_head: bool = False  # a critic: one output with a bias instead of the LM head
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the tokens' table."""
+        """Parameters of the token embedding."""
         return self.vocabulary * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Of what the last hidden state is multiplied with."""
+        """Parameters of the LM head or value head."""
         return self.hidden + 1 if self.has_value_head else self.embedding_parameters
 
     @property
-    def outer_parameters(self) -> int:
-        """Of all that is in no layer: embedding, head, last norm."""
+    def non_layer_parameters(self) -> int:
+        """Parameters outside of layers: embedding, head, final norm."""
         return self.embedding_parameters + self.head_parameters * (not self.tied) + self.hidden
 
     @property
     def num_parameters(self) -> int:
-        """All of them; tied ones once."""
-        return self.layers * self.layer_parameters + self.outer_parameters
+        """Number of parameters, tied ones once."""
+        return self.layers * self.layer_parameters + self.non_layer_parameters
 
     @property
     def active_parameters(self) -> int:
-        """That one token is multiplied with, the head among them."""
+        """Parameters that one token is multiplied with, head included."""
         return self.layers * self.active_layer_parameters + self.head_parameters
 
     def kv_bytes(self, bytes_each: int) -> int:
-        """Keys and values of one token."""
+        """KV-cache bytes per token."""
         return 2 * self.key_width * self.layers * bytes_each
 
     def as_critic(self) -> "ModelShape":
-        """The same body with a value head, which is tied to nothing."""
+        """The same body with an untied value head."""
         return replace(self, has_value_head=True, tied=False)
 
     @property
     def linear_layers(self) -> Mapping[str, tuple[int, int]]:
-        """Inputs and outputs of a layer's linear layers. Experts and their router are none of the library's."""
+        """(in, out) features of a layer's `nn.Linear` modules; experts and routers are none."""
         hidden, query, key, mlp = self.hidden, self.query_width, self.key_width, self.mlp
         layers = {
             "q_proj": (hidden, query),
@@ -89,16 +89,16 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> tuple[WeightShape, ...]:
-        """Of one layer, as the library has them; all vectors as one."""
-        weights: list[WeightShape] = [(out, into) for into, out in self.linear_layers.values()]
+        """Weight shapes of one layer as in transformers, with all vectors merged into one."""
+        weights: list[WeightShape] = [(fan_out, fan_in) for fan_in, fan_out in self.linear_layers.values()]
         if self.experts > 1:
             experts, mlp = self.experts, self.mlp
             weights += [(experts, self.hidden), (experts, 2 * mlp, self.hidden), (experts, self.hidden, mlp)]
         return (*weights, (self.layer_parameters - sum(map(math.prod, weights)),))
 
     @property
-    def outer_weights(self) -> tuple[WeightShape, ...]:
-        """Of what is in no layer."""
+    def non_layer_weights(self) -> tuple[WeightShape, ...]:
+        """Weight shapes outside of layers."""
         table = (self.vocabulary, self.hidden)
         head = (1, self.hidden + 1) if self.has_value_head else table
         return (table, *([] if self.tied else [head]), (self.hidden,))
@@ -106,15 +106,15 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a type of model has that its config.json need not say."""
+    """Properties of a `model_type` that its config.json may leave out."""
 
-    qkv_bias: bool = False  # always
-    reads_bias: bool = True  # attention_bias is of queries, keys, values and output
-    query_norm: bool = False  # of queries and of keys, as wide as a head
-    wide_norm: bool = False  # the same, as wide as all heads
+    qkv_bias: bool = False  # biases on q, k and v, whatever the config says
+    reads_bias: bool = True  # honors attention_bias (q, k, v and o)
+    query_norm: bool = False  # query and key norms over one head
+    wide_norm: bool = False  # query and key norms over all heads
     norms: int = 2
-    tied: bool = False  # unless said otherwise
-    head_dim: int | None = None  # unless said otherwise; None: hidden / heads
+    tied: bool = False  # default
+    head_dim: int | None = None  # default; None: hidden / heads
 
 
 _FAMILIES: Mapping[str, _Family] = {
@@ -143,39 +143,39 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def read_shape(path: str) -> ModelShape:
-    """The shape of the model of a folder, or of a common model by its id on the hub.
+    """Read the shape of a model folder, or look up a common model by its Hugging Face id.
 
     Raises:
-        UserError: there is no config.json, or it is not of a model that is known here.
+        UserError: No config.json, or an unknown architecture.
     """
     file = Path(path) / "config.json"
-    named = preset_of_id(path) if not file.exists() else None
+    named = preset_from_hub_id(path) if not file.exists() else None
     if named is not None:
         return named
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"model.path: {path!r} is no folder with a config.json on this machine, and nothing is downloaded for a "
-            f"plan; name the model's shape with --model-shape ({', '.join(PRESETS)})"
+            f"model.path: {path!r} is not a local folder with a config.json, and planning downloads nothing; give the "
+            f"model's shape with --model-shape ({', '.join(PRESETS)})"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {file}: cannot be read: {error}") from error
+        raise UserError(f"model.path: cannot read {file}: {error}") from error
     if not isinstance(config, dict):
-        raise UserError(f"model.path: {file}: has to be a JSON object")
-    return shape_of(config, name=Path(path).resolve().name)
+        raise UserError(f"model.path: {file}: must be a JSON object")
+    return shape_from_config(config, name=Path(path).resolve().name)
 
 
-def known_shape(path: str) -> ModelShape | None:
-    """As `read_shape`; None where the shape is not known."""
+def try_read_shape(path: str) -> ModelShape | None:
+    """Like `read_shape`, but return None for an unknown model."""
     try:
         return read_shape(path)
     except UserError:
         return None
 
 
-def preset_of_id(model_id: str) -> ModelShape | None:
-    """The shape of a model whose id on the hub says which one it is, such as Qwen/Qwen2.5-7B-Instruct."""
+def preset_from_hub_id(model_id: str) -> ModelShape | None:
+    """Shape of a preset by Hugging Face id, such as Qwen/Qwen2.5-7B-Instruct; None if unknown."""
     name = model_id.rpartition("/")[2].lower()
     for pattern, preset in IDS:
         match = re.fullmatch(pattern, name)
@@ -185,28 +185,28 @@ def preset_of_id(model_id: str) -> ModelShape | None:
 
 
 def preset_shape(name: str) -> ModelShape:
-    """The shape of a common open model, by its name or, as "7b", by its size.
+    """Shape of a preset by name, or by size such as "7b".
 
     Raises:
-        UserError: it is not known here.
+        UserError: Unknown name.
     """
     known = ALIASES.get(name.lower(), name.lower())
     if known not in PRESETS:
         raise UserError(
-            f"--model-shape: {name!r} is not known; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
+            f"--model-shape: {name!r} is unknown; use one of {', '.join(PRESETS)}, or a size: {', '.join(ALIASES)}"
         )
-    return shape_of(PRESETS[known], name=known)
+    return shape_from_config(PRESETS[known], name=known)
 
 
-def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shape that a config.json describes.
+def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """Parse a model's shape from its config.json.
 
     Args:
-        config: its content, that of the text where it has several parts.
-        name: of the model, for a person.
+        config: Content of config.json; of a multimodal model the text part is used.
+        name: Display name of the model.
 
     Raises:
-        UserError: the architecture is not known here, or a number is missing or no number.
+        UserError: An unknown architecture, or a missing or invalid number.
     """
     if isinstance(config.get("text_config"), dict):
         inner = config["text_config"]
@@ -216,28 +216,28 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UserError(
-            f"model.path: {name}: model_type {model_type!r} is not one whose memory is known here "
+            f"model.path: {name}: model_type {model_type!r} is not supported by the plan "
             f"({', '.join(_FAMILIES)}); give the shape of a similar model with --model-shape"
         )
     try:
         return _shape(config, family, name)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a number above 0") from error
+        raise UserError(f"model.path: {name}: config.json: {error!r} is missing or not a positive number") from error
 
 
 def similar_shape(config: Mapping[str, Any], *, name: str, num_parameters: int) -> ModelShape | None:
-    """A decoder with the sizes and as many parameters as a model whose architecture is not known here; None: no sizes.
+    """Approximate an unknown architecture by a Llama of the same sizes and parameter count; None without sizes.
 
     Args:
-        config: content of the model's config.json, that of the text where it has several parts.
-        name: of the model, for a person.
-        num_parameters: of its files.
+        config: Content of the model's config.json; of a multimodal model the text part is used.
+        name: Display name of the model.
+        num_parameters: Number of parameters in its files.
     """
     try:
-        like = shape_of({**config.get("text_config", config), "model_type": "llama"}, name=name)
+        like = shape_from_config({**config.get("text_config", config), "model_type": "llama"}, name=name)
     except UserError:
         return None
-    layer = max(0, num_parameters - like.outer_parameters) // like.layers
+    layer = max(0, num_parameters - like.non_layer_parameters) // like.layers
     active = layer if like.experts == 1 else min(layer, like.active_layer_parameters)
     return replace(like, layer_parameters=layer, active_layer_parameters=active)
 
@@ -259,8 +259,8 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
     )
     if experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         raise UserError(
-            f"model.path: {name}: layers with and without experts are not known here; give the shape of a similar "
-            f"model with --model-shape"
+            f"model.path: {name}: mixing dense and expert layers is not supported by the plan; give the "
+            f"shape of a similar model with --model-shape"
         )
     one = 3 * hidden * mlp + (2 * mlp + hidden) * bool(config.get("mlp_bias"))
     router = hidden * experts
@@ -285,15 +285,15 @@ def _shape(config: Mapping[str, Any], family: _Family, name: str) -> ModelShape:
 
 
 def _known_positions(config: Mapping[str, Any]) -> int | None:
-    """Positions that the model computes as it was made to; None where its config does not say."""
+    """Maximum positions without changing the rotary embedding; None if the config does not say."""
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind, original = rope.get("rope_type") or rope.get("type"), rope.get("original_max_position_embeddings") or limit
-    if kind in ("longrope", "dynamic"):  # beyond this the rotation depends on the longest row of a batch
+    if kind in ("longrope", "dynamic"):  # beyond this RoPE depends on the longest sequence of a batch
         return int(original)
-    if kind in ("linear", "yarn"):  # some configs state the length before, some after stretching
+    if kind in ("linear", "yarn"):  # some configs give the length before scaling, some after
         return max(limit, int(original * rope.get("factor", 1.0)))
     return limit
 

@@ -1,7 +1,7 @@
-"""Which GPUs of a machine train and which sample for them, in servers of the run's own, and why.
+"""Split a machine's GPUs between training and rollout servers.
 
-Numbers in the configuration are kept, and `auto` is what they leave over. Where both sides are `auto`, every split is
-compared by how long a step takes (`cohort.plan.timing`), among those that fit (`cohort.plan.room`).
+Explicit numbers are kept, and `auto` gets the remaining GPUs. If both sides are `auto`, take the split with the
+shortest predicted step (`cohort.plan.timing`) among those that fit (`cohort.plan.room`).
 """
 
 import math
@@ -11,62 +11,62 @@ from dataclasses import dataclass
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
 from cohort.plan.hardware import Hardware
-from cohort.plan.rates import USUAL_GPU
-from cohort.plan.room import why_it_does_not_fit
+from cohort.plan.rates import DEFAULT_GPU
+from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import step_times
 
-# Which split is the fastest depends little on the model's size and the kind of GPU, and on both phases alike.
+# Used for an unknown model or GPU: the fastest split depends little on either.
 _STAND_IN_SHAPE = "llama3-1b"
 _STAND_IN_MEMORY = 1 << 60
 
 
 class DoesNotFitError(UserError):
-    """No split of the GPUs fits their memory."""
+    """No split of the GPUs fits into their memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSplit:
-    """Who gets which GPUs. Numbers are places among the GPUs that this process may use."""
+    """GPUs of each training process and server, as indices into the visible devices."""
 
-    num_processes: int  # that train
-    training_gpus: tuple[int, ...]  # one for each training process; none on CPU
-    server_gpus: tuple[tuple[int, ...], ...]  # of each server; none on CPU
-    shared: bool  # server i samples on the GPU of training process i, in turn with it
-    reason: str  # for a person: what was chosen, and why
+    num_processes: int  # training processes
+    training_gpus: tuple[int, ...]  # one per training process; empty on CPU
+    server_gpus: tuple[tuple[int, ...], ...]  # per server; empty on CPU
+    shared: bool  # server i and training process i use the same GPU in turn
+    reason: str  # the choice and why, for the user
 
 
 def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None) -> GpuSplit:
-    """Split a machine between training and the servers that the run starts.
+    """Split a machine's GPUs between training and the servers that the run starts.
 
     Args:
-        config: of a run that uses servers, without `rollout.urls`.
-        num_gpus: of this machine; 0: everything is on CPU.
-        shape: of the model; None where it is not known, as before it is downloaded.
-        hardware: the kind of GPU; None where it is not known. Without either, memory is not looked at.
+        config: Configuration of a run that uses servers, without `rollout.urls`.
+        num_gpus: Number of GPUs of this machine; 0: run on CPU.
+        shape: Shape of the model; None if unknown, as before its download.
+        hardware: Type of GPU; None if unknown. Without shape or hardware, memory is not checked.
 
     Raises:
-        UserError: the numbers contradict each other or the machine.
-        DoesNotFitError: no split fits its memory.
+        UserError: The configuration contradicts itself or the machine.
+        DoesNotFitError: No split fits.
     """
     rollout = config.rollout
     assert rollout.uses_servers and not rollout.urls
     if num_gpus == 0:
-        return _on_cpu(config, rollout)
+        return _cpu_split(config, rollout)
     processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
     if processes != "auto" and processes > num_gpus:
         raise UserError(
-            f"hardware.processes: {processes} is more than this machine's {num_gpus} GPUs, and each process needs its "
-            f"own; use at most {num_gpus}, or device: cpu"
+            f"hardware.processes: {processes} exceeds this machine's {num_gpus} GPUs (one per process); use at most "
+            f"{num_gpus}, or device: cpu"
         )
     if wanted == "shared":
         return _shared(config, rollout, num_gpus, "hardware.rollout_gpus: shared")
     if wanted == "auto" and processes in (num_gpus, "auto") and num_gpus == 1:
-        return _shared(config, rollout, 1, "there is one GPU for both")
+        return _shared(config, rollout, 1, "there is only one GPU")
     if wanted == "auto" and processes == num_gpus:
-        return _shared(config, rollout, num_gpus, f"hardware.processes: {processes} leaves no GPU to sample only")
+        return _shared(config, rollout, num_gpus, f"hardware.processes: {processes} leaves no dedicated rollout GPU")
     if wanted == "auto" and processes == "auto":
-        return _best(config, rollout, num_gpus, shape, hardware)
+        return _fastest_split(config, rollout, num_gpus, shape, hardware)
     num_sampling = _num_sampling(config, rollout, num_gpus)
     num_training = num_gpus - num_sampling if processes == "auto" else int(processes)
     kept = " and ".join(
@@ -74,17 +74,17 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
         for key, value in (("processes", processes), ("rollout_gpus", wanted))
         if value != "auto"
     )
-    return _separate(rollout, num_gpus, num_training, num_sampling, kept)
+    return _separate_split(rollout, num_gpus, num_training, num_sampling, kept)
 
 
-def _on_cpu(config: Config, rollout: ServersConfig) -> GpuSplit:
+def _cpu_split(config: Config, rollout: ServersConfig) -> GpuSplit:
     if config.hardware.rollout_gpus != "auto":
         raise UserError(
-            f"hardware.rollout_gpus: {config.hardware.rollout_gpus} has no effect without GPUs: training and servers "
-            f"share the CPU; remove it"
+            f"hardware.rollout_gpus: {config.hardware.rollout_gpus} has no effect on CPU, which training and servers "
+            f"share; remove it"
         )
     if rollout.tensor_parallel != 1:
-        raise UserError(f"rollout.tensor_parallel: {rollout.tensor_parallel} counts GPUs, and there are none; use 1")
+        raise UserError(f"rollout.tensor_parallel: {rollout.tensor_parallel} requires GPUs; use 1 on CPU")
     num_servers = 1 if rollout.servers == "auto" else rollout.servers
     num_processes = 1 if config.hardware.processes == "auto" else config.hardware.processes
     return GpuSplit(
@@ -97,10 +97,10 @@ def _on_cpu(config: Config, rollout: ServersConfig) -> GpuSplit:
 
 
 def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> GpuSplit:
-    """Every GPU trains, and one server on each samples.
+    """Train on every GPU, with one server on each.
 
     Raises:
-        UserError: something asks for another number of processes or servers.
+        UserError: The configuration requires another number of processes or servers.
     """
     for field, value, rule in (
         ("hardware.processes", config.hardware.processes, "every GPU has one training process"),
@@ -108,14 +108,14 @@ def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> 
     ):
         if value not in ("auto", num_gpus):
             raise UserError(
-                f"{field}: {value} with GPUs that are shared: {rule}, and there are {num_gpus}; use auto or "
-                f"{num_gpus}, or a number for hardware.rollout_gpus, or choose GPUs with CUDA_VISIBLE_DEVICES"
+                f"{field}: {value} with shared GPUs: {rule}, and there are {num_gpus}; use auto or {num_gpus}, a "
+                f"number for hardware.rollout_gpus, or select GPUs with CUDA_VISIBLE_DEVICES"
             )
     if rollout.tensor_parallel != 1:
         apart = (num_gpus - 1) // rollout.tensor_parallel * rollout.tensor_parallel
         raise UserError(
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} with GPUs that are shared ({why}): each has a server "
-            f"of its own; use tensor_parallel: 1"
+            f"rollout.tensor_parallel: {rollout.tensor_parallel} with shared GPUs ({why}): every GPU has its own "
+            f"server; use tensor_parallel: 1"
             + (f", or hardware.processes: auto with rollout_gpus: {apart}" if apart else "")
         )
     ids = tuple(range(num_gpus))
@@ -130,10 +130,10 @@ def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> 
 
 
 def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
-    """GPUs that only sample, where the configuration gives this number or that of the others.
+    """Number of rollout GPUs, if the configuration fixes it or the number of processes.
 
     Raises:
-        UserError: there are not as many, or they cannot be shared out to servers.
+        UserError: There are too few GPUs, or the number does not divide into servers.
     """
     processes, wanted, per_server = config.hardware.processes, config.hardware.rollout_gpus, rollout.tensor_parallel
     left = num_gpus - (1 if processes == "auto" else processes)
@@ -144,7 +144,7 @@ def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
             raise UserError(
                 f"rollout.tensor_parallel: {per_server}: {servers} of {_count(per_server, 'GPU')} would need "
                 f"{max(num, per_server)}, and hardware.processes: {processes} leaves {left} of {num_gpus}; use "
-                + _ways_out(num_gpus, max(num, per_server), left, per_server)
+                + _suggestions(num_gpus, max(num, per_server), left, per_server)
             )
         return num
     assert isinstance(wanted, int)
@@ -153,35 +153,37 @@ def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
             rule = f"of {_count(num_gpus, 'GPU')} leaves none to train"
             ways = f"at most {left}, or shared" if left else "shared"
         else:
-            rule = f"and hardware.processes: {processes} are {wanted + processes} GPUs, and this machine has {num_gpus}"
+            rule = (
+                f"and hardware.processes: {processes} need {wanted + processes} GPUs, and this machine has {num_gpus}"
+            )
             ways = f"processes: {num_gpus - wanted} or auto" + (f", or rollout_gpus: {left}" if left else "")
         raise UserError(f"hardware.rollout_gpus: {wanted} {rule}; use {ways}")
     if wanted % per_server:
         near = [n for n in (wanted // per_server * per_server, math.ceil(wanted / per_server) * per_server) if n]
         raise UserError(
-            f"hardware.rollout_gpus: {wanted} cannot be shared out to servers of rollout.tensor_parallel: {per_server} "
-            f"GPUs each; use {_either([n for n in near if n <= left] or [1])}"
+            f"hardware.rollout_gpus: {wanted} is not a multiple of rollout.tensor_parallel: {per_server}, the GPUs per "
+            f"server; use {_join_or([n for n in near if n <= left] or [1])}"
             + ("" if any(n <= left for n in near) else " with tensor_parallel: 1")
         )
     if rollout.servers not in ("auto", wanted // per_server):
         raise UserError(
-            f"rollout.servers: {rollout.servers} of {_count(per_server, 'GPU')} each (rollout.tensor_parallel) are not "
-            f"hardware.rollout_gpus: {wanted}; use servers: auto, which is {wanted // per_server}"
+            f"rollout.servers: {rollout.servers} of {_count(per_server, 'GPU')} each (rollout.tensor_parallel) do not "
+            f"match hardware.rollout_gpus: {wanted}; use servers: auto ({wanted // per_server})"
         )
     return wanted
 
 
-def _ways_out(num_gpus: int, needed: int, left: int, per_server: int) -> str:
+def _suggestions(num_gpus: int, needed: int, left: int, per_server: int) -> str:
     ways = [f"hardware.processes: {num_gpus - needed}"] if needed < num_gpus else []
     if left >= per_server:
         ways.append(f"rollout.servers: {left // per_server}")
     elif left:
         ways.append(f"rollout.tensor_parallel: {left}")
-    return _either(ways or ["fewer GPUs for each server"])
+    return _join_or(ways or ["fewer GPUs per server"])
 
 
-def _separate(rollout: ServersConfig, num_gpus: int, num_training: int, num_sampling: int, why: str) -> GpuSplit:
-    """The first GPUs train, the next ones sample."""
+def _separate_split(rollout: ServersConfig, num_gpus: int, num_training: int, num_sampling: int, why: str) -> GpuSplit:
+    """Train on the first GPUs and sample on the next ones."""
     training = tuple(range(num_training))
     sampling = tuple(range(num_training, num_training + num_sampling))
     idle = tuple(range(num_training + num_sampling, num_gpus))
@@ -200,17 +202,17 @@ def _separate(rollout: ServersConfig, num_gpus: int, num_training: int, num_samp
     )
 
 
-# What `auto` compares
+# Comparison of splits
 
 
-def _best(
+def _fastest_split(
     config: Config, rollout: ServersConfig, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None
 ) -> GpuSplit:
-    """The separate split with the shortest step among those that fit; shared GPUs where none does.
+    """Fastest fitting split with dedicated rollout GPUs; shared GPUs if none fits.
 
     Raises:
-        DoesNotFitError: nothing fits.
-        UserError: no number of servers goes with the GPUs.
+        DoesNotFitError: Nothing fits.
+        UserError: No number of servers is possible with these GPUs.
     """
     size = rollout.tensor_parallel
     numbers = range(size, num_gpus, size) if rollout.servers == "auto" else [rollout.servers * size]
@@ -224,38 +226,38 @@ def _best(
     is_known = shape is not None and hardware is not None
     if shape is None or hardware is None:
         shape = preset_shape(_STAND_IN_SHAPE)
-        hardware = Hardware(gpu_name=USUAL_GPU, gpu_memory_bytes=_STAND_IN_MEMORY, gpus_per_node=num_gpus, nodes=1)
-    problems = {n: why_it_does_not_fit(config, rollout, shape, hardware, num_gpus - n) for n in candidates}
+        hardware = Hardware(gpu_name=DEFAULT_GPU, gpu_memory_bytes=_STAND_IN_MEMORY, gpus_per_node=num_gpus, nodes=1)
+    problems = {n: memory_shortfall(config, rollout, shape, hardware, num_gpus - n) for n in candidates}
     fitting = [n for n in candidates if problems[n] is None]
     if not fitting:
-        return _shared_if_it_fits(config, rollout, shape, hardware, num_gpus, str(problems[candidates[0]]))
+        return _shared_split_if_it_fits(config, rollout, shape, hardware, num_gpus, str(problems[candidates[0]]))
     times = {n: step_times(config, shape, hardware, num_training=num_gpus - n, num_sampling=n) for n in fitting}
     best = min(fitting, key=lambda n: (times[n].step_s, n))
-    why = f"{times[best].told()} predicted"
+    why = f"{times[best].describe()} predicted"
     near = [
         f"{num_gpus - n} + {n} would take {times[n].step_s:.3g} s" for n in (best - size, best + size) if n in times
     ]
     why += f"; {' and '.join(near)}" if near else ""
     if not is_known:
-        why += " (for a model of 1 billion weights on H100s, since its size is not known yet; memory was not looked at)"
-    return _separate(rollout, num_gpus, num_gpus - best, best, why)
+        why += " (for a 1B model on H100s, since model or GPU is unknown; memory was not checked)"
+    return _separate_split(rollout, num_gpus, num_gpus - best, best, why)
 
 
-def _shared_if_it_fits(
+def _shared_split_if_it_fits(
     config: Config, rollout: ServersConfig, shape: ModelShape, hardware: Hardware, num_gpus: int, problem: str
 ) -> GpuSplit:
-    """Shared GPUs, where no separate ones fit.
+    """Shared GPUs, for when no dedicated rollout GPUs fit.
 
     Raises:
-        DoesNotFitError: shared ones do not fit either.
+        DoesNotFitError: Shared GPUs do not fit either.
     """
     may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
-    if may_share and why_it_does_not_fit(config, rollout, shape, hardware, num_gpus, shared=True) is None:
+    if may_share and memory_shortfall(config, rollout, shape, hardware, num_gpus, shared=True) is None:
         return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
     ways = _what_fits(config, rollout, shape, hardware, num_gpus)
     raise DoesNotFitError(
         f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {hardware.gpu_memory_bytes / 1e9:.3g} GB: "
-        f"{problem}; use {_either([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
+        f"{problem}; use {_join_or([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
     )
 
 
@@ -270,13 +272,13 @@ def _what_fits(
         words = [f"model.{key}: {str(value).lower()}" for key, value in changes.items()]
         for size in parallel:
             other = rollout.model_copy(update={"tensor_parallel": size})
-            if size < num_gpus and why_it_does_not_fit(changed, other, shape, hardware, num_gpus - size) is None:
+            if size < num_gpus and memory_shortfall(changed, other, shape, hardware, num_gpus - size) is None:
                 size_words = [] if size == rollout.tensor_parallel else [f"rollout.tensor_parallel: {size}"]
                 return [" with ".join([*words, *size_words])]
     return ["more GPUs"]
 
 
-# Words
+# Text
 
 
 def _count(number: int, noun: str) -> str:
@@ -284,9 +286,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _gpus(ids: tuple[int, ...]) -> str:
-    """Of numbers without a gap."""
+    """Name consecutive GPUs."""
     return f"GPU {ids[0]}" if len(ids) == 1 else f"GPUs {ids[0]}-{ids[-1]}"
 
 
-def _either(ways: Sequence[object]) -> str:
+def _join_or(ways: Sequence[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, ways)))

@@ -1,7 +1,6 @@
-"""How long a step takes and what a run costs, with the origin of every number.
+"""Predicted step times and run cost, with the origin of every number.
 
-A prediction (`cohort.plan.timing`), good to tell which phase dominates and what a change is worth; a run's own metrics
-are the truth.
+Good enough to see which phase dominates and what a change is worth; trust a run's own metrics over it.
 """
 
 from collections.abc import Iterator
@@ -13,18 +12,18 @@ from cohort.plan.activations import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
-from cohort.plan.rates import Rate, bus_rate, computing_rate, reading_rate
-from cohort.plan.rows import Rows
+from cohort.plan.rates import Rate, bus_rate, compute_rate, memory_rate
+from cohort.plan.rows import MicroBatchPlan
 from cohort.plan.timing import step_times, training_operations
-from cohort.plan.work import Work
+from cohort.plan.work import Workload
 
 Origin = Literal["measured", "assumed", "derived"]
-_REDUCED_BYTES = 4  # of a gradient on its way
+_REDUCED_BYTES = 4  # bytes per gradient element in the reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """A number of a plan, and where it comes from."""
+class PlannedValue:
+    """A number of a plan and its origin."""
 
     value: float
     origin: Origin
@@ -32,44 +31,53 @@ class Number:
 
 
 def plan_timing(
-    config: Config, hardware: Hardware, layout: Layout, rows: Rows, work: Work, *, num_steps: int | None
-) -> dict[str, Number]:
-    """Seconds by phase, what they were worked out from, and the GPU hours of the run where its steps are known.
+    config: Config,
+    hardware: Hardware,
+    layout: Layout,
+    micro_batches: MicroBatchPlan,
+    workload: Workload,
+    *,
+    num_steps: int | None,
+) -> dict[str, PlannedValue]:
+    """Predict seconds per phase, with the rates used, and GPU hours if the number of steps is known.
 
-    Nothing of a CPU that was not measured: they differ too much.
+    Returns nothing for an unmeasured CPU: CPUs differ too much.
     """
-    if not hardware.on_gpu and hardware.measured is None:
+    if not hardware.on_gpu and hardware.calibration is None:
         return {}
-    computing = computing_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
-    reading = reading_rate(hardware)
+    computing = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu))
+    reading = memory_rate(hardware)
     num_sampling = layout.num_sampling
     if config.rollout.uses_servers and config.rollout.urls:
-        # servers of other people are taken to be as many GPUs as names
+        # external servers: assume tensor_parallel GPUs per URL
         num_sampling = len(config.rollout.urls) * config.rollout.tensor_parallel
     times = step_times(
         config,
-        work.shape,
+        workload.shape,
         hardware,
         num_training=layout.num_training,
         num_sampling=num_sampling,
         shared=layout.shared,
     )
-    moved, beside = dict(_waited_for(config, work)), dict(_beside(hardware, rows, work))
+    moved, beside = (
+        dict(_blocking_transfers(config, workload)),
+        dict(_overlapped_transfers(hardware, micro_batches, workload)),
+    )
     bus = bus_rate(hardware)
-    # copies that go on beside the computation take time where they are the longer of the two
-    longest, waited_s = max([times.training_s, *(n.value for n in beside.values())]), sum(moved.values()) / bus.used
-    used = f"at {computing.share:.0%} of that (assumed)"
+    # overlapped copies cost time only if they take longer than the computation
+    longest, waited_s = max([times.training_s, *(n.value for n in beside.values())]), sum(moved.values()) / bus.achieved
+    used = f"at {computing.utilization:.0%} of that (assumed)"
     if longest > times.training_s:
-        used += ", which ends before the copies that go on beside it"
+        used += ", less than the overlapped copies"
     used += "".join(f", and {what}" for what in moved)
     times = replace(times, training_s=longest + waited_s)
-    operations = ", ".join(training_operations(config, work.shape))
+    operations = ", ".join(training_operations(config, workload.shape))
     sampler = (
-        f"weights, keys and values are read at {reading.share:.0%} of the bandwidth, or computed with at "
-        f"{computing.share:.0%}"
+        f"weights, keys and values are read at {reading.utilization:.0%} of the bandwidth, or computed with at "
+        f"{computing.utilization:.0%}"
     )
     if config.rollout.shares_weights:
-        sampler += "; PyTorch's own sampling is slower than that"
+        sampler += "; the local engine is slower than that"
     numbers = {
         "products_tflops": _rate(computing, hardware, 1e-12),
         "memory_gbytes/s": _rate(reading, hardware, 1e-9),
@@ -79,62 +87,76 @@ def plan_timing(
         "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
-    if num_steps is not None:
-        hours = times.step_s * num_steps / 3600
-        gpus = layout.num_used
-        numbers["run_hours"] = _derived(hours, f"{num_steps} step{'s' * (num_steps != 1)}")
-        numbers["gpu_hours"] = _derived(hours * gpus, f"{gpus} GPU{'s' * (gpus > 1)}")
-    return numbers
+    return numbers if num_steps is None else {**numbers, **_run_hours(times.step_s * num_steps, num_steps, layout)}
 
 
-def _waited_for(config: Config, work: Work) -> Iterator[tuple[str, int]]:
-    """What crosses the bus between host and device while nothing is computed, and the bytes of a step."""
+def _run_hours(seconds: float, num_steps: int, layout: Layout) -> dict[str, PlannedValue]:
+    hours, gpus = seconds / 3600, layout.num_used
+    return {
+        "run_hours": _derived(hours, f"{num_steps} step{'s' * (num_steps != 1)}"),
+        "gpu_hours": _derived(hours * gpus, f"{gpus} GPU{'s' * (gpus > 1)}"),
+    }
+
+
+def _blocking_transfers(config: Config, workload: Workload) -> Iterator[tuple[str, int]]:
+    """Yield transfers over the bus that computation waits for, with their bytes per step."""
     updates = config.train.updates_per_rollout
-    if work.reference_visits:
-        yield "the reference's weights from host memory", work.weight_bytes * work.shape.num_parameters
-    if work.masters_on_host:
-        # the update itself is as fast as the processor's memory, which is not known
-        trained = sum(model.trained_parameters for model in work.models) // work.processes
+    if workload.reference_on_host:
+        yield "the reference's weights from host memory", workload.weight_bytes * workload.shape.num_parameters
+    if workload.masters_on_host:
+        # the update itself is bound by the CPU's memory bandwidth, which is unknown
+        trained = sum(model.trained_parameters for model in workload.models) // workload.processes
         yield (
             "gradients to host memory and weights back",
-            updates * trained * (work.trained_bytes + work.compute_bytes),
+            updates * trained * (workload.trained_bytes + workload.compute_bytes),
         )
 
 
-def _derived(value: float, how: str) -> Number:
-    return Number(value=value, origin="derived", how=how)
+def _derived(value: float, how: str) -> PlannedValue:
+    return PlannedValue(value=value, origin="derived", how=how)
 
 
-def _rate(rate: Rate, hardware: Hardware, unit: float) -> Number:
-    if rate.is_measured and hardware.measured is not None:
-        return Number(value=rate.best * unit, origin="measured", how=hardware.measured.told())
-    return Number(value=rate.best * unit, origin="assumed", how="the maker's data sheet")
+def _rate(rate: Rate, hardware: Hardware, unit: float) -> PlannedValue:
+    if rate.is_measured and hardware.calibration is not None:
+        return PlannedValue(value=rate.peak * unit, origin="measured", how=hardware.calibration.describe())
+    return PlannedValue(value=rate.peak * unit, origin="assumed", how="data sheet")
 
 
-def _bus(rate: Rate, hardware: Hardware) -> Number:
+def _bus(rate: Rate, hardware: Hardware) -> PlannedValue:
     if rate.is_measured:
         return _rate(rate, hardware, 1e-9)
-    return Number(value=rate.best * 1e-9, origin="assumed", how="between host and GPU, as is usual of PCIe 4.0")
+    return PlannedValue(value=rate.peak * 1e-9, origin="assumed", how="typical of PCIe 4.0 x16")
 
 
-def _beside(hardware: Hardware, rows: Rows, work: Work) -> Iterator[tuple[str, Number]]:
-    """What goes on beside the computation: over the bus, and between GPUs where that was measured."""
-    measured, bus = hardware.measured, bus_rate(hardware).used
-    if measured is not None and measured.collective_bandwidth is not None and work.processes > 1:
+def _overlapped_transfers(
+    hardware: Hardware, micro_batches: MicroBatchPlan, workload: Workload
+) -> Iterator[tuple[str, PlannedValue]]:
+    """Yield transfers overlapped with computation: over the bus and, if measured, between GPUs."""
+    measured, bus = hardware.calibration, bus_rate(hardware).achieved
+    if measured is not None and measured.collective_bandwidth is not None and workload.processes > 1:
         gathered = sum(
             2 * model.compute_bytes * model.shape.num_parameters + _REDUCED_BYTES * model.trained_parameters
-            for model in work.models
+            for model in workload.models
         )
-        seconds = rows.num_micro_batches * gathered / measured.collective_bandwidth
-        yield "gathering_s", _derived(seconds, "two gathers and a reduction of every micro-batch, beside training")
-    if work.parameters_on_host:
+        seconds = micro_batches.num_micro_batches * gathered / measured.collective_bandwidth
+        yield (
+            "gathering_s",
+            _derived(seconds, "two all-gathers and a reduce-scatter per micro-batch, overlapped with training"),
+        )
+    if workload.parameters_on_host:
         visits = sum(
             2 * model.weight_bytes * model.shape.num_parameters + model.trained_bytes * model.trained_parameters
-            for model in work.models
+            for model in workload.models
         )
-        seconds = rows.num_micro_batches * visits / work.processes / bus
-        how = "weights from host memory twice and gradients back, of every micro-batch, beside training"
+        seconds = micro_batches.num_micro_batches * visits / workload.processes / bus
+        how = "weights from host memory twice and gradients back per micro-batch, overlapped with training"
         yield "visiting_s", _derived(seconds, how)
-    if work.offload and hardware.on_gpu:
-        moved = 2 * offloaded_bytes_per_token(work) * work.shape.layers * work.row_tokens * rows.num_micro_batches
-        yield "offloading_s", _derived(moved / bus, "activations out and back, beside training")
+    if workload.offload and hardware.on_gpu:
+        moved = (
+            2
+            * offloaded_bytes_per_token(workload)
+            * workload.shape.layers
+            * workload.packed_tokens
+            * micro_batches.num_micro_batches
+        )
+        yield "offloading_s", _derived(moved / bus, "activations out and back, overlapped with training")

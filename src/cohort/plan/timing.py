@@ -1,24 +1,20 @@
-"""How long the phases of a step take on given GPUs, by a simple model of operations and bytes.
+"""Predict the duration of a step's phases with a roofline model of FLOPs and bytes.
 
-A step has groups of G completions, and all of them are taken to have the longest length: P prompt tokens, C completion
-tokens. N weights, n that one token is multiplied with, L layers, Q features of queries. A token sees x tokens, itself
-among them: P + C / 2 in the mean of a completion.
+Every sequence is assumed to have the maximum length: P prompt and C completion tokens, G completions per group.
+N parameters, n of them active per token, L layers, Q query width, x attended tokens (P + C / 2 on average).
 
-- training: 6 operations per weight and token; 4 where an adapter is trained in the place of the weights, whose own
-  gradients are not computed then. 2 more for each forward pass besides: layers that are computed again, a reference,
-  estimates before training, a critic's values. Attention takes 4 Q L x for each forward pass, and twice that backward.
-  A group's prompt counts once.
-- sampling: whole groups go to servers in turn. A server makes one token for each of its B completions in flight at a
-  time. That reads the weights once, and of every completion the keys and values of what it sees, k bytes each; and it
-  computes 2 n B + 4 Q L x B operations. Whichever takes longer is what it takes:
+- Training: 6 FLOPs per active parameter and token, or 4 with an adapter, whose frozen base needs no weight gradients.
+  2 more per extra forward pass: recomputation, reference, old logprobs, a critic's values. Attention takes 4 Q L x per
+  token and forward pass, twice that in backward. A group's prompt counts once.
+- Sampling: servers take whole groups in turn and decode B completions at a time. A decoding step reads the weights and
+  each completion's KV cache (k bytes per token), and is bound by bandwidth or compute:
 
-      seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / operations per second)
+      seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
-  B is at most `rollout.max_num_seqs`, and what a server of vLLM has memory for keys and values of. Prompts are computed
-  once per group.
+  B is bounded by `rollout.max_num_seqs` and by a vLLM server's KV cache. Prompts are prefilled once per group.
 
-Operations and bytes per second are those of `cohort.plan.rates`. A step takes the sum of the two phases, since they
-wait for each other; with `rollout.max_staleness` above 0 they overlap, and it takes the longer one.
+FLOP/s and bandwidth come from `cohort.plan.rates`. A step takes the sum of both phases; with `rollout.max_staleness`
+above 0 they overlap, and it takes the longer one.
 """
 
 import math
@@ -27,15 +23,15 @@ from dataclasses import dataclass
 from cohort.config import Config, ServersConfig
 from cohort.plan.adapter import adapter_shape
 from cohort.plan.critic import critic_shape
-from cohort.plan.defaults import BYTES, compute_dtype, memory_share, serving_dtype
+from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.rates import computing_rate, reading_rate
+from cohort.plan.rates import compute_rate, memory_rate
 from cohort.plan.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """How long the phases of a step are predicted to take, in seconds."""
+    """Predicted duration of a step's phases, in seconds."""
 
     training_s: float
     sampling_s: float
@@ -43,14 +39,14 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """Of both together."""
+        """Predicted duration of the whole step."""
         return max(self.training_s, self.sampling_s) if self.overlap else self.training_s + self.sampling_s
 
-    def told(self) -> str:
-        """The phases in words."""
-        how = "at the same time" if self.overlap else "in turn"
+    def describe(self) -> str:
+        """The times in words."""
+        how = "overlapping" if self.overlap else "in turn"
         return (
-            f"{self.training_s:.3g} s of training and {self.sampling_s:.3g} s of sampling a step, {how}: "
+            f"{self.training_s:.3g} s of training and {self.sampling_s:.3g} s of sampling per step, {how}: "
             f"{self.step_s:.3g} s"
         )
 
@@ -58,20 +54,20 @@ class StepTimes:
 def step_times(
     config: Config, shape: ModelShape, hardware: Hardware, *, num_training: int, num_sampling: int, shared: bool = False
 ) -> StepTimes:
-    """Both phases of a step, by the model at the top of this file.
+    """Predict both phases of a step (see the top of this file).
 
     Args:
-        config: of the run.
-        shape: of its model.
-        hardware: the kind of GPU; all are taken to be alike.
-        num_training: GPUs that train.
-        num_sampling: GPUs that sample, in servers of `rollout.tensor_parallel`.
-        shared: whether these are the same ones, with servers that sleep meanwhile.
+        config: Configuration of the run.
+        shape: Shape of its model.
+        hardware: Type of GPU, the same for all.
+        num_training: Number of training GPUs.
+        num_sampling: Number of rollout GPUs, in servers of `rollout.tensor_parallel`.
+        shared: Whether these are the same GPUs, with servers that sleep during training.
     """
     rollout = config.rollout
     tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_completion_tokens
     operations = sum(training_operations(config, shape).values()) * config.train.prompts_per_step * tokens
-    speed = computing_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu)).used
+    speed = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu)).achieved
     return StepTimes(
         training_s=operations / (num_training * speed),
         sampling_s=_sampling_s(config, shape, hardware, num_sampling, shared=shared),
@@ -80,44 +76,44 @@ def step_times(
 
 
 def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Per token of a step, by what they are for."""
+    """FLOPs per token of a step, by purpose."""
     algorithm, updates = config.algorithm, config.train.updates_per_rollout
     policy, again, adapter = shape.active_parameters, config.model.gradient_checkpointing, config.model.adapter
     if adapter is None:
-        parts = {"6 operations per weight and token": 6.0 * policy * updates}
+        parts = {"6 FLOPs per weight and token": 6.0 * policy * updates}
     else:
         own = adapter_shape(adapter, shape).num_parameters(shape.layers)
-        parts = {"4 operations per weight and token": updates * (4.0 * policy + 6.0 * own)}
-    passes = 3.0 * updates  # of attention, in forward passes
+        parts = {"4 FLOPs per weight and token": updates * (4.0 * policy + 6.0 * own)}
+    passes = 3.0 * updates  # through attention, in units of a forward pass
     if again:
-        parts["layers computed twice"] = 2.0 * policy * updates
+        parts["recomputed layers"] = 2.0 * policy * updates
         passes += updates * (again is True)  # selective checkpointing keeps attention's output
     if algorithm.beta > 0:
         parts["the reference"] = 2.0 * policy
         passes += 1
     if algorithm.kl_in == "reward" or algorithm.top_entropy_quantile < 1:
-        parts["the policy before training"] = 2.0 * policy
+        parts["old logprobs"] = 2.0 * policy
         passes += 1
     if config.train.router_aux_loss_coef > 0:
-        parts["what routers choose"] = 2.0 * policy * updates
+        parts["router statistics"] = 2.0 * policy * updates
         passes += updates
-    parts["attention"] = passes * _attention(shape, _mean_seen(config))
+    parts["attention"] = passes * _attention(shape, _mean_context(config))
     critic = critic_shape(config, shape)
     if critic is not None:
         per_update = config.critic.updates if config.critic else 1
-        attention = _attention(critic, _mean_seen(config)) * (1 + updates * per_update * (3 + (again is True)))
+        attention = _attention(critic, _mean_context(config)) * (1 + updates * per_update * (3 + (again is True)))
         weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(again)))
         parts["the critic"] = weights + attention
     return parts
 
 
 def _attention(shape: ModelShape, seen: float) -> float:
-    """Operations of one token's forward pass: its scores, and the sum of values."""
+    """FLOPs of attention per token in forward: scores and weighted values."""
     return 4.0 * shape.query_width * shape.layers * seen
 
 
-def _mean_seen(config: Config) -> float:
-    """Tokens that one of a group's tokens sees."""
+def _mean_context(config: Config) -> float:
+    """Average number of tokens that a token of a group attends to."""
     rollout = config.rollout
     prompt, completions = rollout.max_prompt_tokens, rollout.num_generations * rollout.max_completion_tokens
     seen = prompt * prompt / 2 + completions * (prompt + rollout.max_completion_tokens / 2)
@@ -130,12 +126,12 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     dtype: str
     if rollout.uses_servers:
         dtype, per_server = serving_dtype(config, on_gpu=on_gpu), rollout.tensor_parallel
-        most = min(rollout.max_num_seqs, _places(rollout, shape, hardware, BYTES[dtype], shared=shared))
+        most = min(rollout.max_num_seqs, _kv_capacity(rollout, shape, hardware, BYTES[dtype], shared=shared))
     else:
         dtype, per_server, most = compute_dtype(config.model, on_gpu=on_gpu), 1, rollout.max_num_seqs
-    computing = per_server * computing_rate(hardware, dtype).used
-    reading = per_server * reading_rate(hardware).used
-    # of the server with the most
+    computing = per_server * compute_rate(hardware, dtype).achieved
+    reading = per_server * memory_rate(hardware).achieved
+    # of the busiest server
     prompts = math.ceil(config.train.prompts_per_step / max(1, num_sampling // per_server))
     completions = prompts * rollout.num_generations
     in_flight = min(most, completions)
@@ -147,9 +143,11 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     return prefill_s + decoding_s
 
 
-def _places(rollout: ServersConfig, shape: ModelShape, hardware: Hardware, bytes_each: int, *, shared: bool) -> int:
-    """Completions of the longest length whose keys and values a server has room for, a prompt's once per group."""
-    memory = rollout.tensor_parallel * memory_share(rollout, shared=shared) * hardware.gpu_memory_bytes
+def _kv_capacity(
+    rollout: ServersConfig, shape: ModelShape, hardware: Hardware, bytes_each: int, *, shared: bool
+) -> int:
+    """Number of completions of maximum length that fit into a server's KV cache, with shared prompts."""
+    memory = rollout.tensor_parallel * server_memory_utilization(rollout, shared=shared) * hardware.gpu_memory_bytes
     room = memory - bytes_each * shape.num_parameters
     tokens = rollout.max_completion_tokens + rollout.max_prompt_tokens / rollout.num_generations
     return max(1, int(room // (tokens * shape.kv_bytes(bytes_each))))

@@ -1,4 +1,7 @@
-"""What decides the memory of one training process, in the letters of `cohort.plan.memory`."""
+"""Workload of one training process: everything that determines its memory.
+
+Symbols as in `cohort.plan.memory`.
+"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -7,99 +10,99 @@ from typing import Literal
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
 from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.critic import critic_shape
-from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, memory_share, serving_dtype
+from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.rows import Rows
+from cohort.plan.rows import MicroBatchPlan
 from cohort.plan.shape import ModelShape
 
 Checkpointing = bool | Literal["selective"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What decides the memory of one training process."""
+class Workload:
+    """Everything that determines the memory of one training process."""
 
     shape: ModelShape
     processes: int  # W
     weight_bytes: int  # b
     compute_bytes: int  # a
     checkpointing: Checkpointing
-    offload: bool
+    offload: bool  # of activations
     gradients_in_forward: bool
     has_reference: bool
-    row_tokens: int  # T of the largest micro-batch
-    scored_tokens: int  # of them
-    kept_prompt_tokens: int  # of a group that is computed in parts: its prompt's activations stay meanwhile
-    sampled_sequences: int  # completions that this process samples at a time; 0 where servers do
-    sampled_tokens: int  # of them and their prompts, keys and values of which are kept
-    vllm_bytes: int  # of a server on the same GPU while it samples; 0 without
-    lent_bytes: int = 0  # of the buffer in which weights are lent to that server; 0 without
-    framework_bytes: int | None = None  # measured; None: not
+    packed_tokens: int  # T of the largest micro-batch
+    loss_tokens: int  # positions with logits, among them
+    shared_prefix_tokens: int  # prompt of a split group, whose activations stay meanwhile
+    sampled_sequences: int  # completions that this process decodes at a time; 0 with servers
+    sampled_tokens: int  # tokens in their KV cache, prompts included
+    vllm_bytes: int  # taken by a server on the same GPU while it samples; 0 without
+    weight_transfer_bytes: int = 0  # buffer for weight transfer to that server; 0 without
+    framework_bytes: int | None = None  # None: not measured
     on_gpu: bool = True
-    shares_prompts: bool = True  # of a row's completions, each of which attends to a prompt that is computed once
-    adapter: AdapterShape | None = None  # None: every weight is trained
-    freezes: bool = False  # some weights, which are counted as if they were trained
+    shares_prompts: bool = True  # completions of a row share their prompt's computation
+    adapter: AdapterShape | None = None  # None: full fine-tuning
+    freezes: bool = False  # some weights are frozen, but counted as trained
     optim: OptimConfig = field(default_factory=AdamwConfig)
-    reference_visits: bool = False  # from host memory, while it is computed with
-    masters_on_host: bool = False  # and the optimizer's state; weights are kept as they are computed with
-    parameters_on_host: bool = False  # and gradients, and the optimizer's state
-    reshard_after_forward: bool | int = True  # False: gathered layers stay; a number: spread over so many
-    quantization: Quantization | None = None  # of frozen weights, on one process
+    reference_on_host: bool = False  # loaded to the GPU for its forward passes only
+    masters_on_host: bool = False  # with the optimizer state; the GPU holds weights in the compute dtype
+    parameters_on_host: bool = False  # with gradients and optimizer state
+    reshard_after_forward: bool | int = True  # False: layers stay gathered; N: resharded over N ranks
+    quantization: Quantization | None = None  # of the frozen weights; one process only
     reference_quantization: Quantization | None = None
-    critic: "Work | None" = None  # of a second model, of `critic_work`
+    critic: "Workload | None" = None  # from `critic_workload`
 
     @property
-    def models(self) -> "tuple[Work, ...]":
-        """Of each model that is trained."""
+    def models(self) -> "tuple[Workload, ...]":
+        """Workloads of all trained models: policy and, if any, critic."""
         return (self,) if self.critic is None else (self, self.critic)
 
     @property
-    def held_bytes(self) -> int:
-        """Of one weight that is always on the GPU."""
+    def resident_weight_bytes(self) -> int:
+        """Bytes per weight that stay on the GPU."""
         return 0 if self.parameters_on_host else self.compute_bytes if self.masters_on_host else self.weight_bytes
 
     @property
     def gathers(self) -> bool:
-        """Whether layers are put together when they compute, and freed."""
+        """Whether FSDP2 gathers layers before use and frees them after."""
         return self.processes > 1 or self.parameters_on_host
 
     @property
     def autocasts(self) -> bool:
-        """Whether weights are whole, and in another dtype than is computed in; gathered ones come in that dtype."""
-        return not self.gathers and self.compute_bytes != self.held_bytes
+        """Whether autocast casts weights; gathered ones arrive in the compute dtype."""
+        return not self.gathers and self.compute_bytes != self.resident_weight_bytes
 
     @property
     def trained_bytes(self) -> int:
-        """Of one trained number, of its gradient and of each of its moments."""
+        """Bytes per trained parameter, its gradient and each optimizer moment."""
         return self.weight_bytes if self.adapter is None else max(ADAPTER_BYTES, self.weight_bytes)
 
     @property
     def trained_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of trained parameters."""
         return self.shape.num_parameters if self.adapter is None else self.adapter.num_parameters(self.shape.layers)
 
     @property
     def trained_layer_parameters(self) -> int:
-        """Of one layer."""
+        """Number of trained parameters per layer."""
         return self.shape.layer_parameters if self.adapter is None else self.adapter.layer_parameters
 
     @property
-    def trained_outer_parameters(self) -> int:
-        """Of what is in no layer."""
-        return self.shape.outer_parameters if self.adapter is None else self.adapter.outer_parameters
+    def trained_non_layer_parameters(self) -> int:
+        """Number of trained parameters outside of layers."""
+        return self.shape.non_layer_parameters if self.adapter is None else self.adapter.non_layer_parameters
 
     @property
     def trained_head_parameters(self) -> int:
-        """Of the head."""
+        """Number of trained parameters of the head."""
         return self.shape.head_parameters if self.adapter is None else self.adapter.head_parameters
 
 
-def critic_work(policy: Work, shape: ModelShape) -> Work:
-    """Of a critic that is trained whole on the policy's micro-batches, whatever of the policy is trained.
+def critic_workload(policy: Workload, shape: ModelShape) -> Workload:
+    """Workload of a critic: full fine-tuning on the policy's micro-batches.
 
     Args:
-        policy: of the same run.
-        shape: of the critic, with a value head.
+        policy: Workload of the policy.
+        shape: Shape of the critic, with a value head.
     """
     return replace(
         policy,
@@ -108,37 +111,39 @@ def critic_work(policy: Work, shape: ModelShape) -> Work:
         freezes=False,
         gradients_in_forward=False,
         has_reference=False,
-        reference_visits=False,
+        reference_on_host=False,
         quantization=None,
         critic=None,
     )
 
 
-def work_of(
-    config: Config, shape: ModelShape, hardware: Hardware, rows: Rows, *, num_training: int, shared: bool
-) -> Work:
-    """Of one process of a run.
+def process_workload(
+    config: Config,
+    shape: ModelShape,
+    hardware: Hardware,
+    micro_batches: MicroBatchPlan,
+    *,
+    num_training: int,
+    shared: bool,
+) -> Workload:
+    """Workload of one training process of a run.
 
     Args:
-        config: of the run.
-        shape: of its model.
-        hardware: the kind of GPU.
-        rows: what the process computes in a step.
-        num_training: processes.
-        shared: whether servers sleep on the same GPUs meanwhile; of an engine that uses servers.
+        config: Configuration of the run.
+        shape: Shape of its model.
+        hardware: Type of GPU.
+        micro_batches: Micro-batches of the process in a step.
+        num_training: Number of training processes.
+        shared: Whether servers sleep on the same GPUs during training.
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
-    vllm_bytes = lent_bytes = sampled = sampled_tokens = 0
-    if rollout.uses_servers:
-        if shared:
-            vllm_bytes = int(memory_share(rollout, shared=True) * hardware.gpu_memory_bytes)
-            lent_bytes = _lent_bytes(config, shape) if hardware.on_gpu and adapter is None else 0
-    else:
-        sampled = min(rollout.max_num_seqs, math.ceil(rows.prompts) * rollout.num_generations)
-        prompts = math.ceil(sampled / rollout.num_generations)
-        sampled_tokens = sampled * rollout.max_completion_tokens + prompts * rollout.max_prompt_tokens
-    work = Work(
+    vllm_bytes = weight_transfer_bytes = 0
+    if rollout.uses_servers and shared:
+        vllm_bytes = int(server_memory_utilization(rollout, shared=True) * hardware.gpu_memory_bytes)
+        weight_transfer_bytes = _weight_transfer_bytes(config, shape) if hardware.on_gpu and adapter is None else 0
+    sampled, sampled_tokens = (0, 0) if rollout.uses_servers else _decode_batch(config, micro_batches)
+    workload = Workload(
         shape=shape,
         processes=num_training,
         weight_bytes=BYTES[model.dtype],
@@ -147,20 +152,20 @@ def work_of(
         offload=model.activation_offload,
         gradients_in_forward=config.train.gradients_in_forward,
         has_reference=config.keeps_reference and (adapter is None or adapter.path is not None),
-        row_tokens=rows.row_tokens,
-        scored_tokens=rows.scored_tokens,
-        kept_prompt_tokens=rows.kept_prompt_tokens,
+        packed_tokens=micro_batches.packed_tokens,
+        loss_tokens=micro_batches.loss_tokens,
+        shared_prefix_tokens=micro_batches.shared_prefix_tokens,
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
         vllm_bytes=vllm_bytes,
-        lent_bytes=lent_bytes,
+        weight_transfer_bytes=weight_transfer_bytes,
         on_gpu=hardware.on_gpu,
-        shares_prompts=rows.row_completions > 1 or rows.kept_prompt_tokens > 0,
+        shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,
         adapter=adapter_shape(adapter, shape) if adapter else None,
         framework_bytes=hardware.framework_bytes,
         freezes=bool(model.freeze),
         optim=config.optim,
-        reference_visits=config.algorithm.beta > 0 and not config.keeps_reference,
+        reference_on_host=config.algorithm.beta > 0 and not config.keeps_reference,
         masters_on_host=config.optim.offload,
         parameters_on_host=model.parameter_offload,
         reshard_after_forward=True if resharding == "auto" or num_training == 1 else resharding,
@@ -168,10 +173,18 @@ def work_of(
         reference_quantization=config.reference.quantization if config.reference else None,
     )
     second = critic_shape(config, shape)
-    return work if second is None else replace(work, critic=critic_work(work, second))
+    return workload if second is None else replace(workload, critic=critic_workload(workload, second))
 
 
-def _lent_bytes(config: Config, shape: ModelShape) -> int:
-    """A portion of the weights, or the largest of them: its embedding."""
+def _decode_batch(config: Config, micro_batches: MicroBatchPlan) -> tuple[int, int]:
+    """Completions that a training process decodes at a time, and the tokens in their KV cache."""
+    rollout = config.rollout
+    sampled = min(rollout.max_num_seqs, math.ceil(micro_batches.prompts_per_rank) * rollout.num_generations)
+    prompts = math.ceil(sampled / rollout.num_generations)
+    return sampled, sampled * rollout.max_completion_tokens + prompts * rollout.max_prompt_tokens
+
+
+def _weight_transfer_bytes(config: Config, shape: ModelShape) -> int:
+    """Size of the transfer buffer: one chunk of weights, or the largest weight (the embedding)."""
     each = BYTES[serving_dtype(config, on_gpu=True)]
     return max(min(PORTION_BYTES, each * shape.num_parameters), each * shape.embedding_parameters)

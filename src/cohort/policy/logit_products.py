@@ -161,14 +161,14 @@ def tile_shape(operands: Operands, tile_elements: int) -> tuple[int, int]:
 def weight_rows(operands: Operands, tile_elements: int) -> int:
     """How many token ids' weights may be multiplied at a time; a copy in another dtype counts as a tile."""
     num_ids, width = operands.weight.shape
-    return tiles.rows_of_copies(num_ids, width, tile_elements) if operands.casts_weight else num_ids
+    return tiles.copied_weight_rows(num_ids, width, tile_elements) if operands.casts_weight else num_ids
 
 
 def gradient_rows(operands: Operands, tile_elements: int) -> int:
     """How many token ids' gradients may be made at a time: in another dtype than the factors' they are a copy too."""
     num_ids, width = operands.weight.shape
     copies = operands.casts_weight or operands.hidden.dtype != operands.dtype
-    return tiles.rows_of_copies(num_ids, width, tile_elements) if copies else num_ids
+    return tiles.copied_weight_rows(num_ids, width, tile_elements) if copies else num_ids
 
 
 def spans(count: int, size: int) -> Iterator[slice]:

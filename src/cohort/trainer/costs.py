@@ -58,9 +58,9 @@ class StepCosts:
         total = 0.0
         for model, results in updates.results.items():
             flops, engine = self._flops[model], self._workers.local.engines[model]
-            scored = batch.num_loss_tokens if model == "policy" else 0  # a critic's head is negligible
+            loss_tokens = batch.num_loss_tokens if model == "policy" else 0  # a critic's head is negligible
             for update, done in enumerate(results):
-                sizes = {"tokens": done.num_inputs, "scored": scored, "pairs": done.attention_pairs}
+                sizes = {"tokens": done.num_inputs, "loss_tokens": loss_tokens, "pairs": done.attention_pairs}
                 total += flops.forward_backward(**sizes)
                 if engine.reference_in_loss and update == 0:
                     total += flops.forward(**sizes)

@@ -8,8 +8,8 @@ from cohort.config import Config
 from cohort.errors import UserError
 from cohort.metrics.memory import resident_now
 from cohort.plan.advice import advise
-from cohort.plan.calibration import calibration_of
-from cohort.plan.hardware import Hardware, cpu_here
+from cohort.plan.calibration import find_calibration
+from cohort.plan.hardware import Hardware, local_cpu
 from cohort.plan.layout import Layout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
@@ -45,7 +45,7 @@ def foresee(
     """
     return plan_on(
         config,
-        _gpus(device, world_size) if device.type == "cuda" else cpu_here(world_size, resident_bytes=resident_now()),
+        _gpus(device, world_size) if device.type == "cuda" else local_cpu(world_size, resident_bytes=resident_now()),
         shared=setup.shares_gpus,
         longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
         num_prompts=len(inputs.prompts.prompts),
@@ -60,7 +60,7 @@ def _gpus(device: torch.device, world_size: int) -> Hardware:
         gpu_memory_bytes=properties.total_memory,
         gpus_per_node=world_size,
         nodes=1,
-        measured=calibration_of(properties.name),
+        calibration=find_calibration(properties.name),
     )
 
 
@@ -102,7 +102,7 @@ def plan_on(
     if config.run.ignore_plan:
         note(f"warning: by its plan the run needs {needed}; run.ignore_plan: true goes on all the same")
         return plan
-    ways = [advice.told() for advice in advise(smallest, plan)][:3]
+    ways = [advice.as_arguments() for advice in advise(smallest, plan)][:3]
     nearest = f": {' or '.join(ways)}" if ways else ""
     raise UserError(
         f"hardware: this run needs {needed}, with the smallest micro-batches. Nearest changes that make it fit by the "

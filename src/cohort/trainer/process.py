@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cohort import stopping
-from cohort.choice import with_chosen_engine
+from cohort.choice import choose_engine
 from cohort.config import Config
 from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
 from cohort.errors import TrainingError, UserError
@@ -37,7 +37,7 @@ def run_rank(config: Config, *, resume: bool) -> None:
         TrainingError: the run cannot go on.
     """
     stopping.die_with_launcher()
-    config = with_chosen_engine(config, print if os.environ.get("RANK") == "0" else lambda _: None)
+    config = choose_engine(config, print if os.environ.get("RANK") == "0" else lambda _: None)
     words = partial(goes_on_from, Path(config.run.dir))
     with stopping.watching("rank", grace_s=config.hardware.grace_s, goes_on_from=words):
         _run_and_tell(config, resume=resume)

@@ -16,7 +16,7 @@ from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.plan import RunPlan
-from cohort.plan.layout import check_host_memory, check_processes
+from cohort.plan.layout import check_cpu_offload, check_processes
 from cohort.policy import (
     check_offload,
     check_quantization,
@@ -108,7 +108,7 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
-    check_host_memory(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
+    check_cpu_offload(config, on_gpu=device.type != "cpu", processes=ranks.world_size)
     check_processes(config, ranks.world_size)
     for field, kind in config.quantized():
         check_quantization(kind, field=field)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
-from cohort.plan.rollout_engine import why_not_sampled
+from cohort.plan.rollout_engine import vllm_sampling_limit
 from cohort.policy import end_token_ids, weight_specs
 from cohort.rollout.servers import Client, ServerError
 from cohort.rollout.vllm import (
@@ -49,7 +49,7 @@ class VllmSetup(ServersSetup):
             UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot sample what the run asks for.
         """
         assert isinstance(config.rollout, VllmRolloutConfig)
-        if (reason := why_not_sampled(config, inputs.adapter)) is not None:
+        if (reason := vllm_sampling_limit(config, inputs.adapter)) is not None:
             raise UserError(f"{reason}, or rollout.engine: local")
         super().__init__(config, inputs)
         if self.placement is not None:

@@ -22,8 +22,8 @@ from cohort.errors import UserError
 from cohort.plan.advice import advise
 from cohort.plan.hardware import GPUS, Hardware
 from cohort.plan.predict import predict_run
-from cohort.plan.rollout_engine import with_planned_engine
-from cohort.plan.shape import known_shape
+from cohort.plan.rollout_engine import plan_engine
+from cohort.plan.shape import try_read_shape
 
 _MARGIN = 1.1  # estimates are good to a tenth
 _WIDEST_TRIED = 64  # processes
@@ -46,10 +46,10 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
         config, processes = _with_processes(config_from_dict(nested(launch)), launch, machines.num_gpus)
         if config.hardware.device == "cpu":
             return MemoryVerdict("not judged: hardware.device: cpu uses no GPU")
-        shape = known_shape(config.model.path)
+        shape = try_read_shape(config.model.path)
         if shape is None:
             return MemoryVerdict(f"not judged: the shape of model {config.model.path} is not known")
-        config, _ = with_planned_engine(config, shape, machines)
+        config, _ = plan_engine(config, shape, machines)
         plan = predict_run(config, shape, machines)
     except UserError as error:
         return MemoryVerdict(f"not judged: {error}")  # told by other rules too
@@ -59,7 +59,7 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     )
     if plan.layout.problem is None and plan.memory.peak_bytes <= _MARGIN * machines.gpu_memory_bytes:
         return MemoryVerdict(f"{_enough(plan.memory.peak_bytes, machines.gpu_memory_bytes)}: {text}")
-    nearest = tuple(advice.told() for advice in advise(config, plan)[:4])
+    nearest = tuple(advice.as_arguments() for advice in advise(config, plan)[:4])
     return MemoryVerdict(f"does not suffice: {text}", (Finding("CHK019", "model.path", text, nearest),))
 
 

@@ -18,7 +18,7 @@ from cohort.plan.adapter import adapter_shape
 from cohort.plan.backward import head_bytes
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES
 from cohort.plan.shape import ModelShape
-from cohort.plan.work import Work
+from cohort.plan.work import Workload
 
 Phase = Literal["training", "sampling"]
 _BITS_OF_SCALES = {4: 0.127, 8: 0.0}  # of one weight: bitsandbytes' nf4 with its scales quantized too; rows' scales
@@ -63,8 +63,8 @@ class RunMemory:
 
     def phases(self, gpu_bytes: int) -> dict[Phase, dict[str, int]]:
         """Bytes of one GPU by phase and part."""
-        work, shape, on = self._work(), self.shape, self.sharding
-        trained, each = work.trained_parameters, work.trained_bytes
+        workload, shape, on = self._workload(), self.shape, self.sharding
+        trained, each = workload.trained_parameters, workload.trained_bytes
         stored = self._stored_bytes()
         framework = CUDA_BYTES + NCCL_BYTES * (self.processes > 1)
         state = {
@@ -80,9 +80,9 @@ class RunMemory:
         phases: dict[Phase, dict[str, int]] = {
             "training": {
                 **state,
-                "activations": activation_bytes(work),
-                "logits": self._logits(work),
-                "gathered weights": self.compute_bytes * (shape.outer_parameters + layers) * gathers,
+                "activations": activation_bytes(workload),
+                "logits": self._logits(workload),
+                "gathered weights": self.compute_bytes * (shape.non_layer_parameters + layers) * gathers,
                 "a layer's weights": self._dequantized_bytes(),
                 "vLLM": held,
                 "framework": framework,
@@ -131,7 +131,7 @@ class RunMemory:
         return self.compute_bytes * max(map(math.prod, self.shape.linear_layers.values()))
 
     @property
-    def row_tokens(self) -> int:
+    def packed_tokens(self) -> int:
         """Of a micro-batch on one GPU."""
         sequence = self.prompt_tokens + self.completion_tokens
         if self.token_budget is not None:
@@ -139,19 +139,19 @@ class RunMemory:
         return self.sequences * sequence // self.sequence_parallel
 
     @property
-    def _scored_tokens(self) -> int:
+    def _loss_tokens(self) -> int:
         if self.scores_prompts or self.token_budget is not None:
-            return self.row_tokens
+            return self.packed_tokens
         return self.sequences * self.completion_tokens
 
-    def _logits(self, work: Work) -> int:
+    def _logits(self, workload: Workload) -> int:
         if not self.logit_copies:
-            return head_bytes(work, backward=True)
+            return head_bytes(workload, backward=True)
         first = 0 if self.scores_prompts else self.sequences  # the prompt's last token
-        return self.logit_copies * self.logit_bytes * (self._scored_tokens + first) * self.shape.vocabulary
+        return self.logit_copies * self.logit_bytes * (self._loss_tokens + first) * self.shape.vocabulary
 
-    def _work(self) -> Work:
-        return Work(
+    def _workload(self) -> Workload:
+        return Workload(
             shape=self.shape,
             processes=1 if self.sharding.stage < 3 else max(2, self.processes),  # autocast or not
             weight_bytes=self.weight_bytes,
@@ -160,9 +160,9 @@ class RunMemory:
             offload=False,
             gradients_in_forward=False,
             has_reference=self.has_reference,
-            row_tokens=self.row_tokens,
-            scored_tokens=self._scored_tokens,
-            kept_prompt_tokens=0,
+            packed_tokens=self.packed_tokens,
+            loss_tokens=self._loss_tokens,
+            shared_prefix_tokens=0,
             sampled_sequences=0,
             sampled_tokens=0,
             vllm_bytes=0,

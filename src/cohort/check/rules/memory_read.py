@@ -15,7 +15,7 @@ from cohort.check.readers.swift import MEGATRON
 from cohort.check.rules.memory_parts import Engine, RunMemory
 from cohort.check.rules.trl import Version
 from cohort.config.adapter import AdapterConfig
-from cohort.plan.shape import ModelShape, known_shape
+from cohort.plan.shape import ModelShape, try_read_shape
 
 USUAL_PROCESSES = 8  # where the file does not say
 _USUAL_PROMPT = 512
@@ -62,7 +62,7 @@ class _Facts:
 
     def shape(self, named: Any, *, quantized: bool = False) -> ModelShape:
         """Raises: NotJudgedError: it is not known, or cannot be counted."""
-        shape = known_shape(named) if isinstance(named, str) else None
+        shape = try_read_shape(named) if isinstance(named, str) else None
         if shape is None:
             raise NotJudgedError(f"the shape of model {named if named else '(not said)'} is not known")
         if quantized and shape.experts > 1:

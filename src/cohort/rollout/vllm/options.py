@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from cohort.config import Config, VllmRolloutConfig
-from cohort.plan.defaults import memory_share, serving_dtype
+from cohort.plan.defaults import server_memory_utilization, serving_dtype
 from cohort.rollout.vllm.server import ServerOptions
 
 
@@ -37,7 +37,7 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
         max_num_seqs=rollout.max_num_seqs,
         gpus=gpus,
         tensor_parallel=rollout.tensor_parallel,
-        gpu_memory_utilization=memory_share(rollout, shared=shared),
+        gpu_memory_utilization=server_memory_utilization(rollout, shared=shared),
         sleep=shared,
         lora_rank=_adapter_rank(config),
         seed=config.train.seed,
