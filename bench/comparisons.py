@@ -32,7 +32,7 @@ class Check:
 def attempt(name: str, limits: Mapping[str, float], compare: Callable[[], Mapping[str, float]]) -> Iterator[Check]:
     """One check for each error that a comparison returns, or one that failed where it raises.
 
-    A warning that something "cannot be used" is a failure: what took its place is not what was to be compared.
+    A warning that kernels "do not work here" is a failure: what took its place is not what was to be compared.
 
     Args:
         name: of the comparison.
@@ -41,7 +41,7 @@ def attempt(name: str, limits: Mapping[str, float], compare: Callable[[], Mappin
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*cannot be used", category=RuntimeWarning)
+            warnings.filterwarnings("error", message=".*do not work here", category=RuntimeWarning)
             errors = compare()
     except Exception as reason:  # whatever is wrong here, the other checks are made
         yield Check(name=name, error=None, limit=0.0, note=first_line(reason))

@@ -25,7 +25,7 @@ from cohort.engine.optimizer import Optimizers
 from cohort.packing import collate
 from cohort.policy import Policy, linear_logprobs, linear_loss, logit_tiles
 from cohort.policy.attention import interface
-from cohort.policy.masters import Masters
+from cohort.policy.masters import MasterWeights
 from cohort.records import TrainSequence
 from cohort.staging import to_device
 from comparisons import Check, attempt
@@ -93,8 +93,8 @@ def _offload(device: torch.device, tiny: bool) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(width, width, bias=n % 2 == 0) for n in range(layers)))
     moved = copy.deepcopy(plain).to(device)
-    masters = Masters(moved, torch.float32)
-    optimizers = [Optimizers(plain, AdamwConfig()), Optimizers(moved, AdamwConfig(), masters=masters)]
+    masters = MasterWeights(moved, torch.float32)
+    optimizers = [Optimizers(plain, AdamwConfig()), Optimizers(moved, AdamwConfig(), master_weights=masters)]
     seconds = 0.0
     for _ in range(3):
         for here, there in zip(plain.parameters(), moved.parameters(), strict=True):
@@ -164,9 +164,9 @@ def _folds(device: torch.device) -> dict[str, Callable[[], AbstractContextManage
     def with_triton() -> Iterator[None]:
         from cohort.policy import triton_tiles
 
-        with patch.object(triton_tiles, "fold", wraps=triton_tiles.fold) as fold:
+        with patch.object(triton_tiles, "update_softmax", wraps=triton_tiles.update_softmax) as update_softmax:
             yield
-        if not fold.called:
+        if not update_softmax.called:
             raise RuntimeError("PyTorch has taken the place of Triton's kernels")
 
     @contextmanager

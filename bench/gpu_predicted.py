@@ -11,7 +11,7 @@ from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import shape_from_config
 from cohort.plan.work import Workload
-from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter import Adapter, AdapterInit
 from cohort.policy.adapter_folder import adapter_spec
 
 
@@ -69,5 +69,5 @@ def predicted_bytes(
 def add_adapter(model: Any, rank: int) -> None:
     """LoRA on all linear layers, as a run has it."""
     wanted = ModelConfig(path="m", adapter=AdapterConfig(rank=rank))
-    start = AdapterStart(spec=adapter_spec(wanted, model), seed=0, weights=None, reference=None)
-    Adapter(model, start, trainable=True).fill()
+    start = AdapterInit(spec=adapter_spec(wanted, model), seed=0, weights=None, reference=None)
+    Adapter(model, start, trainable=True).initialize()

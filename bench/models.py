@@ -42,7 +42,7 @@ from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
 from cohort.packing import pack
-from cohort.policy import Collectives, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
+from cohort.policy import CollectiveCounter, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
 from cohort.records import Prompt, TrainSequence
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from families import FAMILIES, VOCABULARY, save_folder
@@ -126,7 +126,7 @@ def load(folder: Path, *, ranks: Ranks = ALONE, **keys: Any) -> Policy:
             device=CPU,
             tokenizer=AutoTokenizer.from_pretrained(folder),
             ranks=ranks,
-            collectives=Collectives() if ranks.world_size > 1 else None,
+            collectives=CollectiveCounter() if ranks.world_size > 1 else None,
             longest_sequence_tokens=LONGEST,
         )
     )

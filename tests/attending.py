@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cohort.segments import PREFIX, ROOT, Segments, lay_out
+from cohort.segments import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
 
 Groups = list[tuple[int, list[int]]]  # tokens of each root and of its branches
 LENGTHS = st.integers(1, 90)
@@ -16,36 +16,38 @@ GROUPS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, max_size=4)), min_size=1,
 UNEVEN: Groups = [(5, [3, 1, 7]), (1, [2, 70]), (100, [3, 66, 9]), (4, [])]
 
 
-def segments_of(groups: Groups, prefix: tuple[int, list[int]] | None = None) -> Segments:
+def segments_of(groups: Groups, prefix: tuple[int, list[int]] | None = None) -> AttentionMetadata:
     """A row of roots and their branches, after the branches of a prefix."""
     num_prefix, branches = prefix or (0, [])
-    lengths, roots = list(branches), [PREFIX] * len(branches)
+    lengths, roots = list(branches), [CACHED_PREFIX] * len(branches)
     for root_length, branch_lengths in groups:
         root = len(lengths)
         lengths += [root_length, *branch_lengths]
-        roots += [ROOT, *[root] * len(branch_lengths)]
-    return lay_out(lengths, roots, prefix_tokens=num_prefix)
+        roots += [NO_PARENT, *[root] * len(branch_lengths)]
+    return build_attention_metadata(lengths, roots, prefix_tokens=num_prefix)
 
 
-def dense_mask(segments: Segments) -> Tensor:
+def dense_mask(attn_metadata: AttentionMetadata) -> Tensor:
     """Which keys of prefix and row each query sees, [S, P + S], token by token."""
-    num_before, num_tokens = segments.prefix_tokens, segments.num_tokens
+    num_before, num_tokens = attn_metadata.prefix_tokens, attn_metadata.num_tokens
     mask = torch.zeros(num_tokens, num_before + num_tokens, dtype=torch.bool)
-    starts = [sum(segments.lengths[:n]) for n in range(len(segments.lengths))]
-    for start, length, root in zip(starts, segments.lengths, segments.roots, strict=True):
+    starts = [sum(attn_metadata.lengths[:n]) for n in range(len(attn_metadata.lengths))]
+    for start, length, root in zip(starts, attn_metadata.lengths, attn_metadata.parents, strict=True):
         for token in range(start, start + length):
             mask[token, num_before + start : num_before + token + 1] = True
-            if root == PREFIX:
+            if root == CACHED_PREFIX:
                 mask[token, :num_before] = True
-            elif root != ROOT:
-                mask[token, num_before + starts[root] : num_before + starts[root] + segments.lengths[root]] = True
+            elif root != NO_PARENT:
+                mask[token, num_before + starts[root] : num_before + starts[root] + attn_metadata.lengths[root]] = True
     return mask
 
 
-def make_inputs(segments: Segments, *, dtype: torch.dtype = torch.float64, value_dim: int = 8) -> dict[str, Tensor]:
+def make_inputs(
+    attn_metadata: AttentionMetadata, *, dtype: torch.dtype = torch.float64, value_dim: int = 8
+) -> dict[str, Tensor]:
     """Queries of 6 heads, keys and values of 2, and those of the prefix."""
     torch.manual_seed(0)
-    num_tokens, num_before = segments.num_tokens, segments.prefix_tokens
+    num_tokens, num_before = attn_metadata.num_tokens, attn_metadata.prefix_tokens
     shapes = {
         "query": (num_tokens, 6, 8),
         "key": (num_tokens, 2, 8),
@@ -56,26 +58,28 @@ def make_inputs(segments: Segments, *, dtype: torch.dtype = torch.float64, value
     return {name: torch.randn(*shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
 
 
-def reference(x: dict[str, Tensor], segments: Segments, scale: float) -> Tensor:
+def reference(x: dict[str, Tensor], attn_metadata: AttentionMetadata, scale: float) -> Tensor:
     key, value = torch.cat([x["prefix_key"], x["key"]]), torch.cat([x["prefix_value"], x["value"]])
     key, value = key.repeat_interleave(3, dim=1), value.repeat_interleave(3, dim=1)
     scores = torch.einsum("qhd,khd->hqk", x["query"], key) * scale
-    probs = scores.masked_fill(~dense_mask(segments), -math.inf).softmax(dim=-1)
+    probs = scores.masked_fill(~dense_mask(attn_metadata), -math.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", probs, value)
 
 
-def run(backend: Any, x: dict[str, Tensor], segments: Segments, scale: float) -> Tensor:
-    prefix = (x["prefix_key"], x["prefix_value"]) if segments.prefix_tokens else None
-    return backend(x["query"], x["key"], x["value"], segments, prefix=prefix, scale=scale)
+def run(backend: Any, x: dict[str, Tensor], attn_metadata: AttentionMetadata, scale: float) -> Tensor:
+    prefix = (x["prefix_key"], x["prefix_value"]) if attn_metadata.prefix_tokens else None
+    return backend(x["query"], x["key"], x["value"], attn_metadata, prefix=prefix, scale=scale)
 
 
-def worst_error(backend: Any, segments: Segments, *, value_dim: int = 8, dtype: torch.dtype = torch.float64) -> float:
+def worst_error(
+    backend: Any, attn_metadata: AttentionMetadata, *, value_dim: int = 8, dtype: torch.dtype = torch.float64
+) -> float:
     """Largest difference from the dense mask, in outputs and in gradients."""
-    x = make_inputs(segments, dtype=dtype, value_dim=value_dim)
-    actual, expected = run(backend, x, segments, 0.3), reference(x, segments, 0.3)
+    x = make_inputs(attn_metadata, dtype=dtype, value_dim=value_dim)
+    actual, expected = run(backend, x, attn_metadata, 0.3), reference(x, attn_metadata, 0.3)
     upstream = torch.randn_like(expected)
     differences = [actual - expected]
-    used = [t for name, t in x.items() if segments.prefix_tokens or not name.startswith("prefix")]
+    used = [t for name, t in x.items() if attn_metadata.prefix_tokens or not name.startswith("prefix")]
     for mine, theirs in zip(
         torch.autograd.grad(actual, used, upstream), torch.autograd.grad(expected, used, upstream), strict=True
     ):

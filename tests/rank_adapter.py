@@ -15,8 +15,8 @@ from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import TokenBudget, TrainEngine
-from cohort.policy import Collectives, LoadRequest, arrival, load_policy, load_tokenizer
-from cohort.policy.skeleton import saved_tensors
+from cohort.policy import CollectiveCounter, LoadRequest, arrival, load_policy, load_tokenizer
+from cohort.policy.skeleton import named_saved_tensors
 from cohort.records import Prompt
 from cohort.rollout import Sampler, SampleRequest, SamplingParams, StreamKey
 from rank_engine import CPU, STEPS, batches_of, begun_again, nothing, out_of_memory_over, step_sequences
@@ -47,7 +47,7 @@ def make_engine(
         device=CPU,
         tokenizer=load_tokenizer(config) if ranks.is_first else None,
         ranks=ranks,
-        collectives=Collectives(),
+        collectives=CollectiveCounter(),
         adapter_checkpoint=None if current is None else Path(current),
         keep_reference=True,
         seed=5,
@@ -85,7 +85,7 @@ def gradient(engine: TrainEngine, algorithm: Any, sequences: Any, ranks: Ranks, 
 def base_digest(engine: TrainEngine) -> str:
     """Of this rank's part of the model's own weights."""
     digest = hashlib.sha256()
-    for name, tensor in saved_tensors(engine.policy.model):
+    for name, tensor in named_saved_tensors(engine.policy.model):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         digest.update(
             f"{name} {local.dtype}".encode() + local.detach().contiguous().view(torch.uint8).numpy().tobytes()
@@ -125,7 +125,7 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
     folder = Path(root) / "step-2"
     current = str(folder) if resume == "resume" else None
     engine = make_engine(ranks, model, None, current, adapter=KINDS["lora"], dtype="float32")
-    before, first = base_digest(engine), engine.policy.adapter.whole_weights()
+    before, first = base_digest(engine), engine.policy.adapter.full_weights()
     if resume == "resume":
         state = engine.state_dict()
         load_engine_state(folder, state, ranks)
@@ -148,7 +148,7 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
             )
     return {
         "first": first,
-        "weights": engine.policy.adapter.whole_weights(),
+        "weights": engine.policy.adapter.full_weights(),
         "frozen": ranks.gather(base_digest(engine) == before),
     }
 
@@ -167,7 +167,7 @@ MODES: dict[str, dict[str, Any]] = {
 def run_adapter_way(ranks: Ranks, model: str, current: str, way: str) -> dict[str, Any]:
     """Another way to compute or to load, with two updates: gradients, dtypes, and whether the base is as it was."""
     read: list[int] = []
-    arrive = arrival._arrive
+    arrive = arrival._read_tensors
 
     def count(places: Any, rows: Any) -> None:
         before = bytes_read()
@@ -175,9 +175,9 @@ def run_adapter_way(ranks: Ranks, model: str, current: str, way: str) -> dict[st
         read[:] = [bytes_read() - before]  # of the last, after the look at the first layers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.policy.arrival._arrive", count)
+        patch.setattr("cohort.policy.arrival._read_tensors", count)
         if way == "whole":  # as if the files had to be converted
-            patch.setattr("cohort.policy.load.match", lambda *_: None)
+            patch.setattr("cohort.policy.load.match_weights", lambda *_: None)
         engine = make_engine(ranks, model, None, current, adapter=KINDS["lora"], **MODES[way])
     before, gradients = base_digest(engine), []
     for step, budget in (("long prompts", 20), ("uneven", 20)):
@@ -190,7 +190,7 @@ def run_adapter_way(ranks: Ranks, model: str, current: str, way: str) -> dict[st
     return {
         "gradients": gradients,
         "frozen": ranks.gather(base_digest(engine) == before),
-        "base": {t.dtype for _, t in saved_tensors(engine.policy.model)},
+        "base": {t.dtype for _, t in named_saved_tensors(engine.policy.model)},
         "adapter": {t.dtype for t in engine.policy.adapter.tensors().values()},
         "states": {s["exp_avg"].dtype for s in state.values()},
         "num_states": len(state),

@@ -13,7 +13,7 @@ from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TokenBudget, TrainEngine
 from cohort.metrics import PeakMemory, PhaseClock
-from cohort.policy import Collectives, LoadRequest, load_critic, load_policy, load_tokenizer
+from cohort.policy import CollectiveCounter, LoadRequest, load_critic, load_policy, load_tokenizer
 from cohort.records import Estimates, TrainSequence, scatter
 from cohort.rollout import Sampler
 from cohort.trainer.update import Updater
@@ -57,7 +57,7 @@ def critic_sequences(
 def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: Path | None = None) -> Worker:
     """Of a policy, and a critic of the same model whose values are not 0; or of both from a checkpoint."""
     model = str(checkpoint or model)
-    collectives = Collectives()
+    collectives = CollectiveCounter()
     config = ModelConfig(path=model, dtype=dtype)
     tokenizer = load_tokenizer(config) if ranks.is_first else None
     request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=collectives)

@@ -34,7 +34,15 @@ from cohort.distributed import ALONE, Ranks
 from cohort.engine import LargestShare, TokenBudget, TrainEngine, TrainResult, find_budget
 from cohort.errors import StopRequested
 from cohort.packing import pack
-from cohort.policy import Collectives, LoadRequest, Policy, activations, linear_logprobs, load_policy, load_tokenizer
+from cohort.policy import (
+    CollectiveCounter,
+    LoadRequest,
+    Policy,
+    activations,
+    linear_logprobs,
+    load_policy,
+    load_tokenizer,
+)
 from cohort.policy.activations import enable_offload
 from cohort.policy.export import stream_weights
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
@@ -70,7 +78,7 @@ def make_engine(
     optim: OptimConfig | None = None,
     **train: Any,
 ) -> TrainEngine:
-    collectives = Collectives()
+    collectives = CollectiveCounter()
 
     def load(path: str, *, trainable: bool) -> Policy:
         config = ModelConfig(path=path, **(precision or {"dtype": "float64"}))
@@ -198,7 +206,7 @@ def run_out_of_memory_in_a_stream(ranks: Ranks, model: str, reference: str, key:
 
     results: dict[str, Any] = {"expected": compute(10_000)[1]}
     unlucky = ranks.world_size - 1
-    assert any(batch.streams for batch in batches_of(engine, sequences, ranks, 340))
+    assert any(batch.split_groups for batch in batches_of(engine, sequences, ranks, 340))
     cases = {"forward mlp 0": 2, "forward self_attn 1": None, "backward mlp 0": 2, "backward self_attn 1": None}
     for place, only in cases.items():
         limited = out_of_memory_over(30, place, engine, most=200, only=only)
@@ -219,7 +227,7 @@ def run_out_of_memory_on_nothing(ranks: Ranks, model: str, reference: str) -> di
     def compute(budget: int) -> Computed:
         if budget == 310:
             (batch,) = batches_of(engine, sequences if ranks.is_first else [], ALONE, budget)
-            assert len(batch.streams) == ranks.is_first and all(len(parts) == 3 for parts in batch.streams)
+            assert len(batch.split_groups) == ranks.is_first and all(len(parts) == 3 for parts in batch.split_groups)
         else:
             batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]
         result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
@@ -266,7 +274,7 @@ def run_stop(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     engine = make_engine(model, ranks, reference=reference, precision=precision)
     algorithm, sequences = step_sequences("dapo", [[30, 14, 25]] * ranks.world_size, LONG)
     batch = batches_of(engine, sequences, ranks, 340)[ranks.rank]
-    assert batch.streams
+    assert batch.split_groups
 
     def compute(passes: float) -> Computed:
         turns = itertools.count()

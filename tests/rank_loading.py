@@ -10,11 +10,11 @@ import torch
 from cohort.config import ModelConfig
 from cohort.distributed import Ranks, Stopped
 from cohort.errors import UserError
-from cohort.policy import Collectives, LoadRequest, Policy, arrival, load_policy, load_tokenizer
+from cohort.policy import CollectiveCounter, LoadRequest, Policy, arrival, load_policy, load_tokenizer
 from cohort.policy.export import stream_weights, weight_specs
 
 CPU = torch.device("cpu")
-ARRIVE = arrival._arrive  # tests put another one in its place
+ARRIVE = arrival._read_tensors  # tests put another one in its place
 
 
 def counted_load(ranks: Ranks, path: str, dtype: str, *, whole: bool = False) -> tuple[Policy, int]:
@@ -30,10 +30,10 @@ def counted_load(ranks: Ranks, path: str, dtype: str, *, whole: bool = False) ->
     config = ModelConfig(path=path, dtype=dtype)
     tokenizer = load_tokenizer(config) if ranks.is_first else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.policy.arrival._arrive", count)
+        patch.setattr("cohort.policy.arrival._read_tensors", count)
         if whole:
-            patch.setattr("cohort.policy.load.match", lambda *_: None)
-        request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=Collectives())
+            patch.setattr("cohort.policy.load.match_weights", lambda *_: None)
+        request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=CollectiveCounter())
         policy = load_policy(request)
     return policy, num_bytes
 
@@ -70,11 +70,11 @@ def run_loading_fails(ranks: Ranks, path: str, other: str, bad_rank: int) -> dic
     def cut_and_fill(*how: Any) -> None:
         if ranks.rank == bad_rank:
             os.truncate(file, file.stat().st_size // 2)
-        arrival.fill_shards(*how)
+        arrival.load_sharded_weights(*how)
 
     said = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.policy.load.fill_shards", cut_and_fill)
+        patch.setattr("cohort.policy.load.load_sharded_weights", cut_and_fill)
         try:
             counted_load(ranks, other if ranks.rank == bad_rank else path, "float32")
         except (UserError, Stopped) as error:
@@ -85,7 +85,7 @@ def run_loading_fails(ranks: Ranks, path: str, other: str, bad_rank: int) -> dic
 def run_loading_elsewhere(ranks: Ranks, path: str, without: str) -> dict[str, Any]:
     """Only rank 0 sees the files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.policy.load.fill_shards", None)  # nobody reads its own rows
+        patch.setattr("cohort.policy.load.load_sharded_weights", None)  # nobody reads its own rows
         policy, _ = counted_load(ranks, path if ranks.is_first else without, "float32")
     return {"weights": dict(stream_weights(policy))}
 

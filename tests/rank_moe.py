@@ -10,7 +10,7 @@ from cohort.config import AdamwConfig, ModelConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine import TokenBudget, TrainEngine, TrainResult
 from cohort.packing import pack
-from cohort.policy import Collectives, LoadRequest, Policy, load_policy, load_tokenizer
+from cohort.policy import CollectiveCounter, LoadRequest, Policy, load_policy, load_tokenizer
 from cohort.records import TrainSequence
 from rank_engine import begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
 from tiny import random_sequences
@@ -90,7 +90,7 @@ def load(path: str, ranks: Ranks = ALONE, **keys: Any) -> Policy:
             device=CPU,
             tokenizer=load_tokenizer(config) if ranks.is_first else None,
             ranks=ranks,
-            collectives=Collectives() if ranks.world_size > 1 else None,
+            collectives=CollectiveCounter() if ranks.world_size > 1 else None,
         )
     )
 

@@ -13,7 +13,7 @@ from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig,
 from cohort.distributed import Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.engine.offload import local
-from cohort.policy import Collectives, LoadRequest, load_policy, load_tokenizer, sharding
+from cohort.policy import CollectiveCounter, LoadRequest, load_policy, load_tokenizer, sharding
 from cohort.policy.export import stream_weights
 from cohort.policy.pinning import PinnedMemory
 from rank_engine import CPU, MANY, STEPS, batches_of, gradient, nothing, out_of_memory_over, step_sequences
@@ -45,7 +45,7 @@ def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = Tr
         device=CPU,
         tokenizer=load_tokenizer(config) if ranks.is_first else None,
         ranks=ranks,
-        collectives=Collectives(),
+        collectives=CollectiveCounter(),
         masters_on_host=optim.offload,
         reshard_after_forward=reshard,
     )
@@ -125,7 +125,7 @@ def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
         unlucky = ranks.rank == ranks.world_size - 1
         with out_of_memory_over(30, "backward mlp 0", engine) if unlucky else nothing():
             recovered = gradient(engine, algorithm, sequences, ranks, 10_000)
-        with torch.no_grad(), engine.policy.whole():  # as the sampler does, in between
+        with torch.no_grad(), engine.policy.unsharded():  # as the sampler does, in between
             pass
         engine.budget.tokens = 10_000
         again = gradient(engine, algorithm, sequences, ranks, 10_000)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cohort.config import ModelConfig
 from cohort.distributed import Ranks
-from cohort.policy import Policy, Saving, export, load_tokenizer, save_policy, stream_weights
-from cohort.policy.sharding import own_part
-from cohort.policy.skeleton import saved_tensors
+from cohort.policy import Policy, SaveOptions, export, load_tokenizer, save_policy, stream_weights
+from cohort.policy.sharding import local_rows
+from cohort.policy.skeleton import named_saved_tensors
 from rank_loading import counted_load
 
 
@@ -21,12 +21,12 @@ class Gathered:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
-        self._gather = export._whole
-        patch.setattr("cohort.policy.export._whole", self.gather)
+        self._gather = export._full_tensor
+        patch.setattr("cohort.policy.export._full_tensor", self.gather)
 
     def gather(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         whole = self._gather(tensor, dtype)
-        if whole is not tensor and whole.data_ptr() != own_part(tensor)[0].data_ptr():
+        if whole is not tensor and whole.data_ptr() != local_rows(tensor)[0].data_ptr():
             self.now += whole.nbytes
             self.most = max(self.most, self.now)
             weakref.finalize(whole.untyped_storage(), self.gone, whole.nbytes)
@@ -41,13 +41,13 @@ def run_saving(ranks: Ranks, folder: str, shard_bytes: int, *paths: str) -> dict
     results = {}
     for path in paths:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cohort.policy.load.library_model", None)  # nobody may read it whole
+            patch.setattr("cohort.policy.load.load_with_transformers", None)  # nobody may read it whole
             policy, num_bytes = counted_load(ranks, path, "float32")
             gathered = Gathered(patch)
             save(policy, path, Path(folder) / Path(path).name, ranks, shard_bytes)
         results[path] = {
             "num_bytes": ranks.gather(num_bytes),
-            "own_bytes": ranks.gather(sum(own_part(t)[0].nbytes for _, t in saved_tensors(policy.model))),
+            "own_bytes": ranks.gather(sum(local_rows(t)[0].nbytes for _, t in named_saved_tensors(policy.model))),
             "most_gathered": ranks.gather(gathered.most),
             "left": gathered.now,
             "weights": dict(stream_weights(policy)),
@@ -77,7 +77,7 @@ def run_saving_fails(ranks: Ranks, folder: str, path: str) -> dict[str, Any]:
 
 def save(policy: Policy, path: str, folder: Path, ranks: Ranks, shard_bytes: int) -> None:
     tokenizer = load_tokenizer(ModelConfig(path=path)) if ranks.is_first else None
-    save_policy(policy, tokenizer, folder, ranks, Saving(max_shard_bytes=shard_bytes))
+    save_policy(policy, tokenizer, folder, ranks, SaveOptions(max_shard_bytes=shard_bytes))
 
 
 JOBS = {"saving": run_saving, "saving_fails": run_saving_fails}

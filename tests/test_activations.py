@@ -15,7 +15,12 @@ from cohort.config import ModelConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.packing import collate
 from cohort.policy import Policy, check_offload
-from cohort.policy.activations import Offload, enable_gradient_checkpointing, enable_offload, prepare_activations
+from cohort.policy.activations import (
+    ActivationOffload,
+    enable_gradient_checkpointing,
+    enable_offload,
+    prepare_activations,
+)
 from cohort.staging import to_device
 from test_flops import make_moe
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
@@ -106,7 +111,7 @@ def test_selective_lies_between_all_and_the_inputs():
 # Offloading
 
 
-def make_offloaded(checkpointing: bool | str = False, **settings: Any) -> tuple[Policy, Offload]:
+def make_offloaded(checkpointing: bool | str = False, **settings: Any) -> tuple[Policy, ActivationOffload]:
     policy = make_trained(checkpointing)
     return policy, enable_offload(policy.model, **{"device_type": "cpu", "min_bytes": 1, **settings})
 
@@ -141,7 +146,7 @@ def test_with_checkpointing_the_inputs_of_layers_move_and_nothing_else():
     assert offload.num_bytes_moved == LAYERS * len(row.input_ids) * HIDDEN * BYTES
 
 
-class Watched(Offload):
+class Watched(ActivationOffload):
     """Remembers what it has moved."""
 
     def __init__(self, model: Any, **settings: Any):
@@ -186,7 +191,7 @@ def test_experts_are_weights_too(experts: str, autocast: bool):
 
 def test_a_storage_moves_once_however_often_it_is_saved():
     x = torch.arange(12.0).view(4, 3)
-    offload = Offload(set(), device_type="cpu", min_bytes=1)
+    offload = ActivationOffload(set(), device_type="cpu", min_bytes=1)
     handles = [offload.pack(t) for t in (x, x.t(), x[1:, :2])]
     assert offload.num_bytes_moved == x.nbytes
     for handle, tensor in zip(handles, (x, x.t(), x[1:, :2]), strict=True):
@@ -197,13 +202,13 @@ def test_a_storage_moves_once_however_often_it_is_saved():
 
 
 def test_a_storage_at_the_address_of_a_freed_one_is_another():
-    offload = Offload(set(), device_type="cpu", min_bytes=1)
+    offload = ActivationOffload(set(), device_type="cpu", min_bytes=1)
     handles = [offload.pack(torch.full((100,), float(n))) for n in range(50)]
     assert [h.tensor()[0].item() for h in handles] == list(range(50))
 
 
 def test_what_backward_wants_next_is_on_its_way():
-    offload = Offload(set(), device_type="cpu", min_bytes=1)
+    offload = ActivationOffload(set(), device_type="cpu", min_bytes=1)
     handles = [offload.pack(torch.full((8,), float(n))) for n in range(8)]
     handles[-1].tensor()
     begun = [h._moved._back is not None for h in handles]
@@ -223,7 +228,7 @@ def test_a_layer_that_fails_ends_its_hooks():
 
 def test_offloading_on_a_cpu_is_refused():
     config = ModelConfig(path="m", activation_offload=True)
-    with pytest.raises(UserError, match=r"model.activation_offload: true: has no effect on a CPU.*selective"):
+    with pytest.raises(UserError, match=r"model.activation_offload: true has no effect on CPU.*selective"):
         check_offload(config, torch.device("cpu"))
     check_offload(config, torch.device("cuda"))
     check_offload(ModelConfig(path="m"), torch.device("cpu"))

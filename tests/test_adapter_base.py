@@ -28,7 +28,7 @@ def save_here(base: Path, folder: Path) -> Path:
     config = ModelConfig(path=str(base), adapter=AdapterConfig(rank=2))
     adapter = load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=make_tokenizer())).adapter
     assert adapter is not None
-    adapter.save(folder, adapter.whole_weights())
+    adapter.save(folder, adapter.full_weights())
     return folder
 
 
@@ -95,6 +95,6 @@ def test_a_run_goes_on_with_its_own_base_only(tmp_path: Path):
     wrong = changed(
         config, model={"path": str(other), "adapter": {"path": str(final)}}, run={"dir": str(tmp_path / "on")}
     )
-    with pytest.raises(UserError, match="is an adapter of another model"):
+    with pytest.raises(UserError, match="is an adapter for another model"):
         train(wrong)
     assert not (tmp_path / "on").exists() or not any((tmp_path / "on").rglob("*.safetensors"))

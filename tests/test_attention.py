@@ -28,11 +28,11 @@ from attending import (
     worst_error,
 )
 from cohort.packing import collate, collate_part, collate_prompt
-from cohort.policy import OpenPrompt, Policy
+from cohort.policy import Policy, SharedPrefix
 from cohort.policy.activations import _selective_contexts, enable_gradient_checkpointing
-from cohort.policy.attention import KeyValues, cascade, flex, interface, varlen
+from cohort.policy.attention import KVCache, cascade, flex, interface, varlen
 from cohort.policy.forward import forward
-from cohort.segments import PREFIX, ROOT, lay_out
+from cohort.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from selection import examples
 from tiny import gradients, make_model, policy_of, random_sequences, relative_error
 
@@ -60,11 +60,11 @@ def test_16_bits_are_rounded_once():
     Where every part is rounded before it is merged, it is 1.35 times as far in outputs, and further in gradients. What
     is more here is that backward knows the outputs to bfloat16 only.
     """
-    segments = segments_of(UNEVEN, (9, [70, 1]))
-    x = {name: t.detach().bfloat16().requires_grad_() for name, t in make_inputs(segments).items()}
+    attn_metadata = segments_of(UNEVEN, (9, [70, 1]))
+    x = {name: t.detach().bfloat16().requires_grad_() for name, t in make_inputs(attn_metadata).items()}
     exact_x = {name: t.detach().double().requires_grad_() for name, t in x.items()}
-    upstream = torch.randn(segments.num_tokens, 6, 8).bfloat16()
-    out, exact_out = run(cascade.cascade, x, segments, 0.3), reference(exact_x, segments, 0.3)
+    upstream = torch.randn(attn_metadata.num_tokens, 6, 8).bfloat16()
+    out, exact_out = run(cascade.cascade, x, attn_metadata, 0.3), reference(exact_x, attn_metadata, 0.3)
     results = [out, *torch.autograd.grad(out, list(x.values()), upstream)]
     exact = [exact_out, *torch.autograd.grad(exact_out, list(exact_x.values()), upstream.double())]
     for mine, right in zip(results, exact, strict=True):
@@ -81,11 +81,11 @@ def test_varlen_is_dense_attention(varlen_kernel: None, prefix):
 
 def test_the_fused_kernel_takes_what_it_is_called_with():
     """Its schemas, and its meta kernels, in this version of PyTorch: names, number and shapes."""
-    segments = segments_of(UNEVEN, (9, [70, 1, 4]))
-    x = {name: t.detach().bfloat16() for name, t in make_inputs(segments).items()}
+    attn_metadata = segments_of(UNEVEN, (9, [70, 1, 4]))
+    x = {name: t.detach().bfloat16() for name, t in make_inputs(attn_metadata).items()}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = {name: mode.from_tensor(t).requires_grad_() for name, t in x.items()}
-        out = run(varlen.varlen, fake, segments, 0.3)
+        out = run(varlen.varlen, fake, attn_metadata, 0.3)
         grads = torch.autograd.grad(out, list(fake.values()), torch.empty_like(out))
     assert [g.shape for g in grads] == [t.shape for t in x.values()]
 
@@ -94,9 +94,9 @@ def test_the_fused_kernel_takes_what_it_is_called_with():
 @pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4]), (300, [200, 200])])
 def test_flex_is_dense_attention(prefix):
     """Forward only: PyTorch has no backward of it on the CPU."""
-    segments = segments_of([*UNEVEN, (260, [140, 300])], prefix)
-    x = {name: t.detach() for name, t in make_inputs(segments, dtype=torch.float32).items()}
-    torch.testing.assert_close(run(flex.flex, x, segments, 0.3), reference(x, segments, 0.3))
+    attn_metadata = segments_of([*UNEVEN, (260, [140, 300])], prefix)
+    x = {name: t.detach() for name, t in make_inputs(attn_metadata, dtype=torch.float32).items()}
+    torch.testing.assert_close(run(flex.flex, x, attn_metadata, 0.3), reference(x, attn_metadata, 0.3))
 
 
 @examples(15)
@@ -105,11 +105,11 @@ def test_flex_is_dense_attention(prefix):
     prefix=st.none() | st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), min_size=1, max_size=3)),
 )
 def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int, list[int]] | None):
-    segments = segments_of(groups, prefix)
-    missing = 256 - segments.num_tokens  # short rows are padded
-    mask = dense_mask(segments if missing <= 0 else segments_of([*groups, (missing, [])], prefix))
+    attn_metadata = segments_of(groups, prefix)
+    missing = 256 - attn_metadata.num_tokens  # short rows are padded
+    mask = dense_mask(attn_metadata if missing <= 0 else segments_of([*groups, (missing, [])], prefix))
     num_queries, num_keys = mask.shape
-    mine = flex.block_mask(num_queries, num_keys, *flex.mask_tensors(segments))
+    mine = flex.block_mask(num_queries, num_keys, *flex.mask_tensors(attn_metadata))
     theirs = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, num_queries, num_keys, device="cpu")
     assert torch.equal(mine.to_dense(), theirs.to_dense())
     rows = (mine.kv_num_blocks, mine.kv_indices, mine.full_kv_num_blocks, mine.full_kv_indices)
@@ -126,8 +126,8 @@ def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int,
 @pytest.mark.parametrize("backend", [cascade.cascade, varlen.varlen])
 def test_what_is_kept_for_backward(varlen_kernel: None, backend):
     """Queries, keys, values, outputs and log-sum-exps: nothing per branch, whatever their number."""
-    segments = segments_of([(200, [20] * 10), (70, [90, 30])], (50, [8, 9]))
-    x = make_inputs(segments)
+    attn_metadata = segments_of([(200, [20] * 10), (70, [90, 30])], (50, [8, 9]))
+    x = make_inputs(attn_metadata)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -136,14 +136,14 @@ def test_what_is_kept_for_backward(varlen_kernel: None, backend):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = run(backend, x, segments, 0.3)
-    lse_bytes = segments.num_tokens * 6 * 8
+        out = run(backend, x, attn_metadata, 0.3)
+    lse_bytes = attn_metadata.num_tokens * 6 * 8
     assert sum(kept.values()) == sum(t.nbytes for t in x.values()) + out.nbytes + lse_bytes
 
 
 def test_nothing_of_the_size_of_all_pairs_is_made():
     """Nor a root's keys once for each of its branches."""
-    segments = segments_of([(300, [60] * 10)])
+    attn_metadata = segments_of([(300, [60] * 10)])
     largest = 0
 
     class Largest(TorchDispatchMode):
@@ -154,18 +154,18 @@ def test_nothing_of_the_size_of_all_pairs_is_made():
                 largest = max(largest, tensor.numel()) if isinstance(tensor, Tensor) else largest
             return out
 
-    x = make_inputs(segments)
+    x = make_inputs(attn_metadata)
     with Largest():
-        run(cascade.cascade, x, segments, 0.3).sum().backward()
+        run(cascade.cascade, x, attn_metadata, 0.3).sum().backward()
     assert largest == x["query"].numel() < 10 * 300 * 2 * 8
 
 
 def test_the_same_every_time():
-    segments = segments_of(UNEVEN, (9, [70, 1]))
-    x = make_inputs(segments, dtype=torch.float32)
+    attn_metadata = segments_of(UNEVEN, (9, [70, 1]))
+    x = make_inputs(attn_metadata, dtype=torch.float32)
 
     def once() -> tuple[Tensor, ...]:
-        out = run(cascade.cascade, x, segments, 0.3)
+        out = run(cascade.cascade, x, attn_metadata, 0.3)
         return (out, *torch.autograd.grad(out.square().sum(), list(x.values())))
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
@@ -192,12 +192,12 @@ def check_selective_checkpointing(monkeypatch: pytest.MonkeyPatch, backend: Any)
         return torch.ops.test_attention.attention(q, k, v, a, b, m, n, c)
 
     monkeypatch.setattr(varlen, "_flash", operation)
-    segments = segments_of([(6, [6, 6])])
-    x = make_inputs(segments)
-    expected = torch.autograd.grad(run(backend, x, segments, 0.3).square().sum(), list(x.values())[:3])
+    attn_metadata = segments_of([(6, [6, 6])])
+    x = make_inputs(attn_metadata)
+    expected = torch.autograd.grad(run(backend, x, attn_metadata, 0.3).square().sum(), list(x.values())[:3])
 
     def layer(*tensors: Tensor) -> Tensor:
-        return backend(*tensors, segments, prefix=None, scale=0.3).square().sum()
+        return backend(*tensors, attn_metadata, prefix=None, scale=0.3).square().sum()
 
     used = list(x.values())[:3]
     loss = checkpoint(layer, *used, use_reentrant=False, context_fn=_selective_contexts)
@@ -207,26 +207,26 @@ def check_selective_checkpointing(monkeypatch: pytest.MonkeyPatch, backend: Any)
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("_without_padding", lambda stretches, grad: grad),
-        ("_padding", lambda stretches: None),
+        ("_without_padding", lambda block, grad: grad),
+        ("_padding", lambda block: None),
         ("_merge", lambda where, out, lse, more_out, more_lse: None),
     ],
 )
 def test_what_goes_wrong_in_the_cascade_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, broken):
     """Negative controls: padded queries in backward, padded keys, and a root that is not looked at."""
-    segments = segments_of([(5, [3, 1, 7]), (9, [2, 4])])
-    assert worst_error(cascade.cascade, segments) < 1e-12
+    attn_metadata = segments_of([(5, [3, 1, 7]), (9, [2, 4])])
+    assert worst_error(cascade.cascade, attn_metadata) < 1e-12
     monkeypatch.setattr(cascade, name, broken)
-    assert worst_error(cascade.cascade, segments) > 1e-3
+    assert worst_error(cascade.cascade, attn_metadata) > 1e-3
 
 
 def test_a_broken_plan_of_varlen_is_seen(varlen_kernel: None):
     """Negative control: branches that see the wrong root."""
-    segments = segments_of([(5, [3, 1]), (5, [2])])
-    assert worst_error(varlen.varlen, segments) < 1e-12
-    (block,) = segments.runs.shared
-    block.roots.positions[:] = block.roots.positions.roll(5)
-    assert worst_error(varlen.varlen, segments) > 1e-3
+    attn_metadata = segments_of([(5, [3, 1]), (5, [2])])
+    assert worst_error(varlen.varlen, attn_metadata) < 1e-12
+    (block,) = attn_metadata.varlen.prefix
+    block.keys.positions[:] = block.keys.positions.roll(5)
+    assert worst_error(varlen.varlen, attn_metadata) > 1e-3
 
 
 def test_a_backward_that_knows_one_part_only_is_seen(varlen_kernel: None, monkeypatch: pytest.MonkeyPatch):
@@ -248,22 +248,22 @@ class Layer(torch.nn.Module):
 
 
 def call_layer(**kwargs: Any) -> tuple[Tensor, None]:
-    segments = segments_of([(5, [3])])
-    x = {name: t.transpose(0, 1).unsqueeze(0) for name, t in make_inputs(segments).items()}
-    return interface.attention(Layer(), x["query"], x["key"], x["value"], None, segments=segments, **kwargs)
+    attn_metadata = segments_of([(5, [3])])
+    x = {name: t.transpose(0, 1).unsqueeze(0) for name, t in make_inputs(attn_metadata).items()}
+    return interface.attention(Layer(), x["query"], x["key"], x["value"], None, attn_metadata=attn_metadata, **kwargs)
 
 
 def test_what_a_layer_wants_and_segments_do_not_do():
     call_layer(softcap=None, sliding_window=8)  # 8 tokens see no more than 8
     for wish in ({"softcap": 50.0}, {"s_aux": torch.zeros(6)}, {"dropout": 0.1}, {"is_causal": False}):
-        with pytest.raises(ValueError, match="attention over segments"):
+        with pytest.raises(ValueError, match="packed attention"):
             call_layer(**wish)
-    with pytest.raises(ValueError, match="a sequence of 8 tokens does not fit a window of 7"):
+    with pytest.raises(ValueError, match="a sequence of 8 tokens exceeds the sliding window of 7"):
         call_layer(sliding_window=7)
 
 
 def test_keys_are_captured_once():
-    captured = KeyValues()
+    captured = KVCache()
     call_layer(captured=captured)
     first = captured[0]
     call_layer(captured=captured)  # as checkpointing does
@@ -301,21 +301,21 @@ def test_a_prompt_outside_the_row(checkpointing: bool):
         whole,
         input_ids=whole.input_ids[:5],
         position_ids=whole.position_ids[:5],
-        segments=lay_out([5], [ROOT]),
+        attn_metadata=build_attention_metadata([5], [NO_PARENT]),
         logit_positions=torch.tensor([4]),
     )
-    branches = whole.segments.lengths[1:]
+    branches = whole.attn_metadata.lengths[1:]
     branch_row = replace(
         whole,
         input_ids=whole.input_ids[5:],
         position_ids=whole.position_ids[5:],
-        segments=lay_out(branches, [PREFIX] * len(branches), prefix_tokens=5),
+        attn_metadata=build_attention_metadata(branches, [CACHED_PREFIX] * len(branches), prefix_tokens=5),
         logit_positions=whole.logit_positions - 4,  # the prompt's last token is the first position there is
     )
-    captured = KeyValues()
-    prompt = OpenPrompt(forward(body, prompt_row, output, padded=False, captured=captured), captured)
-    branch = prompt.branch()
-    actual = forward(body, branch_row, output, padded=False, branch=branch)
+    captured = KVCache()
+    prompt = SharedPrefix(forward(body, prompt_row, output, padded=False, captured=captured), captured)
+    branch = prompt.detach()
+    actual = forward(body, branch_row, output, padded=False, prefix=branch)
     torch.testing.assert_close(actual, expected)
     actual.backward(upstream)
     prompt.add(branch)
@@ -342,10 +342,10 @@ def test_autocast_computes_attention_in_its_dtype():
 
 
 def test_branches_of_a_root_follow_each_other():
-    with pytest.raises(AssertionError, match="follow each other"):
-        lay_out([3, 2, 4, 2], [ROOT, 0, ROOT, 0])
+    with pytest.raises(AssertionError, match="must be adjacent"):
+        build_attention_metadata([3, 2, 4, 2], [NO_PARENT, 0, NO_PARENT, 0])
     with pytest.raises(AssertionError, match="prefix"):
-        lay_out([3], [PREFIX])
+        build_attention_metadata([3], [CACHED_PREFIX])
 
 
 @pytest.mark.parametrize("name", ["cascade", "varlen", "flex"])
@@ -353,8 +353,8 @@ def test_a_prefix_that_nothing_goes_on_from(name: interface.Backend, varlen_kern
     """Completions of one token: the row is a placeholder, and the prompt's keys are not there to be seen."""
     policy = policy_of(make_model())
     sequences = random_sequences([(5, [1, 1])])
-    prompt = policy.open_prompt(collate_prompt(sequences[0].token_ids[:5]))
+    prompt = policy.forward_prefix(collate_prompt(sequences[0].token_ids[:5]))
     expected, _ = policy.logprobs(collate(sequences, share_prompts=True), temperature=1.0)
     with interface.backend(name), torch.no_grad():
-        actual, _ = policy.logprobs(collate_part(sequences), temperature=1.0, branch=prompt.branch())
+        actual, _ = policy.logprobs(collate_part(sequences), temperature=1.0, prefix=prompt.detach())
     torch.testing.assert_close(actual, expected.detach())

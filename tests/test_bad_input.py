@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from cohort.config import load_config
 from cohort.metrics import writers
-from cohort.policy.limits import _known_positions
+from cohort.policy.limits import _max_positions
 from cohort.run_folder import RunFolder
 from commands import Ended, assert_refused, set_up
 from tiny import copy_task_rows, make_tokenizer, save_model_folder, write_jsonl
@@ -121,7 +121,7 @@ def test_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, cohort, se
 @pytest.mark.parametrize(
     ("missing", "part"),
     [
-        ("config.json", "has no config.json, so it is not a model folder. It holds: chat_template.jinja"),
+        ("config.json", "is not a model folder: it has no config.json. It contains: chat_template.jinja"),
         ("model.safetensors", "has no weights (*.safetensors)"),
         ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json); copy the tokenizer files"),
         ("chat_template.jinja", "the tokenizer has no chat template. Put a chat_template.jinja into the model's"),
@@ -149,9 +149,7 @@ def test_a_tokenizer_that_cannot_end_a_completion(tmp_path, cohort):
 @pytest.mark.usefixtures("no_weights")
 def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
     ended = cohort("train", set_up(tmp_path, rollout={"max_completion_tokens": 1000}))
-    assert_refused(
-        ended, "rollout.max_completion_tokens: 1000 after the longest prompt", "the model knows 512 positions"
-    )
+    assert_refused(ended, "rollout.max_completion_tokens: 1000 plus the longest prompt", "the model has 512 positions")
 
 
 @pytest.mark.parametrize(
@@ -164,15 +162,15 @@ def test_a_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
     ],
 )
 def test_positions_that_a_model_knows(rope, positions):
-    assert _known_positions(SimpleNamespace(max_position_embeddings=512, rope_parameters=rope)) == positions
-    assert _known_positions(SimpleNamespace()) is None
+    assert _max_positions(SimpleNamespace(max_position_embeddings=512, rope_parameters=rope)) == positions
+    assert _max_positions(SimpleNamespace()) is None
 
 
 @pytest.mark.usefixtures("no_weights")
 def test_a_held_out_completion_longer_than_the_model_knows_positions(tmp_path, cohort):
     evaluation = {"path": str(tmp_path / "data.jsonl"), "max_completion_tokens": 1000}
     ended = cohort("train", set_up(tmp_path, eval=evaluation))
-    assert_refused(ended, "eval.max_completion_tokens: 1000 after the longest prompt")
+    assert_refused(ended, "eval.max_completion_tokens: 1000 plus the longest prompt")
 
 
 def test_a_tokenizer_with_tokens_that_the_model_does_not_have(tmp_path, cohort):
@@ -276,7 +274,7 @@ def test_weights_that_cannot_be_loaded(tmp_path, cohort):
     del weights["model.norm.weight"]
     save_file(weights, file, metadata={"format": "pt"})
     ended = cohort("train", path)
-    assert_refused(ended, "1 weights are missing from its files and would be random: model.norm.weight")
+    assert_refused(ended, "1 weights are missing from the files: model.norm.weight")
     file.write_bytes(whole)
     assert cohort("train", path).code == 0  # the same run folder, after the mistake is mended
 

@@ -39,7 +39,7 @@ def test_a_trial_of_everything_is_the_largest_step():
     assert list(Counter(s.group for s in sequences).values()) == [4, 4, 2]
     assert {(s.shared_prefix_tokens, s.num_loss_tokens) for s in sequences} == {(50, 11)}
     (batch,) = pack(sequences, micro_batch_tokens=WHOLE, share_prompts=True, padded=False)
-    assert [len(piece) for piece in batch.pieces] == [10]
+    assert [len(piece) for piece in batch.all_micro_batches] == [10]
 
 
 def test_the_budget_is_found_with_prompts_that_are_shared(monkeypatch: pytest.MonkeyPatch):

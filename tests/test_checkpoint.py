@@ -40,7 +40,7 @@ from tiny import CHAT_TEMPLATE, make_policy, make_tokenizer, save_model_folder
 from waiting import PATIENCE_S, until
 
 TOKENIZER = make_tokenizer()
-FULL = "no space left on the disk. Nothing written earlier is lost: free some space and run the same command again"
+FULL = "no space left on device. Earlier checkpoints are intact: free some space and run the same command again"
 
 
 def state(steps_done: int) -> TrainerState:

@@ -18,9 +18,9 @@ from transformers import (
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.policy import LoadRequest, Policy, Saving, load_policy, save_policy
-from cohort.policy.arrival import fill_model
-from cohort.policy.skeleton import empty_model, match
+from cohort.policy import LoadRequest, Policy, SaveOptions, load_policy, save_policy
+from cohort.policy.arrival import load_model_weights
+from cohort.policy.skeleton import match_weights, meta_model
 from cohort.policy.weights import stored_weights
 from live_bytes import LiveBytes
 from tiny import SIZES, VOCAB_SIZE, make_tokenizer
@@ -69,7 +69,7 @@ def load(path: Path, dtype: str = "float32") -> Policy:
 @pytest.fixture
 def without_the_library(monkeypatch) -> None:
     """Makes it an error to have the library load the model."""
-    monkeypatch.setattr("cohort.policy.load.library_model", None)
+    monkeypatch.setattr("cohort.policy.load.load_with_transformers", None)
 
 
 @pytest.mark.usefixtures("without_the_library")
@@ -96,13 +96,13 @@ def test_experts_become_what_the_library_makes_of_them(tmp_path, family):
 def test_a_conversion_holds_one_expert_besides_the_model(tmp_path):
     path = save_family(tmp_path / "model", "qwen3 moe")
     config = ModelConfig(path=str(path), dtype="bfloat16")
-    model = empty_model(config)
-    places = match(model, stored_weights(path))
+    model = meta_model(config)
+    places = match_weights(model, stored_weights(path))
     assert places is not None
     own = sum(2 * p.numel() for p in model.parameters())
     plain = 4 * VOCAB_SIZE * SIZES["hidden_size"]  # the embedding as it is stored, the largest that is not converted
     with LiveBytes() as live:
-        fill_model(model, places, torch.device("cpu"))
+        load_model_weights(model, places, torch.device("cpu"))
     fused = 2 * model.model.layers[1].mlp.experts.gate_up_proj.numel()
     assert own < live.most <= own + plain < own + plain + fused
 
@@ -112,8 +112,8 @@ def test_what_the_files_lack_is_left_to_the_library_which_refuses(tmp_path):
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.block_sparse_moe.experts.4.w3.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    assert match(empty_model(ModelConfig(path=str(path))), stored_weights(path)) is None
-    with pytest.raises(UserError, match=r"model\.path: .*cannot be loaded|weights are missing"):
+    assert match_weights(meta_model(ModelConfig(path=str(path))), stored_weights(path)) is None
+    with pytest.raises(UserError, match=r"model\.path: .*cannot load the model|weights are missing"):
         load(path)
 
 
@@ -122,7 +122,7 @@ def test_experts_of_another_size_than_config_json_says(tmp_path):
     config = AutoConfig.from_pretrained(path)
     config.moe_intermediate_size = 24
     config.save_pretrained(path)
-    with pytest.raises(UserError, match=r"gate_up_proj has rows of \[32, 32\], and by config.json"):
+    with pytest.raises(UserError, match=r"gate_up_proj has rows of shape \[32, 32\], but config.json says"):
         load(path)
 
 
@@ -132,7 +132,7 @@ def test_experts_are_saved_as_they_were_stored(tmp_path, family):
     path = save_family(tmp_path / "model", family)
     policy, expected = load(path), load_file(path / "model.safetensors")
     with LiveBytes() as live:
-        save_policy(policy, make_tokenizer(), tmp_path / "saved", saving=Saving(max_shard_bytes=10_000))
+        save_policy(policy, make_tokenizer(), tmp_path / "saved", save_options=SaveOptions(max_shard_bytes=10_000))
     files = [load_file(file) for file in (tmp_path / "saved").glob("*.safetensors")]
     saved = {name: tensor for file in files for name, tensor in file.items()}
     assert saved.keys() == expected.keys() and len(files) > 10

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.metrics import flops_of
 from cohort.plan.flops import ModelFlops, model_flops, peak_flops
-from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter import Adapter, AdapterInit
 from cohort.policy.adapter_folder import adapter_spec
 from selection import examples
 from tiny import VOCAB_SIZE, make_model
@@ -105,8 +105,8 @@ def test_adapters(targets: Any, tie: bool):
     """Against torch's count. What the first layer computes before its adapter, and attention there, has no backward."""
     model = make_model("llama", tie=tie, num_hidden_layers=6)
     settings = ModelConfig(path="m", adapter=AdapterConfig(rank=2, targets=targets))
-    start = AdapterStart(spec=adapter_spec(settings, model), seed=0, weights=None, reference=None)
-    Adapter(model, start, trainable=True).fill()
+    start = AdapterInit(spec=adapter_spec(settings, model), seed=0, weights=None, reference=None)
+    Adapter(model, start, trainable=True).initialize()
     forward, both = counted(model, 40)
     costs, sizes = flops_of(model), {"tokens": 40, "scored": 40, "pairs": 1600}
     assert costs.forward(**sizes) == pytest.approx(forward, rel=0.01)

@@ -36,7 +36,7 @@ def test_frozen_weights_stay_bit_identical(moe):
             r"model\.freeze: 'model\.layer\.0\.\*' matches no weight .*; nearest: model\.",
         ),
         (("routers",), r"model\.freeze: 'routers' matches no weight of the model, which has no routers"),
-        (("*",), r"model\.freeze: nothing is left to train"),
+        (("*",), r"model\.freeze: all weights are frozen, nothing is left to train"),
     ],
 )
 def test_what_cannot_be_frozen(dense, patterns, message):
@@ -71,7 +71,7 @@ def test_a_loss_of_routers_without_routers_is_refused(moe, dense, tmp_path):
     for config, why in (
         (ModelConfig(path=dense), "no mixture of experts"),
         (ModelConfig(path=deepseek), "a correction bias"),
-        (ModelConfig(path=moe, freeze=("*.mlp.gate.*",)), "no router to train"),
+        (ModelConfig(path=moe, freeze=("*.mlp.gate.*",)), "freezes all routers"),
     ):
         with pytest.raises(UserError, match=rf"train\.router_aux_loss_coef: 0\.01 has no effect: .*{why}.*; remove it"):
             check_router_loss(config, 0.01)
@@ -107,8 +107,8 @@ def test_adapters_leave_routers_and_what_is_taken_for_experts_alone(kind, left_o
     ("kind", "target", "message"),
     [
         ("DeepSeek-V3, Kimi-K2", "gate_proj", "'gate_proj': peft takes layers of the name of .* for the fused experts"),
-        ("Qwen3-MoE", "experts", "'experts' is a Qwen3MoeExperts and no linear layer of this model"),
-        ("Llama 4 (text)", "router", "'router' is a Llama4Router and no linear layer of this model"),
+        ("Qwen3-MoE", "experts", "'experts' is a Qwen3MoeExperts, not a linear layer of this model"),
+        ("Llama 4 (text)", "router", "'router' is a Llama4Router, not a linear layer of this model"),
     ],
 )
 def test_targets_that_are_no_linear_layers(kind, target, message, tmp_path):

@@ -98,7 +98,7 @@ def test_a_disk_that_gets_full_while_the_final_model_is_written(tmp_path, cohort
 
     with monkeypatch.context() as patch:
         patch.setattr("cohort.trainer.worker.save_model", save_model)
-        assert_refused(cohort("train", path), f"error: {tmp_path}/run/final: no space left on the disk.", code=1)
+        assert_refused(cohort("train", path), f"error: {tmp_path}/run/final: no space left on device.", code=1)
     assert not [p.name for p in (tmp_path / "run").iterdir() if "final" in p.name]
     assert cohort("train", path).code == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
@@ -108,7 +108,7 @@ def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path:
     run = path.parent / "run"
     assert_refused(
         cohort("train", path),
-        f"error: {written}: no space left on the disk. Nothing written earlier is lost: free some space and run the "
+        f"error: {written}: no space left on device. Earlier checkpoints are intact: free some space and run the "
         "same command again to go on from the last checkpoint\n",
         code=1,
     )
@@ -135,7 +135,7 @@ def test_a_disk_that_gets_full_while_metrics_are_written(tmp_path, cohort, monke
     with monkeypatch.context() as patch:
         patch.setattr(writers.MetricsWriter, "write", write)
         ended = cohort("train", path)
-    assert_refused(ended, f"error: {tmp_path}/run/metrics.jsonl: no space left on the disk.", code=1)
+    assert_refused(ended, f"error: {tmp_path}/run/metrics.jsonl: no space left on device.", code=1)
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
     assert cohort("train", path).code == 0
 
@@ -154,7 +154,7 @@ def test_files_may_not_be_larger(tmp_path):
     config = changed(make_inputs(tmp_path), eval={"every": 0})
     assert in_a_process(_train_under_a_limit, config) == 1
     said = (tmp_path / "said").read_text()
-    assert re.search(r"step-2: the file is larger than this process may write\. Nothing written earlier is lost", said)
+    assert re.search(r"step-2: file size limit exceeded\. Earlier checkpoints are intact", said)
 
 
 DELETES = """

@@ -105,7 +105,7 @@ def test_a_comparison_that_raises_is_one_check_that_failed() -> None:
     assert not failed.passed and failed.note == "RuntimeError: CUDA error: an illegal memory access"
 
     def gives_up() -> dict[str, float]:
-        warnings.warn("kernels cannot be used here (no compiler); PyTorch is", RuntimeWarning, stacklevel=1)
+        warnings.warn("kernels do not work here (no compiler). Falling back to PyTorch", RuntimeWarning, stacklevel=1)
         return {"values": 0.0, "gradient": 0.0}
 
     (failed,) = attempt("kernel", limits, gives_up)

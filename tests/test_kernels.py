@@ -33,7 +33,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(logit_tiles, "_suits_triton", lambda tile: tile.dtype == torch.float32)
 
     def replace(**kernels: Any) -> None:
-        plain = {"fold": logit_tiles._fold, "differentiate_": logit_tiles._differentiate_, "TritonError": UnfitError}
+        plain = {
+            "update_softmax": logit_tiles._update_softmax,
+            "logits_to_grad_": logit_tiles._logits_to_grad_,
+            "TritonError": UnfitError,
+        }
         logit_tiles._works.cache_clear()
         monkeypatch.setattr(logit_tiles, "_triton", lambda: SimpleNamespace(**{**plain, **kernels}))
 
@@ -59,7 +63,7 @@ def raises(error: Exception) -> Callable[..., None]:
 
 
 def halves(*args: Any) -> None:
-    logit_tiles._differentiate_(*args)
+    logit_tiles._logits_to_grad_(*args)
     args[0].mul_(0.5)
 
 
@@ -67,12 +71,12 @@ def halves(*args: Any) -> None:
     ("kernels", "reason"),
     [
         (
-            {"fold": raises(RuntimeError("Failed to find C compiler.\nPlease"))},
+            {"update_softmax": raises(RuntimeError("Failed to find C compiler.\nPlease"))},
             "RuntimeError: Failed to find C compiler",
         ),
-        ({"differentiate_": raises(subprocess.CalledProcessError(1, ["gcc"]))}, "CalledProcessError: .*gcc"),
-        ({"fold": raises(UnfitError("out of resource: shared memory"))}, "UnfitError: out of resource"),
-        ({"differentiate_": halves}, "ArithmeticError: results differ by 0.5"),
+        ({"logits_to_grad_": raises(subprocess.CalledProcessError(1, ["gcc"]))}, "CalledProcessError: .*gcc"),
+        ({"update_softmax": raises(UnfitError("out of resource: shared memory"))}, "UnfitError: out of resource"),
+        ({"logits_to_grad_": halves}, "ArithmeticError: results differ by 0.5"),
     ],
 )
 def test_kernels_that_do_not_work_are_replaced_before_they_are_used(
@@ -82,8 +86,8 @@ def test_kernels_that_do_not_work_are_replaced_before_they_are_used(
     expected = outcome()
     logit_tiles.use_triton = True
     on_gpu(**kernels)
-    with pytest.warns(RuntimeWarning, match=rf"Triton's kernels .* cannot be used here \({reason}.*PyTorch's") as told:
-        logit_tiles.try_triton(torch.device("cpu"), bias=False, softcap=False)
+    with pytest.warns(RuntimeWarning, match=rf"Triton kernels .* do not work here \({reason}.*PyTorch") as told:
+        logit_tiles.check_triton(torch.device("cpu"), bias=False, softcap=False)
         torch.testing.assert_close(outcome(), expected, rtol=0, atol=0)
     assert len(told) == 1
 
@@ -95,39 +99,39 @@ def test_kernels_that_fail_on_a_larger_tile_are_not_used_from_then_on(on_gpu: Ca
     logit_tiles.use_triton = True
     calls = []
 
-    def fold(*args: Any) -> None:
+    def update_softmax(*args: Any) -> None:
         calls.append(len(args[0]))
         if len(args[0]) > 2:
             raise UnfitError("out of resource: shared memory, Required: 2, Hardware limit: 1")
-        logit_tiles._fold(*args)
+        logit_tiles._update_softmax(*args)
 
-    on_gpu(fold=fold)
-    with pytest.warns(RuntimeWarning, match="UnfitError: out of resource: shared memory.*PyTorch's operations") as told:
+    on_gpu(update_softmax=update_softmax)
+    with pytest.warns(RuntimeWarning, match="UnfitError: out of resource: shared memory.*eager PyTorch") as told:
         for _ in range(2):
             torch.testing.assert_close(outcome(), expected, rtol=0, atol=0)
     assert len(told) == 1 and [n for n in calls if n > 2] == [calls[-1]]
 
 
 def test_memory_that_runs_out_says_nothing_of_kernels(on_gpu: Callable[..., None]):
-    on_gpu(fold=raises(RuntimeError("Triton Error [CUDA]: out of memory")))
+    on_gpu(update_softmax=raises(RuntimeError("Triton Error [CUDA]: out of memory")))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            logit_tiles.try_triton(torch.device("cpu"), bias=True, softcap=True)
+            logit_tiles.check_triton(torch.device("cpu"), bias=True, softcap=True)
     assert logit_tiles.use_triton
 
 
 def test_kernels_that_work_are_tried_once(on_gpu: Callable[..., None]):
     tried = []
 
-    def fold(*args: Any) -> None:
+    def update_softmax(*args: Any) -> None:
         tried.append(len(args[0]))
-        logit_tiles._fold(*args)
+        logit_tiles._update_softmax(*args)
 
-    on_gpu(fold=fold)
+    on_gpu(update_softmax=update_softmax)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            logit_tiles.try_triton(torch.device("cpu"), bias=True, softcap=True)
+            logit_tiles.check_triton(torch.device("cpu"), bias=True, softcap=True)
     assert tried == [2, 2]  # with entropy and without
 
 
@@ -137,7 +141,7 @@ def test_a_policy_on_a_gpu_tries_the_kernels_of_its_head(
 ):
     seen: list[Any] = []
     monkeypatch.setattr(
-        forward, "try_triton", lambda device, *, bias, softcap: seen.append((device.type, bias, softcap))
+        forward, "check_triton", lambda device, *, bias, softcap: seen.append((device.type, bias, softcap))
     )
     model = make_gemma2()
     traits = policy_of(model).traits
@@ -153,7 +157,7 @@ def test_triton_itself_without_a_gpu_is_no_reason_to_stop(monkeypatch: pytest.Mo
     monkeypatch.setattr(logit_tiles, "use_triton", True)
     logit_tiles._works.cache_clear()
     monkeypatch.setattr(logit_tiles, "_suits_triton", lambda tile: tile.dtype == torch.float32)
-    with pytest.warns(RuntimeWarning, match="Triton's kernels .* cannot be used here") as told:
+    with pytest.warns(RuntimeWarning, match="Triton kernels .* do not work here") as told:
         assert all(x.isfinite().all() for x in outcome())
     assert len(told) == 1 and not logit_tiles.use_triton
 
@@ -177,7 +181,7 @@ def test_attention_that_cannot_be_compiled_is_replaced(works: bool, monkeypatch:
 
     monkeypatch.setattr(interface, "flex", attend)
     monkeypatch.setattr(
-        interface, "numbers", lambda *shape, device, dtype: trial.numbers(*shape, device="cpu", dtype=dtype)
+        interface, "probe_values", lambda *shape, device, dtype: trial.probe_values(*shape, device="cpu", dtype=dtype)
     )
     monkeypatch.setattr(interface, "to_device", lambda segments, _: segments)
     interface._flex_works.cache_clear()
@@ -225,7 +229,7 @@ def test_the_fused_kernels_compile_for_every_gpu(
     constants["BLOCK"] = triton_tiles.BLOCK
     if not everything:
         constants |= dict.fromkeys(("bias", "sums_exp_z", "entropies", "entropy_grads"))
-    for kernel in (triton_tiles._fold_kernel, triton_tiles._gradient_kernel):
+    for kernel in (triton_tiles._softmax_kernel, triton_tiles._gradient_kernel):
         names = kernel.arg_names
         signature = {name: types.get(name, "*i64" if name == "columns" else "*fp32") for name in names}
         mine = {name: value for name, value in constants.items() if name in names}

@@ -161,7 +161,7 @@ def test_more_processes_than_completions(tmp_path: Path):
             8,
             "hardware.processes: 9 exceeds this machine's 8 GPUs (one per process); use at",
         ),
-        (2, "cuda", 0, "hardware.device: 'cuda': this machine has 0 CUDA devices; use auto or cpu"),
+        (2, "cuda", 0, "hardware.device: 'cuda': this machine has 0 CUDA devices. Use auto or cpu"),
     ],
 )
 def test_how_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes, device, gpus, expected):
@@ -301,7 +301,7 @@ def test_a_rank_that_raises_is_named_with_its_last_words(tmp_path: Path, monkeyp
 @slow("two real processes; the next one that fails has them too")
 def test_a_mistake_of_the_user_that_rank_0_finds_costs_no_restart(tmp_path: Path):
     config = inputs(tmp_path, 2, hardware={"max_restarts": 2}, rollout={"max_completion_tokens": 1000})
-    with pytest.raises(cohort.UserError, match=r"rollout.max_completion_tokens: 1000 after the longest prompt"):
+    with pytest.raises(cohort.UserError, match=r"rollout.max_completion_tokens: 1000 plus the longest prompt"):
         cohort.train(config)
     assert num_starts(tmp_path) == 1
 

@@ -35,7 +35,7 @@ from cohort.policy.activations import enable_gradient_checkpointing
 from cohort.policy.attention import cascade
 from cohort.policy.layout import Layout
 from cohort.records import TrainSequence
-from cohort.segments import ROOT, lay_out
+from cohort.segments import NO_PARENT, build_attention_metadata
 from selection import examples, mostly_slow, slow
 from tiny import SIZES, VOCAB_SIZE, gradients, naive_logprobs, random_sequences
 
@@ -269,7 +269,8 @@ def test_what_goes_wrong_is_seen(sabotage: str, monkeypatch: pytest.MonkeyPatch)
 def plain_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole row as one sequence."""
     monkeypatch.setattr(
-        "cohort.packing.micro_batches.lay_out", lambda lengths, *_, **__: lay_out([sum(lengths)], [ROOT])
+        "cohort.packing.micro_batches.build_attention_metadata",
+        lambda lengths, *_, **__: build_attention_metadata([sum(lengths)], [NO_PARENT]),
     )
 
 
@@ -297,8 +298,8 @@ def detached_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Roots that are taken together go to each other's branches."""
-    of_roots = cascade._of_roots
-    monkeypatch.setattr(cascade, "_of_roots", lambda *args: of_roots(*args).flip(0))
+    of_roots = cascade._prefix_keys
+    monkeypatch.setattr(cascade, "_prefix_keys", lambda *args: of_roots(*args).flip(0))
 
 
 SABOTAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -312,10 +313,10 @@ def streamed(policy: Policy, sequences: list[TrainSequence]) -> Scores:
     weights, logprobs, entropies = upstream(sequences), [], []
     for _, group in groupby(sequences, key=lambda sequence: sequence.group):
         members = list(group)
-        prompt = policy.open_prompt(collate_prompt(members[0].token_ids[: members[0].shared_prefix_tokens]))
+        prompt = policy.forward_prefix(collate_prompt(members[0].token_ids[: members[0].shared_prefix_tokens]))
         for part in (members[n : n + 2] for n in range(0, len(members), 2)):
-            branch = prompt.branch()
-            scores = policy.logprobs(collate_part(part), temperature=TEMPERATURE, branch=branch)
+            branch = prompt.detach()
+            scores = policy.logprobs(collate_part(part), temperature=TEMPERATURE, prefix=branch)
             mine, weights = weights[: len(scores[0])], weights[len(scores[0]) :]
             (scores[0] * mine.to(scores[0].dtype)).sum().backward()
             prompt.add(branch)

@@ -328,7 +328,7 @@ def test_gradients_in_forward_are_the_same(name: str, layout: Layout, monkeypatc
         engine = make_engine(policy, reference, gradients_in_forward=in_forward)
         _, gradient = packed_gradient(engine, sequences, algorithm, 305, layout)
         (batch,) = pack_for(policy, sequences, 305)
-        assert bool(batch.streams) == (layout == "shared")
+        assert bool(batch.split_groups) == (layout == "shared")
         first = engine.forward_backward(batch, algorithm.policy_loss)
         results.append((gradient, first.metrics, dict(engine.old_logprobs)))
     (expected, metrics, old), (actual, other_metrics, other_old) = results

@@ -25,7 +25,7 @@ from transformers import (
 
 from cohort.config import ModelConfig
 from cohort.policy import LoadRequest, Policy, check_model_folder, load_policy
-from cohort.policy.skeleton import empty_model, keep_first_layers
+from cohort.policy.skeleton import keep_first_layers, meta_model
 from cohort.policy.weights import stored_weights
 from ranks import run_ranks
 from selection import slow
@@ -80,7 +80,7 @@ def assert_same(actual: PreTrainedModel, expected: PreTrainedModel) -> None:
 @pytest.fixture
 def without_the_library(monkeypatch) -> None:
     """Makes it an error to have the library load the model."""
-    monkeypatch.setattr("cohort.policy.load.library_model", None)
+    monkeypatch.setattr("cohort.policy.load.load_with_transformers", None)
 
 
 # One process
@@ -98,7 +98,7 @@ def test_a_model_is_what_the_library_loads(tmp_path, family, dtype):
 def test_scaled_frequencies_are_not_the_plain_ones(tmp_path):
     """So that the comparison above has something to see."""
     plain, *scaled = (
-        empty_model(ModelConfig(path=str(save_family(tmp_path / name, *FAMILIES[name])))).model.rotary_emb.inv_freq
+        meta_model(ModelConfig(path=str(save_family(tmp_path / name, *FAMILIES[name])))).model.rotary_emb.inv_freq
         for name in ("llama", "llama3", "linear", "qwen3 yarn")
     )
     assert not plain.is_meta and plain[0] == 1.0
@@ -181,7 +181,7 @@ def test_memory_besides_the_model_is_one_tensor(tmp_path, monkeypatch):
 def test_the_first_layers_have_one_of_each_kind(tmp_path):
     def num_kept(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> int:
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
-        model = empty_model(ModelConfig(path=str(save_family(tmp_path / "model", config_class, overrides))))
+        model = meta_model(ModelConfig(path=str(save_family(tmp_path / "model", config_class, overrides))))
         keep_first_layers(model)
         return len(model.model.layers)
 

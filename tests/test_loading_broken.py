@@ -44,12 +44,12 @@ def test_a_truncated_file(folder):
     file = folder / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    what = f"it has {size - 1} bytes and should have {size}; copy or download it again"
+    what = f"it has {size - 1} bytes, expected {size}. Copy or download it again"
     assert refusal(folder) == f"model.path: {file} is truncated: {what}"
     os.truncate(file, 100)
-    assert "is truncated: it has 100 bytes, and its header alone ends at byte" in refusal(folder)
+    assert "is truncated: it has 100 bytes, but its header ends at byte" in refusal(folder)
     os.truncate(file, 0)
-    assert refusal(folder) == f"model.path: {file} (0 bytes) is not a safetensors file; copy or download it again"
+    assert refusal(folder) == f"model.path: {file} (0 bytes) is not a safetensors file. Copy or download it again"
 
 
 def test_a_truncated_shard(sharded):
@@ -78,26 +78,26 @@ def test_something_else_than_safetensors(folder, content):
 )
 def test_a_broken_header(folder, header):
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert "its header is broken" in refusal(folder)
+    assert "its header is damaged" in refusal(folder)
 
 
 def test_a_tensor_whose_bytes_are_not_its_shape(folder):
     header = b'{"a":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,8]}}'
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert "its header is broken: a of shape [2, 3] in BF16 lies in bytes 0 to 8" in refusal(folder)
+    assert "its header is damaged: a of shape [2, 3] in BF16 is in bytes 0 to 8" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_git_lfs_pointer(folder, sharded, name):
     (folder / "model.safetensors").unlink(missing_ok=True)
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 988097824\n")
-    assert f"{name} is a git-lfs pointer and not the file itself; run `git lfs pull`" in refusal(folder)
+    assert f"{name} is a git-lfs pointer, not the file itself. Run `git lfs pull`" in refusal(folder)
 
 
 def test_an_index_that_is_not_one(sharded):
     for text in ('{"weight_map": {', "{}", "[]", '{"weight_map": 3}'):
         (sharded / "model.safetensors.index.json").write_text(text)
-        assert "model.safetensors.index.json is not an index of weights" in refusal(sharded)
+        assert "model.safetensors.index.json is not a weights index" in refusal(sharded)
 
 
 def test_an_index_and_its_files(sharded):
@@ -106,16 +106,16 @@ def test_an_index_and_its_files(sharded):
     first = sorted(sharded.glob("*.safetensors"))[0]
     (sharded / "elsewhere").mkdir()
     first.rename(sharded / "elsewhere" / first.name)
-    assert f"1 of them are missing: {first.name}; copy them into the folder" in refusal(sharded)
+    assert f"1 of them are missing: {first.name}. Copy them into the folder" in refusal(sharded)
     (sharded / "elsewhere" / first.name).rename(first)
     names["weight_map"]["model.layers.7.extra"] = first.name
     index.write_text(json.dumps(names))
-    assert "names 1 tensors that are not in their files: model.layers.7.extra;" in refusal(sharded)
+    assert "names 1 tensors that are not in its files: model.layers.7.extra." in refusal(sharded)
 
 
 def test_a_config_that_is_not_an_object(folder):
     (folder / "config.json").write_text("[]")
-    assert "config.json is not a model's configuration: it has to be a JSON object" in refusal(folder)
+    assert "config.json is not a model config: it must be a JSON object" in refusal(folder)
 
 
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 500), ("hidden_size", 64)])
@@ -129,7 +129,7 @@ def test_a_tensor_of_another_shape_deeper_in_the_model(folder):
     config = AutoConfig.from_pretrained(folder)
     config.intermediate_size = 48
     config.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"gate_proj.weight is 64 x 32 in its file and 48 x 32 by config.json"):
+    with pytest.raises(UserError, match=r"gate_proj.weight is 64 x 32 in the file, but config.json says 48 x 32"):
         load(folder)
 
 
@@ -140,5 +140,5 @@ def test_reading_rows_of_a_file_that_has_shrunk(folder):
     read_rows(stored, part, 20)
     assert torch.equal(part, expected[20:25].double())
     os.truncate(stored.file, stored.start + 20 * 32 * 4 + 40)
-    with pytest.raises(UserError, match=r"ended 600 bytes too early; it has been changed since it was checked"):
+    with pytest.raises(UserError, match=r"600 bytes are missing; the file has changed since it was checked"):
         read_rows(stored, part, 20)

@@ -12,7 +12,7 @@ from cohort.packing import collate
 from cohort.policy import Policy, attention
 from cohort.policy.attention import cascade
 from cohort.policy.layout import Layout
-from cohort.segments import ROOT, Segments, lay_out
+from cohort.segments import NO_PARENT, AttentionMetadata, build_attention_metadata
 from tiny import (
     SIZES,
     VOCAB_SIZE,
@@ -65,16 +65,16 @@ def test_a_scaled_head():
 def test_a_completion_that_sees_another_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     """Negative control: the comparison fails when the branches of a root are laid out as if they were one."""
 
-    def joined(lengths: list[int], roots: list[int], *, prefix_tokens: int) -> Segments:
+    def joined(lengths: list[int], roots: list[int], *, prefix_tokens: int) -> AttentionMetadata:
         segments: list[tuple[int, int]] = []
         for length, root in zip(lengths, roots, strict=True):
-            if root != ROOT and segments[-1][1] == root:
+            if root != NO_PARENT and segments[-1][1] == root:
                 length += segments.pop()[0]
             segments.append((length, root))
         assert [root for _, root in segments] == roots[: len(segments)]  # roots are still where branches point
-        return lay_out(*zip(*segments, strict=True))
+        return build_attention_metadata(*zip(*segments, strict=True))
 
-    monkeypatch.setattr("cohort.packing.micro_batches.lay_out", joined)
+    monkeypatch.setattr("cohort.packing.micro_batches.build_attention_metadata", joined)
     policy = make_policy(dtype=torch.float64)
     assert policy.shares_prompts
     logprob, _, gradient = compare_with_naive(policy, lengths=[(5, [7, 4, 3])])
@@ -85,10 +85,10 @@ def test_a_model_that_does_not_listen_is_computed_in_padded_rows(monkeypatch: py
     """Whatever keeps the segments from a layer's attention is found when the policy is made."""
     model = make_model(dtype=torch.float64)
     forward = model.model.forward
-    monkeypatch.setattr(model.model, "forward", lambda *args, segments=None, **kwargs: forward(*args, **kwargs))
+    monkeypatch.setattr(model.model, "forward", lambda *args, attn_metadata=None, **kwargs: forward(*args, **kwargs))
     policy = policy_of(model)
     assert policy.layout == "padded"
-    assert policy.traits.reason.startswith("a row of several sequences gives other outputs than the model (by ")
+    assert policy.traits.reason.startswith("a packed row gives other outputs than the model (relative error ")
     assert model.config._attn_implementation == "sdpa"
     assert max(compare_with_naive(policy)) < 1e-6
 

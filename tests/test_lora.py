@@ -16,10 +16,10 @@ from cohort.errors import UserError
 from cohort.packing import collate
 from cohort.policy import LoadRequest, Policy, check_adapter, load_policy, load_tokenizer, merge
 from cohort.policy.activations import enable_gradient_checkpointing
-from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter import Adapter, AdapterInit
 from cohort.policy.adapter_folder import adapter_spec
 from cohort.policy.layout import Layout
-from cohort.policy.skeleton import saved_tensors
+from cohort.policy.skeleton import named_saved_tensors
 from selection import mostly_slow, slow
 from test_law_two import (
     GROUPS,
@@ -41,8 +41,8 @@ CPU = torch.device("cpu")
 def adapted(model: PreTrainedModel, *, seed: int = 3, **kind: Any) -> Adapter:
     """A new adapter in a model, with random weights that matter."""
     spec = adapter_spec(ModelConfig(path="made here", adapter=AdapterConfig(**kind)), model)
-    adapter = Adapter(model, AdapterStart(spec=spec, seed=seed, weights=None, reference=None), trainable=True)
-    adapter.fill()
+    adapter = Adapter(model, AdapterInit(spec=spec, seed=seed, weights=None, reference=None), trainable=True)
+    adapter.initialize()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in adapter.tensors().values():
@@ -173,9 +173,9 @@ def test_the_reference_of_a_run_that_goes_on_is_what_it_started_from(base: Path,
 
 def test_new_weights_depend_on_the_seed_alone(base: Path):
     torch.manual_seed(1)
-    first = load(base, rank=4).adapter.whole_weights()
+    first = load(base, rank=4).adapter.full_weights()
     torch.manual_seed(2)
-    same, other = load(base, rank=4).adapter.whole_weights(), load(base, rank=4, seed=1).adapter.whole_weights()
+    same, other = load(base, rank=4).adapter.full_weights(), load(base, rank=4, seed=1).adapter.full_weights()
     for key, tensor in first.items():
         assert torch.equal(tensor, same[key])
         if ".lora_A." in key:
@@ -295,8 +295,8 @@ def test_full_rank_reaches_what_training_all_weights_reaches(tmp_path: Path):
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"targets": ["q_prj"]}, r"targets: 'q_prj' is the name of no layer of this model; nearest: q_proj"),
-        ({"targets": ["q_proj", "mlp"]}, r"targets: 'mlp' is a Qwen2MLP and no linear layer of this model"),
+        ({"targets": ["q_prj"]}, r"targets: 'q_prj' is not a layer of this model; nearest: q_proj"),
+        ({"targets": ["q_proj", "mlp"]}, r"targets: 'mlp' is a Qwen2MLP, not a linear layer of this model"),
         ({"rank": 17}, r"rank: 17: the layer model.layers.0.self_attn.k_proj is 16 x 32, .* use at most 16"),
         ({"rank": 33, "targets": ["q_proj"]}, r"rank: 33: .* is 32 x 32, .* use at most 32"),
         ({"path": "/nowhere"}, r"adapter.path: '/nowhere' has no adapter_config.json"),
@@ -327,10 +327,10 @@ def test_an_adapter_of_another_base(base: Path, tmp_path: Path):
     assert len(fine.modules) == 14 and fine.names == fine.modules
     assert check(base, of_base, rank=4, targets="all-linear").rank == 4
     for keys, message in (
-        ({"rank": 8}, r"adapter.rank: 8: the adapter at .* has 4; remove rank, or use 4"),
-        ({"alpha": 4}, r"adapter.alpha: 4.0: the adapter at .* has 6.0"),
-        ({"dora": True}, r"adapter.dora: True: the adapter at .* has False"),
-        ({"targets": ["q_proj"]}, r"adapter.targets: the adapter at .* is on other layers"),
+        ({"rank": 8}, r"adapter.rank: 8 contradicts the adapter at .*, which has 4\. Remove rank, or use 4"),
+        ({"alpha": 4}, r"adapter.alpha: 4.0 contradicts the adapter at .*, which has 6.0"),
+        ({"dora": True}, r"adapter.dora: True contradicts the adapter at .*, which has False"),
+        ({"targets": ["q_proj"]}, r"adapter.targets: .* does not match the layers of the adapter at"),
     ):
         with pytest.raises(UserError, match=message):
             check(base, of_base, **keys)
@@ -340,9 +340,9 @@ def test_adapters_of_kinds_that_are_not_trained_here(base: Path, tmp_path: Path)
     adapter = Path(save_adapter(tmp_path / "adapter", str(base), seed=0, **KINDS["lora"]))
     saved = json.loads((adapter / "adapter_config.json").read_text())
     for change, message in (
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is not trained here"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: \['lm_head'\] is not trained here"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' is not trained here"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: \['lm_head'\] is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps({**saved, **change}))
@@ -358,7 +358,7 @@ def test_adapters_of_kinds_that_are_not_trained_here(base: Path, tmp_path: Path)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(UserError, match=r"adapter.path: .* is truncated"):
         check_adapter(ModelConfig(path=str(base), adapter=AdapterConfig(path=str(adapter))))
-    with pytest.raises(UserError, match=r"is an adapter and no model; .* model.adapter.path"):
+    with pytest.raises(UserError, match=r"is an adapter, not a model\. .* model.adapter.path"):
         load_tokenizer(ModelConfig(path=str(adapter)))
 
 
@@ -370,6 +370,6 @@ def test_rows_of_zeros_have_no_direction(tmp_path: Path):
 
 def test_the_base_has_its_names_without_the_adapter(base: Path):
     policy = load(base, **KINDS["outer"])
-    plain = dict(saved_tensors(load_base(base).model))
-    named = dict(saved_tensors(policy.model))
+    plain = dict(named_saved_tensors(load_base(base).model))
+    named = dict(named_saved_tensors(policy.model))
     assert named.keys() == plain.keys() and all(torch.equal(named[name], plain[name]) for name in plain)

@@ -51,14 +51,14 @@ def test_a_run_resumes_bit_for_bit_and_leaves_an_adapter(tmp_path: Path, dtype: 
 
 def test_a_sampler_without_the_adapter_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control of the test above."""
-    logits = Policy.row_logits
+    logits = Policy.packed_logits
 
     def off(self: Policy, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.adapter is not None
         with self.adapter.reference():
             return logits(self, *args, **kwargs)
 
-    monkeypatch.setattr(Policy, "row_logits", off)
+    monkeypatch.setattr(Policy, "packed_logits", off)
     run = train(run_config(tmp_path, rank=4)).run_dir
     assert max(metric(run, "sampling/sampling_logp_difference/max")) > 0.05
 

@@ -263,7 +263,7 @@ def test_logprobs_and_gradients_of_any_mask_are_the_naive_ones(masks, num_shared
         for layout in LAYOUTS:
             assert_same(fast(policy, sequences, layout), expected)
             row = collate(sequences, share_prompts=policy.shares_prompts)
-            assert len(row.targets) == len(row.logit_positions) == sum(map(sum, masks))  # the head computes no more
+            assert len(row.labels) == len(row.logit_positions) == sum(map(sum, masks))  # the head computes no more
         if shares:
             assert_same(streamed(policy, sequences), expected)
 

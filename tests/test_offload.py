@@ -18,7 +18,7 @@ from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
 from cohort.plan.layout import check_cpu_offload, check_resharding
 from cohort.policy import load_tokenizer
-from cohort.policy.masters import Masters
+from cohort.policy.masters import MasterWeights
 from rank_engine import OPTIMIZERS
 from rank_offload import make_engine, run_resumed, run_saved, run_trajectory, update
 from selection import mostly_slow
@@ -38,10 +38,10 @@ def test_fifty_steps_are_the_same_bit_for_bit(name: str):
     groups = ({"match": "head.*", "learning_rate_factor": 0.5, "weight_decay": 0.2},)
     config = type(OPTIMIZERS[name]).model_validate({**dict(OPTIMIZERS[name]), "groups": groups})
     plain, moved = Model(width=64), Model(width=64)
-    masters = Masters(moved, torch.float32)
+    masters = MasterWeights(moved, torch.float32)
     with torch.compiler.set_stance("force_eager"):
         expected = train(plain, Optimizers(plain, config), 50)
-        assert train(moved, Optimizers(moved, config, masters=masters), 50) == expected
+        assert train(moved, Optimizers(moved, config, master_weights=masters), 50) == expected
     assert expected[-1] < 0.5 * expected[0]
     for name, weight, master in masters.pairs():
         assert torch.equal(weight, weights_of(plain)[name]) and torch.equal(master, weight), name
@@ -52,8 +52,8 @@ def test_bfloat16_copies_of_float32_masters_follow_float32():
     ends, losses = {}, {}
     for way, dtype in (("float32", torch.float32), ("masters", torch.float32), ("neither", torch.bfloat16)):
         model = Model(width=64, dtype=dtype)
-        masters = Masters(model, torch.bfloat16) if way == "masters" else None
-        losses[way] = train(model, Optimizers(model, AdamwConfig(), masters=masters), 50, learning_rate=3e-4)
+        masters = MasterWeights(model, torch.bfloat16) if way == "masters" else None
+        losses[way] = train(model, Optimizers(model, AdamwConfig(), master_weights=masters), 50, learning_rate=3e-4)
         ends[way] = weights_of(masters.tree if masters else model)["body.weight"].float()
     gone = (ends["float32"] - weights_of(Model(width=64))["body.weight"]).norm()
     error = {way: ((end - ends["float32"]).norm() / gone).item() for way, end in ends.items()}
@@ -85,8 +85,8 @@ class Late:
 def test_copies_may_be_as_late_as_they_like(monkeypatch: pytest.MonkeyPatch, waits: bool, is_right: bool):
     """A stand-in for streams, which only GPUs have. Negative control: updates that do not wait for gradients."""
     plain, moved = Model(width=16), Model(width=16)
-    masters = Masters(moved, torch.float32)
-    optimizers = Optimizers(moved, AdamwConfig(), masters=masters)
+    masters = MasterWeights(moved, torch.float32)
+    optimizers = Optimizers(moved, AdamwConfig(), master_weights=masters)
     pairs = [(weight, master) for _, weight, master in masters.pairs()]
     late = HostUpdates(pairs, make_lane=lambda device: Late(device, waits=waits))
     for slot in (*late._gradients, *late._copies):

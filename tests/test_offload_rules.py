@@ -20,7 +20,7 @@ from cohort.errors import OutOfStepError, UserError
 from cohort.launch import local
 from cohort.plan.layout import check_cpu_offload
 from cohort.policy import LoadRequest, load_policy, load_tokenizer, saved_bytes
-from cohort.policy.masters import Masters
+from cohort.policy.masters import MasterWeights
 from cohort.trainer import run, setup
 from rank_engine import CPU, STEPS, step_sequences
 from rank_offload import make_engine
@@ -72,7 +72,7 @@ def stored_bytes(folder: Path) -> int:
 def test_a_saved_folder_is_as_large_as_foreseen(folder: str, tmp_path: Path, model: dict[str, Any], offload: bool):
     config = ModelConfig(path=folder, **model)
     tokenizer = load_tokenizer(config)
-    policy = load_policy(LoadRequest(config, device=CPU, tokenizer=tokenizer, masters_on_host=offload))
+    policy = load_policy(LoadRequest(config, device=CPU, tokenizer=tokenizer, offload_master_weights=offload))
     save_model(policy, tokenizer, tmp_path)
     assert saved_bytes(policy) == stored_bytes(tmp_path) > 0
 
@@ -111,7 +111,7 @@ def test_weights_of_several_dtypes_are_updated_each_in_its_own():
 
 def test_gradients_are_as_wide_as_each_master():
     model = nn.ModuleDict({"narrow": nn.Linear(2, 2).bfloat16(), "wide": nn.Linear(2, 2)})
-    masters = Masters(model, torch.bfloat16)
+    masters = MasterWeights(model, torch.bfloat16)
     assert {name: p.grad_dtype for name, p, _ in masters.pairs()} == {
         "narrow.weight": torch.bfloat16,
         "narrow.bias": torch.bfloat16,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cohort.batch import MicroBatch
 from cohort.packing import collate, pack
 from cohort.records import TrainSequence
-from cohort.segments import ROOT, Segments, Stretches, lay_out
+from cohort.segments import NO_PARENT, AttentionMetadata, PaddedBlock, build_attention_metadata
 from selection import examples
 from tiny import random_sequences
 
@@ -24,14 +24,14 @@ def test_whole_sequences_by_hand():
     assert row.input_ids.tolist() == [*first.token_ids[:4].tolist(), *second.token_ids[:2].tolist()]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
     assert row.logit_positions.tolist() == [1, 2, 3, 4, 5]
-    assert row.targets.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
+    assert row.labels.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
     assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1]
     for field in ("advantages", "sampling_logprobs", "loss_weights"):
         assert getattr(row, field).tolist() == [*getattr(first, field)[2:], *getattr(second, field)[1:]]
-    (own,) = row.segments.blocks.own
+    (own,) = row.attn_metadata.padded.causal
     assert own.positions.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
-    assert own.padding.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
-    assert row.segments.blocks.shared == ()
+    assert own.padding_mask.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    assert row.attn_metadata.padded.prefix == ()
 
 
 def test_shared_prompts_by_hand():
@@ -44,18 +44,18 @@ def test_shared_prompts_by_hand():
     assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 3, 0, 1, 2]
     # the prompt's last position predicts the first token of each of its completions
     assert row.logit_positions.tolist() == [0, 3, 4, 5, 8, 9, 3, 6, 3]
-    (own,), (block,) = row.segments.blocks.own, row.segments.blocks.shared
+    (own,), (block,) = row.attn_metadata.padded.causal, row.attn_metadata.padded.prefix
     assert own.positions.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5], [6, 6, 6], [7, 8, 9]]
-    assert (block.branches.starts, block.branches.lengths) == ((4,), (3,))
-    assert (block.roots.starts, block.roots.lengths) == ((1,), (3,))
+    assert (block.queries.starts, block.queries.lengths) == ((4,), (3,))
+    assert (block.keys.starts, block.keys.lengths) == ((1,), (3,))
 
 
 def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
     row = collate([], share_prompts=True)
     assert row.input_ids.shape == row.position_ids.shape == (1,)
-    of_loss_tokens = (row.logit_positions, row.targets, row.sampling_logprobs, row.advantages, row.loss_weights)
+    of_loss_tokens = (row.logit_positions, row.labels, row.sampling_logprobs, row.advantages, row.loss_weights)
     assert [len(x) for x in (*of_loss_tokens, row.sequence_ids)] == [0] * 6
-    assert row.logit_positions.dtype == row.targets.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
+    assert row.logit_positions.dtype == row.labels.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
 
 
 @examples(100)
@@ -94,10 +94,10 @@ def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget: int, layout: 
 
 def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence, ...]) -> None:
     """A source is the token before its target, at its position; and it sees exactly those before it."""
-    sees = visible(row.segments)
+    sees = visible(row.attn_metadata)
     for i, s in enumerate(sequences):
         mine = row.sequence_ids == i
-        np.testing.assert_array_equal(row.targets[mine].numpy(), s.token_ids[s.loss_mask])
+        np.testing.assert_array_equal(row.labels[mine].numpy(), s.token_ids[s.loss_mask])
         np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights[s.loss_mask])
         last = np.flatnonzero(s.loss_mask) - 1
         np.testing.assert_array_equal(row.position_ids[row.logit_positions[mine]].numpy(), last)
@@ -106,28 +106,28 @@ def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence
             np.testing.assert_array_equal(row.position_ids[sees[source]].numpy(), np.arange(position + 1))
 
 
-def visible(segments: Segments) -> list[list[int]]:
+def visible(attn_metadata: AttentionMetadata) -> list[list[int]]:
     """For each token of a row the positions that it attends to, as attention reads the segments. Prefix: -P .. -1."""
-    row = torch.arange(segments.num_tokens)
+    row = torch.arange(attn_metadata.num_tokens)
     sees: list[list[int]] = [[] for _ in row]
-    for own in segments.blocks.own:
+    for own in attn_metadata.padded.causal:
         for b, tokens in enumerate(without_padding(own, row)):
             assert tokens == list(range(own.starts[b], own.starts[b] + own.lengths[b]))
             for i, token in enumerate(tokens):
                 assert not sees[token]  # each token is taken once
                 sees[token] = tokens[: i + 1]
-    for block in segments.blocks.shared:
-        prefix = [list(range(-segments.prefix_tokens, 0))]
-        roots = prefix if block.of_prefix else without_padding(block.roots, row)
-        for branches, root in zip(without_padding(block.branches, row), roots, strict=True):
+    for block in attn_metadata.padded.prefix:
+        prefix = [list(range(-attn_metadata.prefix_tokens, 0))]
+        roots = prefix if block.from_cache else without_padding(block.keys, row)
+        for branches, root in zip(without_padding(block.queries, row), roots, strict=True):
             for token in branches:
                 sees[token] = root + sees[token]
     return sees
 
 
-def without_padding(stretches: Stretches, row: torch.Tensor) -> list[list[int]]:
-    taken = stretches.take(row)
-    padding = torch.zeros_like(taken, dtype=torch.bool) if stretches.padding is None else stretches.padding
+def without_padding(block: PaddedBlock, row: torch.Tensor) -> list[list[int]]:
+    taken = block.take(row)
+    padding = torch.zeros_like(taken, dtype=torch.bool) if block.padding_mask is None else block.padding_mask
     return [tokens[~pad].tolist() for tokens, pad in zip(taken, padding, strict=True)]
 
 
@@ -138,15 +138,17 @@ def test_a_token_sees_its_root_and_what_is_before_it_in_its_segment(tree):
     for root_length, branch_lengths in tree:
         root, start = len(lengths), sum(lengths)
         expected += [list(range(start, start + i + 1)) for i in range(root_length)]
-        lengths, roots = [*lengths, root_length], [*roots, ROOT]
+        lengths, roots = [*lengths, root_length], [*roots, NO_PARENT]
         for length in branch_lengths:
             own = sum(lengths)
             prompt = list(range(start, start + root_length))
             expected += [prompt + list(range(own, own + i + 1)) for i in range(length)]
             lengths, roots = [*lengths, length], [*roots, root]
-    segments = lay_out(lengths, roots)
-    assert visible(segments) == expected
-    assert all(len(own.starts) == 1 or max(own.lengths) <= 64 for own in segments.blocks.own)  # padding is bounded
+    attn_metadata = build_attention_metadata(lengths, roots)
+    assert visible(attn_metadata) == expected
+    assert all(
+        len(own.starts) == 1 or max(own.lengths) <= 64 for own in attn_metadata.padded.causal
+    )  # padding is bounded
 
 
 def test_shared_prompts_are_computed_once_where_they_fit():

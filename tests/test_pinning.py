@@ -12,7 +12,7 @@ from torch import nn
 from cohort.distributed import ALONE
 from cohort.engine.offload import HostUpdates, local
 from cohort.policy import pinning, sharding
-from cohort.policy.parking import Parking
+from cohort.policy.parking import OffloadedWeights
 from cohort.policy.pinning import PinnedMemory, PinnedStack, bytes_for
 from rank_offload import make_engine, update
 from tiny import save_model_folder
@@ -47,7 +47,7 @@ class Cudart:
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(pinning, "_forget_error", lambda device: None)
+    monkeypatch.setattr(pinning, "_clear_error", lambda device: None)
     return runtime
 
 
@@ -72,7 +72,7 @@ def test_it_is_pinned_as_it_is_and_until_nobody_has_it(cudart: Cudart):
 
 def test_what_cannot_be_pinned_is_used_as_it_is(cudart: Cudart):
     cudart.status = 2
-    with pytest.warns(UserWarning, match=r"0\.0 GB of host memory cannot be pinned .*error 2"):
+    with pytest.warns(UserWarning, match=r"0\.0 GB of host memory could not be pinned .*error 2"):
         memory = PinnedMemory(64, CUDA)
     assert not cudart.pinned and memory.take([16], torch.float32).sum() == 0
 
@@ -115,7 +115,7 @@ def test_a_parked_model_takes_its_size(cudart: Cudart):
     model["tied"] = model["0"]
     before = {name: x.clone() for name, x in model.state_dict().items()}
     own = sum(p.nbytes for p in model.parameters())
-    parking: Any = Parking(model, CUDA)
+    parking: Any = OffloadedWeights(model, CUDA)
     assert own <= cudart.num_bytes < 1.01 * own
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert model["tied"].weight is model["0"].weight

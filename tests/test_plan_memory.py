@@ -28,7 +28,7 @@ from cohort.plan.adapter import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
 from cohort.plan.work import Workload, critic_workload
-from cohort.policy.adapter import Adapter, AdapterStart
+from cohort.policy.adapter import Adapter, AdapterInit
 from cohort.policy.adapter_folder import adapter_spec
 from rank_engine import OPTIMIZERS
 from selection import examples, slow
@@ -239,7 +239,7 @@ def test_state_is_what_the_optimizer_allocates(name: str, adapted: bool) -> None
     wanted, shape = AdapterConfig(rank=16) if adapted else None, shape_from_config(config, name="small")
     if wanted is not None:
         spec = adapter_spec(ModelConfig(path="m", adapter=wanted), model)
-        Adapter(model, AdapterStart(spec=spec, seed=0, weights=None, reference=None), trainable=True).fill()
+        Adapter(model, AdapterInit(spec=spec, seed=0, weights=None, reference=None), trainable=True).initialize()
     optimizers = Optimizers(model, optim)
     for parameter in (p for p in model.parameters() if p.requires_grad):
         parameter.grad = torch.ones_like(parameter)

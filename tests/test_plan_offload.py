@@ -76,7 +76,7 @@ def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
     engine.optim_step()
     states = engine.state_dict()["optimizer"]["state"].values()
     on_host = sum(x.nbytes for state in states for x in state.values())
-    on_host += sum(p.nbytes for p in engine.policy.masters.tree.parameters())
+    on_host += sum(p.nbytes for p in engine.policy.master_weights.tree.parameters())
     workload = _tiny_work(folder, compute_bytes=2 if mode.startswith("mixed") else 4)
     parts = plan_memory(workload).phases["backward"]
     for part, counted in on_device.items():

@@ -17,7 +17,7 @@ from cohort.packing import collate
 from cohort.plan.quantization import model_bytes
 from cohort.plan.shape import read_shape
 from cohort.policy import LoadRequest, Policy, load_policy
-from cohort.policy.quantization import QuantizedLinear, is_quantized, loading_options, stored_parts, whole
+from cohort.policy.quantization import QuantizedLinear, dequantize, is_quantized, loading_options, storage_tensors
 from test_law_two import LAYOUTS, differences, fast, naive
 from tiny import make_tokenizer, random_sequences, relative_error, save_model_folder
 
@@ -58,7 +58,7 @@ def frozen(policy: Policy) -> str:
     digest = hashlib.sha256()
     for _, parameter in sorted(policy.model.named_parameters()):
         if not parameter.requires_grad:
-            for part in stored_parts(parameter):
+            for part in storage_tensors(parameter):
                 digest.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -69,7 +69,7 @@ def plain_copy(base: Path, quantized: Policy) -> Policy:
     layers = dict(plain.model.named_modules())
     for name, module in quantized.model.named_modules():
         if isinstance(module, QuantizedLinear):
-            layers[name].weight.data.copy_(whole(module.weight, torch.float32))
+            layers[name].weight.data.copy_(dequantize(module.weight, torch.float32))
     return plain
 
 
@@ -126,7 +126,7 @@ def test_nf4_is_its_table_times_its_scales(shape: tuple[int, int], dtype: torch.
     layer.weight = Params4bit(codes, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True)
     x = torch.randn(2, shape[1], dtype=dtype).requires_grad_()
     quantized = QuantizedLinear(layer, dtype)
-    torch.testing.assert_close(whole(quantized.weight, torch.float32), expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(dequantize(quantized.weight, torch.float32), expected, rtol=0.01, atol=0)
     out = quantized(x)
     torch.testing.assert_close(
         out.float(), x.float() @ expected.T, rtol=0.02, atol=0.05 if dtype != torch.float32 else 1e-5
@@ -159,7 +159,7 @@ def test_it_learns_and_frozen_stays_frozen_bit_for_bit(base: Path, kind: str, dt
     assert values[-1] > values[0] + 2
     assert frozen(policy) == before
     weight = next(p for p in policy.model.parameters() if is_quantized(p))
-    stored_parts(weight)[0].view(torch.uint8)[0, 0] ^= 1  # the hash sees one bit
+    storage_tensors(weight)[0].view(torch.uint8)[0, 0] ^= 1  # the hash sees one bit
     assert frozen(policy) != before
 
 
@@ -182,7 +182,7 @@ def test_nothing_of_a_weight_is_kept_for_backward(base: Path, kind: str):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(x).sum().backward()
         assert kept == []
-        torch.testing.assert_close(x.grad, whole(layer.weight, torch.float32).sum(0).expand(3, -1))
+        torch.testing.assert_close(x.grad, dequantize(layer.weight, torch.float32).sum(0).expand(3, -1))
         if kind != "nf4":  # which is why the layer is ours
             nn.functional.linear(x, layer.weight)
             assert max(t.numel() for t in kept) == layer.in_features * layer.out_features
@@ -195,7 +195,7 @@ def test_nothing_of_a_weight_is_kept_for_backward(base: Path, kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_allocated_is_what_is_planned(base: Path, kind: str, dtype: str):
     policy, shape = load(base, kind, dtype=dtype, adapter=False), read_shape(str(base))
-    parts = {part.data_ptr(): part.nbytes for p in policy.model.parameters() for part in stored_parts(p)}
+    parts = {part.data_ptr(): part.nbytes for p in policy.model.parameters() for part in storage_tensors(p)}
     planned = model_bytes(shape, kind, getattr(torch, dtype).itemsize)
     assert sum(parts.values()) == pytest.approx(planned, rel=0.05)
     layers = [m for m in policy.model.modules() if isinstance(m, QuantizedLinear)]
@@ -209,7 +209,7 @@ def test_what_is_allocated_is_what_is_planned(base: Path, kind: str, dtype: str)
 # Files
 
 
-def library_model(base: Path, kind: str) -> Any:
+def load_with_transformers(base: Path, kind: str) -> Any:
     """The model with the library's own quantized layers."""
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **loading_options(kind, CPU, torch.float32))
 
@@ -217,7 +217,7 @@ def library_model(base: Path, kind: str) -> Any:
 def logits_of_both(policy: Policy, library: Any, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the library's model with the policy's adapter, and of the policy."""
     assert policy.adapter is not None
-    policy.adapter.save(folder, policy.adapter.whole_weights())
+    policy.adapter.save(folder, policy.adapter.full_weights())
     wrapped = PeftModel.from_pretrained(library, str(folder)).base_model.model.eval()
     with torch.no_grad():
         ids = torch.arange(2, 30).unsqueeze(0)
@@ -228,7 +228,7 @@ def logits_of_both(policy: Policy, library: Any, folder: Path) -> tuple[torch.Te
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_loads_what_is_saved_on_the_librarys_quantized_model(base: Path, blocks: Path, tmp_path: Path, kind: str):
     base = blocks if kind == "nf4" else base
-    library = library_model(base, kind)
+    library = load_with_transformers(base, kind)
     for module in library.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False  # else codes are packed anew: the next test
@@ -243,5 +243,5 @@ def test_peft_loads_what_is_saved_on_the_librarys_quantized_model(base: Path, bl
 )
 def test_ours_agrees_with_codes_packed_for_avx512_bf16(blocks: Path, tmp_path: Path):
     """There the library evaluates in bfloat16, whatever the compute dtype."""
-    expected, actual = logits_of_both(load(blocks, "nf4"), library_model(blocks, "nf4"), tmp_path)
+    expected, actual = logits_of_both(load(blocks, "nf4"), load_with_transformers(blocks, "nf4"), tmp_path)
     assert 0 < relative_error(actual, expected) < 0.02

@@ -153,5 +153,5 @@ def test_what_does_not_go_with_the_model(tmp_path: Path):
     own = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**own, "quantization_config": {"quant_method": "awq"}}))
     make_tokenizer().save_pretrained(path)
-    with pytest.raises(UserError, match=r"is quantized already \(quantization_config in its config.json: awq\)"):
+    with pytest.raises(UserError, match=r"is already quantized \(quantization_config in config.json: awq\)"):
         read_inputs(config_from_dict(changed(config, model={"path": str(path), "quantization": None})))

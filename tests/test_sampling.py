@@ -214,14 +214,14 @@ def test_prompts_are_computed_in_rows_under_the_budget(monkeypatch: pytest.Monke
     everything = prompts([3, 20, 1, 11, 20, 17])
     expected = generate(make_engine(policy), everything, sampling(), KEY)
     rows = []
-    row_logits = Policy.row_logits
+    packed_logits = Policy.packed_logits
 
     def counted(policy: Policy, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if "segments" in kwargs:
+        if "attn_metadata" in kwargs:
             rows.append(len(input_ids))
-        return row_logits(policy, input_ids, *args, **kwargs)
+        return packed_logits(policy, input_ids, *args, **kwargs)
 
-    monkeypatch.setattr(Policy, "row_logits", counted)
+    monkeypatch.setattr(Policy, "packed_logits", counted)
     monkeypatch.setattr(decoders, "_PREFILL_TOKENS", 32)
     assert tokens_of(generate(make_engine(policy), everything, sampling(), KEY)) == tokens_of(expected)
     assert rows == [20, 20, 17 + 11 + 3 + 1]
@@ -241,8 +241,8 @@ def test_padding_between_prompts_would_be_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_blocks_of_prompts_of_similar_length():
-    assert decoding.similar_lengths([100, 20, 70, 80, 64, 3]) == [[0, 3], [2, 4], [1, 5]]
-    assert decoding.similar_lengths([64, 1, 40]) == [[0, 2, 1]]
+    assert decoding.group_by_length([100, 20, 70, 80, 64, 3]) == [[0, 3], [2, 4], [1, 5]]
+    assert decoding.group_by_length([64, 1, 40]) == [[0, 2, 1]]
 
 
 @pytest.mark.parametrize(
@@ -408,5 +408,5 @@ def test_a_window_that_decoding_would_leave_is_refused():
     keys = (KEY.call(prompt, 0), KEY.call(prompt, 1))
     request = SampleRequest(token_ids=prompt.token_ids, sampling=short, keys=keys)
     assert len(sampler.sample([request])[0]) == 2
-    with pytest.raises(ValueError, match="a sequence of 17 tokens does not fit a window of 16"):
+    with pytest.raises(ValueError, match="a sequence of 17 tokens exceeds the sliding window of 16"):
         sampler.sample([replace(request, sampling=replace(short, max_completion_tokens=20))])

@@ -13,7 +13,7 @@ from cohort.checkpoint import save_model, write_folder_atomically
 from cohort.config.sizes import parse_size
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
-from cohort.policy import Saving, TensorSpec, save_policy
+from cohort.policy import SaveOptions, TensorSpec, save_policy
 from cohort.policy.saving import plan_files
 from cohort.policy.weights import INDEX, SINGLE, stored_weights
 from configs import MINIMAL, message
@@ -43,7 +43,7 @@ def test_a_file_has_as_many_tensors_as_fit():
 def test_a_folder_is_that_of_the_library(tmp_path, dtype):
     model = make_model("qwen3", tie=False, dtype=dtype, num_hidden_layers=11)
     model.save_pretrained(tmp_path / "expected", max_shard_size="20KB")
-    save_policy(policy_of(model), TOKENIZER, tmp_path / "saved", saving=Saving(max_shard_bytes=20_000))
+    save_policy(policy_of(model), TOKENIZER, tmp_path / "saved", save_options=SaveOptions(max_shard_bytes=20_000))
     expected, saved = (stored_weights(tmp_path / name) for name in ("expected", "saved"))
     assert {n: (s.shape, s.stored_dtype) for n, s in saved.items()} == {
         n: (s.shape, s.stored_dtype) for n, s in expected.items()
@@ -64,7 +64,7 @@ def test_saving_takes_no_memory_where_the_weights_are_as_they_are_stored(tmp_pat
     model = make_model("qwen3", tie=False, num_hidden_layers=8)
     total, policy = sum(p.nbytes for p in model.parameters()), policy_of(model)
     with LiveBytes() as live:
-        save_policy(policy, TOKENIZER, tmp_path, saving=Saving(max_shard_bytes=20_000))
+        save_policy(policy, TOKENIZER, tmp_path, save_options=SaveOptions(max_shard_bytes=20_000))
     assert live.most < 0.01 * total
     with LiveBytes() as live:  # negative control: what is gathered at once is counted
         kept = [p.detach().clone() for p in model.parameters()]
@@ -82,10 +82,10 @@ def test_a_full_disk_in_the_third_file_leaves_what_there_was(tmp_path, monkeypat
     write_folder_atomically(tmp_path / "final", lambda folder: save_model(policy, TOKENIZER, folder))
     before = (tmp_path / "final" / SINGLE).read_bytes()
     monkeypatch.setattr(Path, "open", open_on_a_full_disk)
-    with pytest.raises(TrainingError, match=r"final: no space left on the disk. Nothing written earlier is lost"):
+    with pytest.raises(TrainingError, match=r"final: no space left on device. Earlier checkpoints are intact"):
         write_folder_atomically(
             tmp_path / "final",
-            lambda folder: save_model(policy, TOKENIZER, folder, saving=Saving(max_shard_bytes=20_000)),
+            lambda folder: save_model(policy, TOKENIZER, folder, save_options=SaveOptions(max_shard_bytes=20_000)),
         )
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / SINGLE).read_bytes() == before
@@ -98,17 +98,17 @@ def test_an_interrupt_in_a_file_leaves_what_there_was(tmp_path):
         if done > total / 2:
             raise KeyboardInterrupt
 
-    saving = Saving(max_shard_bytes=20_000, on_progress=interrupt)
+    save_options = SaveOptions(max_shard_bytes=20_000, on_progress=interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_folder_atomically(
-            tmp_path / "step-1", lambda folder: save_model(policy, TOKENIZER, folder, saving=saving)
+            tmp_path / "step-1", lambda folder: save_model(policy, TOKENIZER, folder, save_options=save_options)
         )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_is_told_in_bytes_to_the_end(tmp_path):
     policy, told = make_policy(), []
-    save_policy(policy, TOKENIZER, tmp_path, saving=Saving(on_progress=lambda *how: told.append(how)))
+    save_policy(policy, TOKENIZER, tmp_path, save_options=SaveOptions(on_progress=lambda *how: told.append(how)))
     total = sum(p.nbytes for p in policy.model.parameters())
     assert told[-1] == (total, total)
     assert [done for done, _ in told] == sorted({done for done, _ in told})

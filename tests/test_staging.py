@@ -65,7 +65,7 @@ def test_every_tensor_is_what_it_was(number: int):
     row = rows()[number]
     before = list(staging._tensors(row))
     dtypes = [torch.float32 if x.is_floating_point() else x.dtype for x in before]
-    after = staging._by_one_copy(before, dtypes, CPU)
+    after = staging._copy_together(before, dtypes, CPU)
     assert len({x.untyped_storage().data_ptr() for x in after}) == 1
     for x, y, dtype in zip(before, after, dtypes, strict=True):
         assert y.dtype == dtype and torch.equal(x.to(dtype), y) and y.data_ptr() % 16 == 0

@@ -13,7 +13,7 @@ from cohort.config import AlgorithmConfig
 from cohort.engine import TrainEngine
 from cohort.engine.passes import Turn, Work
 from cohort.errors import OutOfStepError
-from cohort.policy import OpenPrompt
+from cohort.policy import SharedPrefix
 from cohort.policy.activations import enable_gradient_checkpointing
 from selection import examples, mostly_slow
 from test_laws import ALGORITHMS, dense_gradient, make_engine, old_logprobs_of, packed_gradient, random_groups
@@ -67,8 +67,8 @@ def test_a_prompt_is_computed_once():
     algorithm, sequences = step()
     (whole,) = pack_for(engine.policy, sequences, 100_000)
     (split,) = pack_for(engine.policy, sequences, 310)
-    assert not whole.streams and len(whole.micro_batches) == 1
-    assert len(split.streams) == 3 and not split.micro_batches
+    assert not whole.split_groups and len(whole.micro_batches) == 1
+    assert len(split.split_groups) == 3 and not split.micro_batches
     results = [engine.forward_backward(batch, algorithm.policy_loss) for batch in (whole, split)]
     assert results[0].num_inputs == results[1].num_inputs < 3 * 310 + sum(map(sum, LENGTHS))
     assert results[1].num_micro_batches > 6
@@ -111,7 +111,7 @@ def test_a_prompt_whose_gradient_is_lost_would_be_noticed(monkeypatch: pytest.Mo
     engine = make_engine(make_policy(dtype=torch.float64))
     algorithm, sequences = step()
     _, expected = packed_gradient(engine, sequences, algorithm, 100_000)
-    monkeypatch.setattr(OpenPrompt, "add", lambda self, branch: None)
+    monkeypatch.setattr(SharedPrefix, "add", lambda self, branch: None)
     _, actual = packed_gradient(engine, sequences, algorithm, 310)
     assert max(relative_error(actual[key], expected[key]) for key in expected) > 0.1
 
@@ -149,7 +149,7 @@ def test_memory_that_runs_out_in_a_part(layer: int, way: str):
     _, expected = dense_gradient(policy, reference, sequences, algorithm)
     engine = make_engine(policy, reference)
     (batch,) = pack_for(engine.policy, sequences, 340)
-    assert len(batch.streams[0]) >= 3
+    assert len(batch.split_groups[0]) >= 3
     old = {s.index: old_logprobs_of(s) for s in sequences}
     with memory_runs_out_once(engine, layer, 30, way) as failed:
         result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
@@ -165,7 +165,7 @@ def test_a_micro_batch_that_becomes_a_stream(way: str):
     _, expected = dense_gradient(policy, reference, sequences, algorithm)
     engine = make_engine(policy, reference)
     (batch,) = pack_for(engine.policy, sequences, 1000)
-    assert not batch.streams
+    assert not batch.split_groups
     module, failed = policy.model.model.layers[0].mlp, []
 
     def check(*args) -> None:

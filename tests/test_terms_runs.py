@@ -111,8 +111,8 @@ def test_a_reference_in_host_memory_comes_to_compute_and_is_unchanged():
     policy, other = make_policy(), make_policy()
     other.model.requires_grad_(False)
     before = {name: weight.clone() for name, weight in other.model.state_dict().items()}
-    other.park()
-    with other.visit():
+    other.offload_weights()
+    with other.on_device():
         (inside,) = {parameter.device for parameter in other.model.parameters()}
         expected = policy.next_token_logits(input_ids=torch.tensor([[5, 6, 7]]))
         assert torch.equal(other.next_token_logits(input_ids=torch.tensor([[5, 6, 7]])), expected)

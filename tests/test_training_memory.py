@@ -54,9 +54,7 @@ def test_gradients_in_forward_without_a_known_head_are_refused(tmp_path: Path, m
         train(config)
     notes = Notes()
     cohort.train(changed(config, train={"gradients_in_forward": False}), display=notes)
-    assert notes.told[:-1] == [
-        "the model computes its full logits, because its head is not a linear layer that is known here"
-    ]
+    assert notes.told[:-1] == ["the model computes full logits, because its head is not a supported linear layer"]
 
 
 @pytest.mark.parametrize(("window", "layout"), [(8, "padded"), (512, "shared")])
@@ -68,7 +66,7 @@ def test_a_run_says_why_its_rows_are_padded(tmp_path: Path, window: int, layout:
     shared = metric(result.run_dir, "prompt_tokens_saved")[0]
     if layout == "padded":
         told, _ = notes.told
-        assert told.startswith("the model is computed in padded rows, because its longest sequence of ")
+        assert told.startswith("the model runs on padded batches, because its longest sequence of ")
         assert told.endswith("tokens is longer than its attention window of 8 tokens") and shared == 0
     else:
         assert len(notes.told) == 1 and shared > 0

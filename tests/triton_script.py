@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.policy import linear_logprobs, linear_loss, logit_tiles, triton_tiles
-from cohort.policy.logit_tiles import LogitTransform, RowGradients, RunningSoftmax
+from cohort.policy.logit_tiles import LogitTransform, OnlineSoftmax, RowGradients
 
 QWEN = 151_936  # token ids, which no block of columns divides
 VOCABULARY = 7000  # a tile has two blocks of columns, the second one partly filled
@@ -24,8 +24,8 @@ def compare(bias: bool, softcap: float | None, entropy: bool) -> None:
     targets = torch.tensor([0, 4999, 5000, 6999, 4096, 17])
     tiles = [(raw[:, ids].contiguous(), targets - ids.start, ids) for ids in (slice(0, 5000), slice(5000, VOCABULARY))]
     results = []
-    for form in (logit_tiles._fold, triton_tiles.fold):
-        running = RunningSoftmax.start(targets, dtype=torch.float32, entropy=entropy)
+    for form in (logit_tiles._update_softmax, triton_tiles.update_softmax):
+        running = OnlineSoftmax.start(targets, dtype=torch.float32, entropy=entropy)
         for tile, columns, ids in tiles:
             before = tile.clone()
             form(tile, running, columns, None if bias_V is None else bias_V[ids], transform)
@@ -37,7 +37,7 @@ def compare(bias: bool, softcap: float | None, entropy: bool) -> None:
     rows = RowGradients(logsumexp, torch.randn(6), entropies, torch.randn(12)[::2] if entropy else None)
     for tile, columns, ids in tiles:
         gradients = [tile.clone(), tile.clone()]
-        for gradient, form in zip(gradients, (logit_tiles._differentiate_, triton_tiles.differentiate_), strict=True):
+        for gradient, form in zip(gradients, (logit_tiles._logits_to_grad_, triton_tiles.logits_to_grad_), strict=True):
             form(gradient, rows, columns, None if bias_V is None else bias_V[ids], transform)
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
 
@@ -88,17 +88,17 @@ def at_vocabularies() -> None:
 
         return kernel
 
-    kernels = SimpleNamespace(TritonError=(), **{name: counted(name) for name in ("fold", "differentiate_")})
+    kernels = SimpleNamespace(TritonError=(), **{name: counted(name) for name in ("update_softmax", "logits_to_grad_")})
     with (
         patch.object(logit_tiles, "_suits_triton", lambda _: True),
         patch.object(logit_tiles, "_triton", lambda: kernels),
     ):
-        logit_tiles.try_triton(torch.device("cpu"), bias=False, softcap=False)
+        logit_tiles.check_triton(torch.device("cpu"), bias=False, softcap=False)
         compare_heads(5, 7, QWEN, 5 * 60_000)  # the last tile is a part of the others
         compare_heads(3, 9, QWEN + 1, 4 * QWEN)  # one tile, with one column in its last block
         compare_heads(7, 5, 8191, 2 * 8191)
     assert logit_tiles.use_triton
-    assert calls.count("fold") > 10 and calls.count("differentiate_") > 10
+    assert calls.count("update_softmax") > 10 and calls.count("logits_to_grad_") > 10
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The records of one step in training.
+"""Records of a training step: batches, micro-batches, and the inputs and outputs of losses.
 
-S input tokens of a micro-batch, T loss tokens (those that are trained), n trajectories of a micro-batch.
+S input tokens of a micro-batch, T loss tokens (those trained on), n trajectories of a micro-batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,83 +9,86 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from cohort.records import TrainSequence
-from cohort.segments import Segments
+from cohort.segments import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Sequences as one row without padding. Those of a group may share its prefix.
+    """A packed row of sequences without padding. Sequences of a group may share its prompt.
 
-    The last token of a sequence predicts nothing and is not an input.
+    The last token of a sequence predicts nothing, so it is not an input.
     """
 
     input_ids: Tensor  # [S] int64
-    position_ids: Tensor  # [S] int64, of each token in its own sequence
-    input_counts: Tensor  # [S] int64, number of sequences that the token is an input of: several in a shared prefix,
-    # 0 in a token that only fills the row
-    segments: Segments  # which tokens attend to which
-    logit_positions: Tensor  # [T] int64, position in the row that predicts loss token t; if the row continues a prefix
-    # computed before, position 0 is the prefix's last token, and the row's own follow
-    targets: Tensor  # [T] int64, ids of the loss tokens
+    position_ids: Tensor  # [S] int64, position of each token in its own sequence
+    input_counts: Tensor  # [S] int64, number of sequences that have the token as input: several in a shared prefix,
+    # 0 for a token that only fills the row
+    attn_metadata: AttentionMetadata  # which tokens attend to which
+    logit_positions: Tensor  # [T] int64, position in the row that predicts loss token t; if the row continues a cached
+    # prefix, position 0 is the last token of the prefix, and those of the row follow
+    labels: Tensor  # [T] int64, token ids of the loss tokens
     sampling_logprobs: Tensor  # [T]
     advantages: Tensor  # [T]
-    loss_weights: Tensor  # [T] fixed over the whole step
-    returns: Tensor  # [T], for a critic; [0] of sequences that have none
-    sequence_ids: Tensor  # [T] int64, 0 .. n - 1: which of the micro-batch's trajectories the token belongs to
+    loss_weights: Tensor  # [T] fixed for the whole step
+    returns: Tensor  # [T], for a critic; [0] if the sequences have none
+    sequence_ids: Tensor  # [T] int64, 0 .. n - 1: trajectory of the micro-batch that the token belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What one rank computes in a step, on the host. Every rank has as many micro-batches; streams come besides."""
+    """One rank's share of a step, on the host. All ranks have the same number of `micro_batches`."""
 
-    micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each under the token budget; an empty one keeps step
-    streams: tuple[tuple[tuple[TrainSequence, ...], ...], ...] = ()  # groups in parts, each under it with its prompt
+    micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each within the token budget; may be empty
+    split_groups: tuple[
+        tuple[tuple[TrainSequence, ...], ...], ...
+    ] = ()  # groups in parts, each under it with its prompt
     micro_batch_tokens: int  # the budget
-    num_trajectories: int  # of the step, over all ranks
-    num_loss_tokens: int  # of the step, over all ranks
-    num_over_budget: int  # sequences, or trajectories kept whole, over the budget; each is alone in its micro-batch
+    num_trajectories: int  # in the step, over all ranks
+    num_loss_tokens: int  # in the step, over all ranks
+    num_over_budget: int  # sequences, or trajectories kept whole, that exceed the budget; each has its own micro-batch
     whole_trajectories: bool = True  # all sequences of a trajectory are in one micro-batch
 
     @property
-    def pieces(self) -> tuple[tuple[TrainSequence, ...], ...]:
-        """What is computed together: micro-batches and parts of streams."""
-        return (*(part for stream in self.streams for part in stream), *self.micro_batches)
+    def all_micro_batches(self) -> tuple[tuple[TrainSequence, ...], ...]:
+        """All micro-batches, those of split groups included."""
+        return (*(part for group in self.split_groups for part in group), *self.micro_batches)
 
     @property
     def sequences(self) -> tuple[TrainSequence, ...]:
-        """All of this rank's."""
-        return tuple(s for piece in self.pieces for s in piece)
+        """All sequences of this rank."""
+        return tuple(s for micro_batch in self.all_micro_batches for s in micro_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One micro-batch at loss time."""
+    """Inputs of a policy loss, for one micro-batch."""
 
-    logprobs: Tensor  # [T] current policy, carries the gradient
-    old_logprobs: Tensor  # [T] the policy at the first update of this rollout
-    sampling_logprobs: Tensor  # [T] the policy that sampled the tokens, as the sampler computed them
-    reference_logprobs: Tensor | None  # [T] the frozen reference; None where the loss has no KL term
-    entropy: Tensor  # [T] in nats, of the current policy's distribution; carries a gradient
+    logprobs: Tensor  # [T] current policy, with gradient
+    old_logprobs: Tensor  # [T] policy at the first update of this rollout
+    sampling_logprobs: Tensor  # [T] policy that sampled the tokens, as computed by the sampler
+    reference_logprobs: Tensor | None  # [T] frozen reference policy; None if the loss has no KL term
+    entropy: Tensor  # [T] in nats, current policy, with gradient
     advantages: Tensor  # [T]
-    sequence_ids: Tensor  # [T] int64, trajectory that a token belongs to, for sequence-level ratios
+    sequence_ids: Tensor  # [T] int64, trajectory of each token, for sequence-level ratios
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueInputs:
-    """One micro-batch at the time of the critic's loss."""
+    """Inputs of the critic's loss, for one micro-batch."""
 
-    values: Tensor  # [T] of the current critic, carry the gradient
-    old_values: Tensor  # [T] of the critic at the first update of this rollout
-    returns: Tensor  # [T] what they are to be
+    values: Tensor  # [T] current critic, with gradient
+    old_values: Tensor  # [T] critic at the first update of this rollout
+    returns: Tensor  # [T] targets of the values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """What a loss returns: a loss per token, not reduced, and numbers to average over the step's tokens."""
+    """Output of a loss: unreduced per-token losses, and metrics to average over the tokens of the step."""
 
     per_token_loss: Tensor  # [T]
     token_metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T], detached
 
 
-# With gradients in forward it gets some consecutive tokens at a time: a token's loss depends on no other's logprob.
+# With `gradients_in_forward` it is called with some consecutive tokens at a time, so the loss of a token must not
+# depend on the logprob of another.
 PolicyLoss = Callable[[LossInputs], LossOutput]

@@ -1,9 +1,9 @@
-"""Checkpoints that are either whole or not there.
+"""Save and load checkpoints atomically.
 
-A checkpoint is a model folder (weights, config, tokenizer) with the trainer's state beside it: `trainer_state.json`,
-the critic's folder where there is one, and the engine's state (the optimizers'; the weights of a reference that
-changes) as torch.distributed.checkpoint writes it, every rank its shards, so that any number of ranks can read it. It
-is written under a temporary name, flushed to disk, and renamed: a kill at any instant leaves the last whole one.
+A checkpoint is a model folder (weights, config, tokenizer) plus the trainer's state: `trainer_state.json`, the critic's
+folder if there is one, and the engine's state (optimizers, and the weights of a reference that changes), sharded by
+torch.distributed.checkpoint, so any number of ranks can load it. It is written under a temporary name, flushed to disk
+and renamed: a kill at any time leaves the previous checkpoint intact.
 """
 
 import errno
@@ -29,46 +29,46 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import TrainingError, UserError
 from cohort.run_files import STATE, Checksums, checkpoints, checksums_of, write_manifest
 
-if TYPE_CHECKING:  # what only looks at checkpoints should not wait for transformers
-    from cohort.policy import Critic, Policy, Saving
+if TYPE_CHECKING:  # code that only inspects checkpoints should not import transformers
+    from cohort.policy import Critic, Policy, SaveOptions
 
 _OPTIMIZER = "optimizer"
 _DISK_ERRORS = {
-    errno.ENOSPC: ("no space left on the disk", "free some space"),
-    errno.EDQUOT: ("no space left on the disk", "free some space"),
-    errno.EFBIG: ("the file is larger than this process may write", "raise the limit (ulimit -f)"),
-    errno.EROFS: ("the file system has become read-only", "make it writable"),
-    errno.EACCES: ("there is no permission to write here any more", "give it back"),
-    errno.ENOENT: ("its folder is gone", "put it back"),
-    errno.EIO: ("the disk does not take it (input/output error)", "look at the disk"),
-    errno.ESTALE: ("the network file system has lost it", "mount it again"),
+    errno.ENOSPC: ("no space left on device", "free some space"),
+    errno.EDQUOT: ("no space left on device", "free some space"),
+    errno.EFBIG: ("file size limit exceeded", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("the file system is read-only", "make it writable"),
+    errno.EACCES: ("permission denied", "restore write permission"),
+    errno.ENOENT: ("the folder no longer exists", "restore it"),
+    errno.EIO: ("input/output error", "check the disk"),
+    errno.ESTALE: ("stale network file handle", "remount the file system"),
 }
-CRITIC = "critic"  # its folder in a checkpoint's
-_WRITING = ".writing-"  # before the name of a folder that is not whole yet
+CRITIC = "critic"  # subfolder of the critic in a checkpoint
+_WRITING = ".writing-"  # name prefix of an unfinished folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What a run must remember besides weights and optimizer."""
+    """State of a run besides weights and optimizers, saved as JSON."""
 
     steps_done: int
-    data: Mapping[str, Any]  # the prompt stream's state
-    pending: Sequence[Mapping[str, int]]  # prompts that were taken from it and not trained on yet, see `Prefetcher`
+    data: Mapping[str, Any]  # position in the dataset
+    pending: Sequence[Mapping[str, int]]  # prompts taken but not trained on yet, see `Prefetcher`
     num_tokens: int  # prompt and completion tokens trained on so far
-    seconds: float  # wall time so far
-    micro_batch_tokens: int  # the budget as it was found, or halved when memory ran out
-    micro_batch_tokens_wanted: int | Literal["auto"]  # what the configuration said
-    processes: int  # that it was found with
-    control: Mapping[str, Any]  # of the loss's coefficients, see `Control`
+    seconds: float  # wall-clock time so far
+    micro_batch_tokens: int  # token budget as measured, or halved after out-of-memory
+    micro_batch_tokens_wanted: int | Literal["auto"]  # as configured
+    processes: int  # the number of ranks it was measured with
+    control: Mapping[str, Any]  # state of adaptive coefficients, see `Control`
 
 
 def save_model(
-    policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE, saving: "Saving | None" = None
+    policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE, save_options: "SaveOptions | None" = None
 ) -> None:
-    """Write a model folder, or an adapter's, as `policy.save_policy` does."""
+    """Save a model or adapter folder, see `policy.save_policy`."""
     from cohort.policy import save_policy
 
-    save_policy(policy, tokenizer, folder, ranks, saving)
+    save_policy(policy, tokenizer, folder, ranks, save_options)
 
 
 def save_checkpoint(
@@ -81,72 +81,73 @@ def save_checkpoint(
     state: TrainerState,
     keep: int,
     ranks: Ranks = ALONE,
-    saving: "Saving | None" = None,
+    save_options: "SaveOptions | None" = None,
 ) -> Path:
-    """Write `root/step-N` and delete all but the last `keep` checkpoints. Every rank takes part.
+    """Write `root/step-N` and delete all but the last `keep` checkpoints. Called on every rank.
 
     Raises:
-        TrainingError: the disk is full; earlier checkpoints are untouched.
+        TrainingError: writing failed, e.g. the disk is full; earlier checkpoints are intact.
     """
 
     def write(folder: Path) -> None:
         with disk_errors(folder):
             _save_engine_state(engine_state, folder / _OPTIMIZER, ranks)
-            save_model(policy, tokenizer, folder, ranks, saving)
+            save_model(policy, tokenizer, folder, ranks, save_options)
             if critic is not None:
-                save_model(critic, tokenizer, folder / CRITIC, ranks, saving)
+                save_model(critic, tokenizer, folder / CRITIC, ranks, save_options)
             if ranks.is_first:
                 (folder / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-            checksums = ranks.gather(_flushed(folder, ranks))
+            checksums = ranks.gather(_flush_own_files(folder, ranks))
             if checksums is not None:
                 write_manifest(folder, {name: found for own in checksums for name, found in own.items()})
 
-    def write_first(folder: Path) -> None:
-        others_know.append(ranks.broadcast(folder))
+    def announce_and_write(folder: Path) -> None:
+        announced.append(ranks.broadcast(folder))
         write(folder)
 
     final = root / f"step-{state.steps_done}"
     if not ranks.is_first:
-        told: Path | None = ranks.broadcast()
-        if told is not None:
-            write(told)
+        folder: Path | None = ranks.broadcast()
+        if folder is not None:
+            write(folder)
         return final
-    others_know: list[Path] = []
+    announced: list[Path] = []
     try:
-        write_folder_atomically(final, write_first)
+        write_folder_atomically(final, announce_and_write)
     except BaseException:
-        if not others_know:
-            ranks.broadcast(None)  # there is nowhere to write to, and they are waiting to be told where
+        if not announced:
+            ranks.broadcast(None)  # release the other ranks: there is no folder to write to
         raise
     for old in checkpoints(root)[:-keep]:
-        # renamed first: a half-deleted folder must not look like a checkpoint
-        doomed = old.with_name(f".deleting-{old.name}")
-        old.rename(doomed)
-        shutil.rmtree(doomed)
+        # rename first: a half-deleted folder must not look like a checkpoint
+        deleting = old.with_name(f".deleting-{old.name}")
+        old.rename(deleting)
+        shutil.rmtree(deleting)
     return final
 
 
 def load_trainer_state(folder: Path) -> TrainerState:
-    """The state saved with a checkpoint.
+    """Load the trainer state of a checkpoint.
 
     Raises:
-        UserError: it was written by another version.
+        UserError: it was written by an incompatible version.
     """
     saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
     known = {f.name for f in fields(TrainerState)}
     if saved.keys() != known:
         raise UserError(
-            f"run.dir: {str(folder)!r} was written by another version of Cohort "
-            f"(it differs in {', '.join(sorted(saved.keys() ^ known))}); go on with that version, or give a new run.dir"
+            f"run.dir: {str(folder)!r} was written by an incompatible version of Cohort "
+            f"(different fields: {', '.join(sorted(saved.keys() ^ known))}). Resume with that version, or set a new "
+            f"run.dir"
         )
     return TrainerState(**saved)
 
 
 def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Fill `state`, of the same structure as what was saved, from a checkpoint. Every rank reads its shards.
+    """Load the engine's state into `state`, which has the structure of what was saved. Each rank reads its shards.
 
     Raises:
-        UserError: its files cannot be read. Where the checkpoint has a manifest that was found out before.
+        UserError: the files cannot be read. (With a manifest, damage is found before.)
     """
     try:
         with _checkpointing():
@@ -158,13 +159,13 @@ def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE)
             )
     except (AssertionError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(
-            f"run.dir: {str(folder)!r} is damaged: the optimizer's state cannot be read ({error}). Move it elsewhere "
-            f"to go on from the checkpoint before it"
+            f"run.dir: {str(folder)!r} is damaged: cannot read the optimizer state ({error}). Move the folder away "
+            f"to resume from the previous checkpoint"
         ) from error
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what a killed run left half-written or half-deleted."""
+    """Delete files and folders that a killed run left half-written or half-deleted."""
     for leftover in (*root.glob(f"{_WRITING}*"), *root.glob(".deleting-*")):
         shutil.rmtree(leftover)
     for leftover in root.glob(".*.partial"):
@@ -172,10 +173,10 @@ def remove_leftovers(root: Path) -> None:
 
 
 def write_folder_atomically(final: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a temporary folder beside `final`, flush it to disk and rename it to `final`.
+    """Call `write` with a temporary folder, flush that to disk and rename it to `final`.
 
     Raises:
-        TrainingError: the disk is full; nothing is left behind.
+        TrainingError: writing failed, e.g. the disk is full; nothing is left behind.
     """
     temporary = final.with_name(f"{_WRITING}{final.name}")
     if temporary.exists():
@@ -197,10 +198,10 @@ def write_folder_atomically(final: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def write_file_atomically(final: Path) -> Iterator[Path]:
-    """Give a path to write to; what is there afterwards is flushed to disk and takes the place of `final`.
+    """Yield a temporary path to write to, then flush it to disk and rename it to `final`.
 
     Raises:
-        TrainingError: the disk is full; `final` is as before.
+        TrainingError: writing failed, e.g. the disk is full; `final` is unchanged.
     """
     partial = final.with_name(f".{final.name}.partial")
     try:
@@ -217,22 +218,22 @@ def write_file_atomically(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a disk that does not take `path`, or what becomes `path`, into an error that says what to do."""
+    """Turn errors of the file system while writing `path` into a `TrainingError` that says what to do."""
     try:
         yield
     except TrainingError:
         raise
     except Exception as error:
-        # safetensors, tokenizers and torch have error types of their own
-        said = (n for n in _DISK_ERRORS if os.strerror(n) in str(error))
-        number = getattr(error, "errno", None) or next(said, None)
+        # safetensors, tokenizers and torch have their own error types
+        from_text = (n for n in _DISK_ERRORS if os.strerror(n) in str(error))
+        number = getattr(error, "errno", None) or next(from_text, None)
         final = path.with_name(path.name.removeprefix(_WRITING))
         if number not in _DISK_ERRORS or (number == errno.ENOENT and final.parent.exists()):
             raise
         what, advice = _DISK_ERRORS[number]
         raise TrainingError(
-            f"{final}: {what}. Nothing written earlier is lost: {advice} and run the same command again to go on from "
-            f"the last checkpoint"
+            f"{final}: {what}. Earlier checkpoints are intact: {advice} and run the same command again to resume from "
+            f"the last one"
         ) from error
 
 
@@ -247,13 +248,13 @@ def _save_engine_state(state: Mapping[str, Any], folder: Path, ranks: Ranks) -> 
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Tells the other ranks what really stopped it, a full disk or an interrupt.
+    """A writer that reports the root cause of a failed write, such as a full disk or an interrupt.
 
-    On its way out of a failed write, `torch.save` complains about positions in the file, and the cause is behind that.
+    `torch.save` raises an error about file positions on top of it.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what the plan says."""
+        """Write the data of `plan`."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -262,9 +263,9 @@ class _Writer(dcp.FileSystemWriter):
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Raise what a rank raised, the same on every rank, and not torch's wrapper around it, which is no `Exception`.
+    """Re-raise the original error of a failed rank on every rank instead of torch's wrapper, which is no `Exception`.
 
-    One process is a choice here and no mistake to warn of.
+    Also silence the warning that torch.distributed is not initialized: with one process that is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -275,9 +276,9 @@ def _checkpointing() -> Iterator[None]:
             raise error from wrapper
 
 
-def _flushed(folder: Path, ranks: Ranks) -> Checksums:
-    """The checksums of the files in a checkpoint's folder that this rank has written, which are on the disk then."""
-    others = re.compile(rf"__(?!{ranks.rank}_)\d+_.*")  # as torch.distributed.checkpoint names the ranks' files
+def _flush_own_files(folder: Path, ranks: Ranks) -> Checksums:
+    """Flush the files of a checkpoint that this rank has written, and return their checksums."""
+    others = re.compile(rf"__(?!{ranks.rank}_)\d+_.*")  # file names of torch.distributed.checkpoint
     own = re.compile(rf"__{ranks.rank}_.*")
     files = [
         path

@@ -1,4 +1,4 @@
-"""Many small tensors from the host to a device by one copy."""
+"""Move a record of many small tensors to a device in a single copy."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -7,32 +7,32 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes at which each tensor begins, so that all of them can be read as what they are
+_ALIGNED = 16  # bytes; alignment of each tensor, enough for every dtype
 T = TypeVar("T")
 
 
 def to_device(record: T, device: torch.device, dtype: torch.dtype | None = None) -> T:
-    """A frozen dataclass or tuple with all tensors in it on a device, however deep they are in such.
+    """Return a copy of a (nested) frozen dataclass or tuple with all its tensors on `device`.
 
-    On another device they are views of one tensor. It comes from a pinned buffer of its own, which PyTorch gives to
-    nobody else before the copy is done; so nothing waits.
+    On a GPU they are views of one tensor, copied asynchronously from a pinned buffer. PyTorch does not reuse the buffer
+    before the copy is done, so nothing waits.
 
     Args:
-        record: its tensors are on the host.
-        device: that they go to; nothing is copied to the host itself.
-        dtype: of real numbers; None leaves them as they are.
+        record: with tensors on the host.
+        device: destination; for the CPU nothing is copied.
+        dtype: cast floating-point tensors to it; None keeps theirs.
     """
     tensors = list(_tensors(record))
     dtypes = [dtype if dtype is not None and x.is_floating_point() else x.dtype for x in tensors]
     if device.type == "cpu":
         moved = [x.to(wanted) for x, wanted in zip(tensors, dtypes, strict=True)]
     else:
-        moved = _by_one_copy(tensors, dtypes, device)
-    placed: T = _with(record, iter(moved))
+        moved = _copy_together(tensors, dtypes, device)
+    placed: T = _replace_tensors(record, iter(moved))
     return placed
 
 
-def _by_one_copy(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
+def _copy_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
     starts, end = [], 0
     for x, dtype in zip(tensors, dtypes, strict=True):
         starts.append(end)
@@ -51,7 +51,7 @@ def _by_one_copy(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], devic
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in it, in the order of fields."""
+    """Yield all tensors of a nested record, in field order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -62,12 +62,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with other tensors, in the order of `_tensors`."""
+def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return `value` with its tensors replaced, in the order of `_tensors`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, tuple):
-        return tuple(_with(item, tensors) for item in value)
+        return tuple(_replace_tensors(item, tensors) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _with(getattr(value, field.name), tensors) for field in fields(value)})
+        return replace(
+            value, **{field.name: _replace_tensors(getattr(value, field.name), tensors) for field in fields(value)}
+        )
     return value

@@ -8,7 +8,7 @@ from serving import SIZES, Server, options_for, serving_model, start
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import tiny
-from cohort.policy import Saving, save_policy
+from cohort.policy import SaveOptions, save_policy
 from cohort.rollout.vllm.server import ServerProcess
 from selection import mostly_slow
 
@@ -28,7 +28,7 @@ def experts() -> torch.nn.Module:
 def test_its_logprobs_are_the_models_own(tmp_path: Path, vllm_python: str, kind: str):
     model = experts() if kind == "experts" else serving_model(tie=kind == "tied")
     folder = tmp_path / "saved"
-    save_policy(tiny.policy_of(model), tiny.make_tokenizer(), folder, saving=Saving(max_shard_bytes=50_000))
+    save_policy(tiny.policy_of(model), tiny.make_tokenizer(), folder, save_options=SaveOptions(max_shard_bytes=50_000))
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
     process = ServerProcess(options_for(vllm_python, folder), log_file=tmp_path / "server.log")
     try:

@@ -36,10 +36,10 @@ from cohort.plan.presets import PRESETS
 from cohort.plan.shape import shape_from_config
 from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs
 from cohort.policy.activations import prepare_activations
-from cohort.policy.adapter import Adapter, adapter_start
+from cohort.policy.adapter import Adapter, adapter_init
 from cohort.policy.policy import ModelTraits
-from cohort.policy.sharding import Collectives, Sharding
-from cohort.policy.skeleton import empty_model
+from cohort.policy.sharding import CollectiveCounter, Sharding
+from cohort.policy.skeleton import meta_model
 from cohort.records import TrainSequence
 from cohort.staging import to_device
 
@@ -108,7 +108,7 @@ def track_step(
         ):
             assert policy.sharding is not None
             policy.sharding.allocate()
-            policy.sharding.ready()
+            policy.sharding.finalize()
             return _track(policy, to_device(micro_batch, torch.device("cpu"), torch.float32))
 
 
@@ -166,10 +166,10 @@ def _peak(tracker: MemTracker, operation: Callable[[], None]) -> int:
 
 
 def _sharded_policy(config: ModelConfig, kind: type[Policy], reshard_after_forward: bool | int) -> Policy:
-    model = empty_model(config)
+    model = meta_model(config)
     kind.adapt(model)
     if config.adapter is not None:
-        start = adapter_start(config, checkpoint=None, keep_reference=False, seed=0, model=model)
+        start = adapter_init(config, checkpoint=None, keep_reference=False, seed=0, model=model)
         Adapter(model, start, trainable=True)
     model.set_attn_implementation(attention.NAME)
     model.train()
@@ -177,7 +177,7 @@ def _sharded_policy(config: ModelConfig, kind: type[Policy], reshard_after_forwa
     compute_dtype = getattr(torch, config.dtype if config.compute_dtype == "auto" else config.compute_dtype)
     sharding = Sharding(
         model,
-        Collectives(),
+        CollectiveCounter(),
         mesh=Ranks(world_size=dist.get_world_size()).device_mesh("cpu"),
         device=torch.device("cpu"),
         compute_dtype=compute_dtype,

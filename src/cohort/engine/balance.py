@@ -61,7 +61,7 @@ class Balance:
             choices[router] = counts.new_zeros(logits.shape[-1]).index_add_(0, chosen, weights)
             probabilities[router] = counts @ p.double()
 
-        with self._logits.given_to(count):
+        with self._logits.collect_into(count):
             yield
         for mine, new in ((self._choices, choices), (self._probabilities, probabilities)):
             for router, sums in new.items():
@@ -100,7 +100,7 @@ class Balance:
         """The part of the loss of what is computed inside: one tensor [] with its gradient, once that is done."""
         taken: list[Tensor] = []
         losses: list[Tensor] = []
-        with self._logits.given_to(lambda _, logits: taken.append(logits)):
+        with self._logits.collect_into(lambda _, logits: taken.append(logits)):
             yield losses
         counts = self._policy.computed_counts(micro_batch)
         sums = [counts.to(p.dtype) @ p for p in map(_probabilities, taken)]

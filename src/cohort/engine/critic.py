@@ -11,7 +11,7 @@ from torch import Tensor
 from cohort.batch import MicroBatch, ValueInputs
 from cohort.engine.engine import TrainEngine
 from cohort.engine.loss import MicroBatchLoss, PerSequence, PerTokenLoss, joined
-from cohort.policy import Branch, Critic
+from cohort.policy import Critic, PrefixState
 from cohort.records import Estimate, TrainSequence
 
 
@@ -24,10 +24,10 @@ class ValueStepLoss:
     old_values: PerSequence | None  # None: the current critic is the old one
 
     def __call__(
-        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], branch: Branch | None
+        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
     ) -> MicroBatchLoss:
         """Forward pass of a micro-batch, see `StepLoss`."""
-        values = self.policy.values(micro_batch, branch=branch)
+        values = self.policy.values(micro_batch, prefix=prefix)
         old = joined(self.old_values, sequences, micro_batch.loss_weights)
         if old is None:
             old = values.detach()

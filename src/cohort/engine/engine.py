@@ -105,7 +105,7 @@ class TrainEngine:
         self._reference_logprobs: dict[int, Tensor] | None = None
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: Accumulation = (
-            AloneAccumulation(*policy.tables_and_head())
+            AloneAccumulation(*policy.embeddings_and_head())
             if policy.sharding is None
             else ShardedAccumulation(policy.sharding.collectives, ranks.dp_size)
         )
@@ -115,7 +115,9 @@ class TrainEngine:
         self._reference_changes = reference_changes
         self.reference_in_loss = reference is not None and reference_in_loss
         self._reference_forward = None if reference is None else forward_only(reference)
-        self._optimizer = Optimizers(policy.model, optim or AdamwConfig(), masters=policy.masters, seed=config.seed)
+        self._optimizer = Optimizers(
+            policy.model, optim or AdamwConfig(), master_weights=policy.master_weights, seed=config.seed
+        )
         coefficient = config.router_aux_loss_coef
         self._balance = Balance(policy, coefficient) if coefficient else None
 

@@ -86,11 +86,11 @@ class ForwardOnly:
                 entropies.update(per_sequence(entropy_T, some))
 
         def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
-            return deque(pack_alone(some, self.policy, self._budget(micro_batch_tokens)).pieces)
+            return deque(pack_alone(some, self.policy, self._budget(micro_batch_tokens)).all_micro_batches)
 
         with ExitStack() as visit:
             with must_fit("while the reference is copied to the GPU; use reference.device: auto with more processes"):
-                visit.enter_context(self.policy.visit())
+                visit.enter_context(self.policy.on_device())
             num_out_of_memory = self._run(compute, packed, packed(sequences), micro_batch_tokens, may_stop)
         return ForwardResult(logprobs=logprobs, entropies=entropies, num_out_of_memory=num_out_of_memory)
 

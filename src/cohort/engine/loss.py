@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.batch import LossInputs, LossOutput, MicroBatch, PolicyLoss
 from cohort.distributed import Ranks
-from cohort.policy import Branch, Policy
+from cohort.policy import Policy, PrefixState
 from cohort.records import TrainSequence
 
 # What is counted, named as the fields of `TrainResult`.
@@ -108,7 +108,7 @@ class AnyStepLoss(Protocol):
         ...
 
     def __call__(
-        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], branch: Branch | None
+        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
     ) -> MicroBatchLoss:
         """Forward pass of a micro-batch, which may go on from a prompt that was computed before."""
         ...
@@ -126,14 +126,14 @@ class StepLoss:
     gradients_in_forward: bool
 
     def __call__(
-        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], branch: Branch | None
+        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
     ) -> MicroBatchLoss:
         """Forward pass of a micro-batch.
 
         Args:
             micro_batch: on the policy's device.
             sequences: that it is made of.
-            branch: the prompt that it goes on from, where that was computed before.
+            prefix: of all sequences of the micro-batch, if it was computed before.
         """
         old = joined(self.old_logprobs, sequences, micro_batch.loss_weights)
         reference = joined(self.reference_logprobs, sequences, micro_batch.loss_weights)
@@ -157,10 +157,10 @@ class StepLoss:
                 sums[name] = sums.get(name, 0.0) + values.sum()
             return micro_batch.loss_weights[tokens] * out.per_token_loss
 
-        if self.gradients_in_forward and len(micro_batch.targets):
-            loss, logprobs = self.policy.loss(micro_batch, token_loss, temperature=self.temperature, branch=branch)
+        if self.gradients_in_forward and len(micro_batch.labels):
+            loss, logprobs = self.policy.loss(micro_batch, token_loss, temperature=self.temperature, prefix=prefix)
         else:
-            logprobs, entropy = self.policy.logprobs(micro_batch, temperature=self.temperature, branch=branch)
+            logprobs, entropy = self.policy.logprobs(micro_batch, temperature=self.temperature, prefix=prefix)
             loss = token_loss(logprobs, entropy, slice(None)).sum()
         old = logprobs.detach() if old is None else old
         differences = (old - micro_batch.sampling_logprobs).abs()

@@ -24,8 +24,8 @@ from cohort.engine.offload import HostUpdates, local
 from cohort.engine.rounding import noise_key, round_at_random
 from cohort.errors import UserError
 from cohort.plan.optimizer import check_optimizer_sharding, state_bytes
-from cohort.policy.masters import Masters
-from cohort.policy.sharding import own_part
+from cohort.policy.masters import MasterWeights
+from cohort.policy.sharding import local_rows
 
 Group = dict[str, Any]  # of a torch optimizer
 
@@ -64,13 +64,15 @@ def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:
 class Optimizers:
     """One or two torch optimizers that are one to whoever uses them."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, *, masters: Masters | None = None, seed: int = 0):
+    def __init__(
+        self, model: nn.Module, config: OptimConfig, *, master_weights: MasterWeights | None = None, seed: int = 0
+    ):
         """For the weights of `model` that have a gradient.
 
         Args:
             model: whose weights are moved. They may be sharded.
             config: the `optim` section.
-            masters: of the model's weights, which are moved in their place.
+            master_weights: of the model; these are updated instead of its weights.
             seed: of stochastic rounding.
 
         Raises:
@@ -80,10 +82,10 @@ class Optimizers:
         tables = _tables(model)
         self._trained = list(named.values())
         self._host: HostUpdates | None = None
-        if masters is not None:
+        if master_weights is not None:
             apart = {name for name, p in named.items() if id(p) in tables}
-            self._host = HostUpdates([(parameter, master) for _, parameter, master in masters.pairs()])
-            model, named = masters.tree, {name: master for name, _, master in masters.pairs()}
+            self._host = HostUpdates([(parameter, master) for _, parameter, master in master_weights.pairs()])
+            model, named = master_weights.tree, {name: master for name, _, master in master_weights.pairs()}
             tables = {id(named[name]) for name in apart}
         self._model, self._config, self._seed = model, config, seed
         self._named = named
@@ -137,7 +139,7 @@ class Optimizers:
             _step_alone(optimizer, group, wide)
             if wide in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(wide)
-            own, first_row = own_part(parameter)
+            own, first_row = local_rows(parameter)
             first = first_row * own[:1].numel()
             round_at_random(local(wide), own, key=noise_key(self._seed, update, name), first=first)
 

@@ -26,7 +26,7 @@ from cohort.engine.balance import Balance
 from cohort.engine.loss import AnyStepLoss, Totals, per_sequence
 from cohort.engine.out_of_memory import NOTHING, TooLarge, is_out_of_memory, must_fit, too_large, too_large_prompt
 from cohort.packing import collate, collate_part, collate_prompt
-from cohort.policy import Collectives, OpenPrompt, Policy
+from cohort.policy import CollectiveCounter, Policy, SharedPrefix
 from cohort.records import IntArray, TrainSequence
 from cohort.staging import to_device
 
@@ -100,7 +100,7 @@ class AloneAccumulation:
 class ShardedAccumulation:
     """FSDP2 reduces each group's gradient over the mesh axis `dp`, which may have one rank, and takes the mean."""
 
-    def __init__(self, collectives: Collectives, dp_size: int):
+    def __init__(self, collectives: CollectiveCounter, dp_size: int):
         self.scale = float(dp_size)
         self._collectives = collectives
 
@@ -110,13 +110,13 @@ class ShardedAccumulation:
 
     def recover(self, compute_nothing: Callable[[], object]) -> None:
         """Issue the rest of the pass's collectives: the other ranks are in the midst of it and need them."""
-        self._collectives.stay_in_step()
+        self._collectives.skip_issued()
         torch.cuda.empty_cache()  # what was gathered is free by now
         compute_nothing()
 
     def behind(self) -> AbstractContextManager[None]:
         """The other ranks do not take part inside."""
-        return self._collectives.left_out()
+        return self._collectives.skip_all()
 
     def start_again(self) -> None:
         """Forget the prompts that are open, and whatever else a pass has left."""
@@ -195,7 +195,7 @@ class Work:
     def __init__(self, batch: TrainBatch):
         self.ran_out = False  # of memory, on this rank
         self._micro_batches = deque(batch.micro_batches)
-        self._streams = deque(map(Stream.of, batch.streams))
+        self._streams = deque(map(Stream.of, batch.split_groups))
         self._is_open = False  # on all ranks or none
         self._has_stream = False  # this rank, of those that are open
         self._parts: deque[Sequences] = deque()  # of it
@@ -256,7 +256,7 @@ class Passes:
         self._policy = loss.policy
         self._accumulation = accumulation
         self._balance = balance
-        self._prompt: OpenPrompt | None = None
+        self._prompt: SharedPrefix | None = None
         self._prompt_tokens = 0  # of the open prompt; 0 where that is nothing in particular
         self._prompt_loss: torch.Tensor | None = None  # of the routers, in the open prompt
 
@@ -309,7 +309,7 @@ class Passes:
         num_completions = sum(map(len, stream.parts)) if stream else 0
         micro_batch = on_device(collate_prompt(prompt, num_completions=num_completions), self._policy)
         with self._routed(micro_batch) as losses:
-            self._prompt = self._policy.open_prompt(micro_batch)
+            self._prompt = self._policy.forward_prefix(micro_batch)
         self._prompt_loss = losses[0] * self._accumulation.scale if losses else None
 
     def _close(self) -> None:
@@ -317,14 +317,14 @@ class Passes:
         self._prompt.backward(self._prompt_loss)
         self._prompt = self._prompt_loss = None
 
-    def _micro_batch(self, sequences: Sequences, prompt: OpenPrompt | None) -> None:
+    def _micro_batch(self, sequences: Sequences, prompt: SharedPrefix | None) -> None:
         """Forward and backward of some sequences, or of none: to stay in step with the other ranks."""
-        branch = None if prompt is None else prompt.branch()
+        prefix = None if prompt is None else prompt.detach()
         share = self._policy.shares_prompts
-        on_host = collate(sequences, share_prompts=share) if branch is None else collate_part(sequences)
+        on_host = collate(sequences, share_prompts=share) if prefix is None else collate_part(sequences)
         micro_batch = on_device(on_host, self._policy)
         with self._routed(micro_batch) as losses:
-            out = self._loss(micro_batch, sequences, branch)
+            out = self._loss(micro_batch, sequences, prefix)
         loss = sum(losses, start=out.loss)
         if loss.requires_grad:
             (loss * self._accumulation.scale).backward()
@@ -332,8 +332,8 @@ class Passes:
         self.totals.add(out.sums, largest=out.largest)
         if sequences:
             self.totals.count(_counts(on_host, sequences, self._policy))
-        if prompt is not None and branch is not None:
-            prompt.add(branch)
+        if prompt is not None and prefix is not None:
+            prompt.add(prefix)
 
     def _routed(self, micro_batch: MicroBatch) -> AbstractContextManager[list[torch.Tensor]]:
         """The loss of the routers of what is computed inside, once that is done; nothing where there is none."""

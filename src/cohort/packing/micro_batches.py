@@ -12,7 +12,7 @@ from torch import Tensor
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.packing.bins import fill_bins
 from cohort.records import IntArray, TrainSequence
-from cohort.segments import PREFIX, ROOT, lay_out
+from cohort.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 
 
 def pack(
@@ -76,7 +76,7 @@ def pack(
     return tuple(
         TrainBatch(
             micro_batches=tuple(map(chosen, micro_batches)),
-            streams=tuple(tuple(map(chosen, parts)) for parts in streams),
+            split_groups=tuple(tuple(map(chosen, parts)) for parts in streams),
             micro_batch_tokens=micro_batch_tokens,
             num_trajectories=num_trajectories,
             num_loss_tokens=num_loss_tokens,
@@ -131,7 +131,7 @@ def collate_part(sequences: Sequence[TrainSequence]) -> MicroBatch:
     row, positions = _Row(), []
     for s in sequences:
         inputs = s.token_ids[s.shared_prefix_tokens : -1]
-        own = 1 + row.positions(row.add(inputs, root=PREFIX)) if len(inputs) else inputs
+        own = 1 + row.positions(row.add(inputs, root=CACHED_PREFIX)) if len(inputs) else inputs
         # in the prefix only the last token predicts one that may be trained
         positions.append(np.concatenate([np.zeros(s.shared_prefix_tokens, dtype=np.int64), own]))
     if not row.inputs:  # one token each after the prefix: all that they need is the prefix's last hidden state
@@ -158,11 +158,13 @@ def _micro_batch(
         input_ids=_joined(row.inputs),
         position_ids=_joined(row.position_ids(prefix_tokens)),
         input_counts=_joined([np.full(len(ids), n) for ids, n in zip(row.inputs, row.counts, strict=True)]),
-        segments=lay_out(
-            [len(ids) for ids in row.inputs], row.roots, prefix_tokens=prefix_tokens if PREFIX in row.roots else 0
+        attn_metadata=build_attention_metadata(
+            [len(ids) for ids in row.inputs],
+            row.roots,
+            prefix_tokens=prefix_tokens if CACHED_PREFIX in row.roots else 0,
         ),
         logit_positions=_joined(logit_positions),
-        targets=_joined([s.token_ids[s.loss_mask] for s in sequences]),
+        labels=_joined([s.token_ids[s.loss_mask] for s in sequences]),
         sampling_logprobs=_joined([s.sampling_logprobs[s.loss_mask] for s in sequences], np.float64),
         advantages=_joined([s.advantages[s.loss_mask] for s in sequences], np.float64),
         loss_weights=_joined([s.loss_weights[s.loss_mask] for s in sequences], np.float64),
@@ -197,7 +199,7 @@ class _Row:
             for ids in inputs
         ]
 
-    def add(self, inputs: IntArray, *, root: int = ROOT, count: int = 1) -> int:
+    def add(self, inputs: IntArray, *, root: int = NO_PARENT, count: int = 1) -> int:
         """Put a segment at the end; its number."""
         self.inputs.append(inputs)
         self.roots.append(root)
@@ -211,7 +213,7 @@ class _Row:
 
     def position_ids(self, prefix_tokens: int) -> list[IntArray]:
         """Each token's position in its own sequence, per segment."""
-        before = {ROOT: 0, PREFIX: prefix_tokens}
+        before = {NO_PARENT: 0, CACHED_PREFIX: prefix_tokens}
         offsets = [before[root] if root in before else len(self.inputs[root]) for root in self.roots]
         return [offset + np.arange(len(ids)) for offset, ids in zip(offsets, self.inputs, strict=True)]
 

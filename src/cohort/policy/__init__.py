@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face model, its logprobs, and its files."""
+"""Policies and critics: load, run and save transformers models."""
 
 from cohort.policy.activations import check_offload
 from cohort.policy.adapter_folder import AdapterSpec, saved_quantization, saved_rank, with_base
@@ -12,24 +12,24 @@ from cohort.policy.model_folder import check_model_folder, load_tokenizer
 from cohort.policy.policy import ModelTraits, Policy
 from cohort.policy.quantization import check_quantization
 from cohort.policy.routers import Router, RouterLogits, find_routers
-from cohort.policy.saving import Saving, save_policy
-from cohort.policy.sharding import Collectives
+from cohort.policy.saving import SaveOptions, save_policy
+from cohort.policy.sharding import CollectiveCounter
 from cohort.policy.skeleton import quiet_transformers
-from cohort.policy.stream import Branch, OpenPrompt
+from cohort.policy.stream import PrefixState, SharedPrefix
 
 __all__ = [
     "AdapterSpec",
-    "Branch",
-    "Collectives",
+    "CollectiveCounter",
     "Critic",
     "LinearLoss",
     "LoadRequest",
     "ModelTraits",
-    "OpenPrompt",
     "Policy",
+    "PrefixState",
     "Router",
     "RouterLogits",
-    "Saving",
+    "SaveOptions",
+    "SharedPrefix",
     "TensorSpec",
     "check_adapter",
     "check_lengths",

@@ -1,9 +1,9 @@
-"""LoRA adapters in a model: few weights that are trained in the place of the model's own, through peft.
+"""LoRA adapters, through peft.
 
-The model's own weights are frozen, in `model.dtype`, and nothing is ever merged into them. An adapter's are float32 (in
-a float64 model float64), whatever the model's are; its products are computed in the dtype of what comes in.
+The base weights are frozen in `model.dtype` and never merged into. Adapter weights are float32 (float64 in a float64
+model); their products are computed in the dtype of the input.
 
-R rank.
+R LoRA rank.
 """
 
 import hashlib
@@ -30,35 +30,38 @@ from cohort.policy.adapter_folder import (
     read_adapter,
 )
 from cohort.policy.fingerprint import BASE_FINGERPRINT
-from cohort.policy.sharding import own_part
+from cohort.policy.sharding import local_rows
 
-_CURRENT, _START = "default", "start"  # peft's names of the adapter that is trained, and of what it started from
+_CURRENT, _START = (
+    "default",
+    "start",
+)  # peft's names for the trained adapter, and for a frozen copy of its initial weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterStart:
-    """An adapter, and the weights that it begins with. Small beside the model: every rank holds it whole."""
+class AdapterInit:
+    """An adapter and its initial weights. Every rank holds all of them: they are small."""
 
     spec: AdapterSpec
-    seed: int  # of new weights
-    weights: dict[str, Tensor] | None  # by name in a saved adapter; None: new ones, which change nothing yet
-    reference: dict[str, Tensor] | None  # of the adapter that the run started from; None: the base alone
+    seed: int  # for new weights
+    weights: dict[str, Tensor] | None  # by name in a saved adapter; None: initialise new ones, a no-op at first
+    reference: dict[str, Tensor] | None  # of the adapter that the run started from; None: reference is the base alone
 
 
 class Adapter:
-    """The adapter of a model, which is added to the model's layers in place."""
+    """A LoRA adapter, added in place to the layers of a model."""
 
-    def __init__(self, model: Any, start: AdapterStart, *, trainable: bool):
-        """Add it, without values yet: `fill` gives them once the model's own weights are there.
+    def __init__(self, model: Any, start: AdapterInit, *, trainable: bool):
+        """Add the adapter with uninitialised weights. Call `initialize` once the base weights are loaded.
 
         Args:
-            model: on any device, the meta device too; its weights are frozen. Layers that it lacks are left out.
-            start: what to add.
-            trainable: whether the adapter is to have gradients.
+            model: on any device, including meta; its weights are frozen. Layers that it lacks are skipped.
+            start: the adapter and its initial weights.
+            trainable: whether the adapter requires gradients.
         """
         self.model = model
         self.spec = start.spec
-        self._values: AdapterStart | None = start  # until they are filled in
+        self._values: AdapterInit | None = start  # until `initialize`
         self._keeps_start = start.reference is not None
         model.requires_grad_(False)
         self._inject(_CURRENT)
@@ -69,7 +72,7 @@ class Adapter:
             tensor.requires_grad_(trainable)
 
     def tensors(self, name: str = _CURRENT) -> dict[str, Tensor]:
-        """The adapter's parameters as they are here, sharded or not, by name in a saved adapter."""
+        """Return the adapter's parameters, sharded or not, by name in a saved adapter."""
         from peft import get_peft_model_state_dict
 
         parameters = dict(self.model.named_parameters())
@@ -77,32 +80,32 @@ class Adapter:
         return {PREFIX + key: tensor for key, tensor in named.items()}
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Give the adapter its first values. The model's own weights are there; of sharded ones every rank calls this.
+    def initialize(self) -> None:
+        """Set the initial weights. The base weights must be loaded. With a sharded model, call on every rank.
 
         Raises:
-            UserError: DoRA is to turn a weight that is 0.
+            UserError: DoRA cannot normalise a row of the base weight that is 0.
         """
         values, self._values = self._values, None
-        assert values is not None, "it has been filled"
+        assert values is not None, "initialize is called once"
         for key, tensor in self.tensors().items():
             saved = values.weights
-            _assign(tensor, self._first_values(key, tensor, values.seed) if saved is None else saved[key])
+            _assign(tensor, self._initial_value(key, tensor, values.seed) if saved is None else saved[key])
         if values.reference is not None:
             for key, tensor in self.tensors(_START).items():
                 _assign(tensor, values.reference[key])
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """The adapter as it is saved, in host memory. Of a sharded one every rank takes part."""
+    def full_weights(self) -> dict[str, Tensor]:
+        """Gather the adapter's weights in host memory, by name in a saved adapter. Call on every rank."""
         own = {key: tensor.detach() for key, tensor in self.tensors().items()}
         return {k: (t.full_tensor() if isinstance(t, DTensor) else t).cpu().contiguous() for k, t in own.items()}
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write what `PeftModel.from_pretrained` loads.
+        """Save the adapter in the format of `PeftModel.from_pretrained`.
 
         Args:
-            folder: made where it is missing.
-            weights: from `whole_weights`.
+            folder: created if missing.
+            weights: from `full_weights`.
         """
         from safetensors.torch import save_file
 
@@ -116,7 +119,7 @@ class Adapter:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The model is what the run started from inside: the base alone, or with the adapter that there was before."""
+        """Context in which the model is the reference: the base, or the base with the initial adapter."""
         was_training = self.model.training
         self.model.eval()
         self._switch(_START if self._keeps_start else None)
@@ -127,7 +130,7 @@ class Adapter:
             self.model.train(was_training)
 
     def _switch(self, name: str | None) -> None:
-        """Compute with this adapter, or with none. peft's own switches change which parameters have gradients too."""
+        """Activate an adapter, or none. (peft's own methods would also change `requires_grad`.)"""
         for layer in self._layers().values():
             layer._disable_adapters = name is None
             layer._active_adapter = [name or _CURRENT]
@@ -135,16 +138,16 @@ class Adapter:
     def _inject(self, name: str) -> None:
         from peft import inject_adapter_in_model
 
-        there = {name for name, _ in self.model.named_modules()}
-        modules = [m for m in self.spec.modules if m in there or f"{m}.base_layer" in there]
+        existing = {name for name, _ in self.model.named_modules()}
+        modules = [m for m in self.spec.modules if m in existing or f"{m}.base_layer" in existing]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tied embeddings, which only matter to those who merge in place
+            warnings.simplefilter("ignore")  # about tied embeddings: they matter only when merging in place
             try:
                 inject_adapter_in_model(
                     _peft_config(self.spec, modules), self.model, adapter_name=name, low_cpu_mem_usage=True
                 )
-            except ValueError as error:  # such as layers of a state-space model, which its kernels read by themselves
-                raise UserError(f"model.adapter.targets: peft refuses them: {error}") from error
+            except ValueError as error:  # e.g. layers of a state-space model, whose kernels read the weights directly
+                raise UserError(f"model.adapter.targets: not supported by peft: {error}") from error
         for layer in self._layers().values():
             _make_parameters(layer, name, dora=self.spec.dora)
 
@@ -153,10 +156,10 @@ class Adapter:
 
         return {name: module for name, module in self.model.named_modules() if isinstance(module, LoraLayer)}
 
-    def _first_values(self, key: str, tensor: Tensor, seed: int) -> Tensor:
-        """What peft begins with: random numbers in the first factor and 0 in the second (in embeddings the reverse).
+    def _initial_value(self, key: str, tensor: Tensor, seed: int) -> Tensor:
+        """Initial value of a parameter as in peft: A is random and B is 0 (for embeddings the reverse).
 
-        They depend on the seed and the name alone, and so not on the number of ranks.
+        It depends on the seed and the name only, not on the number of ranks.
         """
         module, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
         if part in ("B.weight", "embedding_A"):
@@ -167,8 +170,9 @@ class Adapter:
             norms = (squares.full_tensor() if isinstance(squares, DTensor) else squares).sqrt()
             if not norms.all():
                 raise UserError(
-                    f"model.adapter.dora: true: {int((norms == 0).sum())} rows of {module} are 0 and have no "
-                    f"direction; leave {module.rpartition('.')[-1]} out of model.adapter.targets"
+                    f"model.adapter.dora: true needs rows with a direction, but {int((norms == 0).sum())} rows of "
+                    f"{module} "
+                    f"are 0. Remove {module.rpartition('.')[-1]} from model.adapter.targets"
                 )
             return norms
         digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
@@ -181,35 +185,35 @@ class Adapter:
 
 
 class _Linear(nn.Linear):
-    """A factor of an adapter: the weight stays wide, the product has the dtype of what comes in.
+    """A LoRA factor that casts its weight to the dtype of the input.
 
-    peft would make the input wide instead, and keep it for backward beside the one that the model keeps anyway.
+    peft would cast the input to float32 instead, and save that copy for backward.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight.to(input.dtype))
 
 
-def adapter_start(
+def adapter_init(
     config: ModelConfig, *, checkpoint: Path | None, keep_reference: bool, seed: int, model: Any, download: bool = False
-) -> AdapterStart:
-    """What `model.adapter` asks for.
+) -> AdapterInit:
+    """Resolve `model.adapter` to an adapter and its initial weights.
 
     Args:
         config: the `model` section, with an adapter.
-        checkpoint: whose weights the run goes on with.
-        keep_reference: the policy that the run started from will be computed too.
-        seed: of new weights.
-        model: from `empty_model`.
-        download: fetch files of the model that this machine lacks, since they are loaded next.
+        checkpoint: adapter to resume from, if any.
+        keep_reference: also keep the weights that the run started from, for the reference policy.
+        seed: for new weights.
+        model: from `meta_model`.
+        download: fetch missing files of the base model from the hub.
 
     Raises:
-        UserError: it does not go with the model.
+        UserError: the adapter does not fit the model.
     """
     assert config.adapter is not None
     spec = adapter_spec(config, model, download=download)
     given = None if config.adapter.path is None else read_adapter(Path(config.adapter.path), spec, model)
-    return AdapterStart(
+    return AdapterInit(
         spec=spec,
         seed=seed,
         weights=given if checkpoint is None else read_adapter(checkpoint, spec, model, field="run.dir"),
@@ -218,7 +222,7 @@ def adapter_start(
 
 
 def _make_parameters(layer: Any, name: str, *, dora: bool) -> None:
-    """Give the adapter `name` of a layer parameters on the device of the layer's own weight, wide and not trained."""
+    """Create frozen float32 parameters for adapter `name` of a layer, on the device of the base weight."""
     weight = layer.get_base_layer().weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
 
@@ -236,12 +240,12 @@ def _make_parameters(layer: Any, name: str, *, dora: bool) -> None:
     if name in layer.lora_magnitude_vector:
         magnitude = layer.lora_magnitude_vector[name]
         magnitude.weight = empty(magnitude.weight)
-    # DoRA compares norms of weights, which are not to be rounded to the input's 16 bits
+    # DoRA computes norms of weights, which must not be rounded to the 16-bit dtype of the input
     layer.cast_input_dtype_enabled = dora
 
 
 def _peft_config(spec: AdapterSpec, names: Any) -> Any:
-    """As peft describes it, with these layers as targets."""
+    """Return the peft config of an adapter with these target modules."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -257,7 +261,7 @@ def _peft_config(spec: AdapterSpec, names: Any) -> Any:
     )
 
 
-def _assign(tensor: Tensor, whole: Tensor) -> None:
-    """Take this rank's rows of a whole tensor."""
-    rows, first = own_part(tensor)
-    rows.copy_(whole[first : first + len(rows)])
+def _assign(tensor: Tensor, full: Tensor) -> None:
+    """Copy this rank's rows of a full tensor to a (sharded) parameter."""
+    rows, first = local_rows(tensor)
+    rows.copy_(full[first : first + len(rows)])

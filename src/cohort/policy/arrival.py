@@ -1,6 +1,6 @@
-"""How weights arrive in a model: read from its files, tensor after tensor, or with the model as the library loads it.
+"""Load weights tensor by tensor from safetensors, or through transformers.
 
-Of a model on one rank the tensors are whole; of a sharded one every rank gets the rows that it has.
+With a sharded model each rank reads its own rows only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,59 +15,67 @@ from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.policy.policy import Policy
 from cohort.policy.sharding import Sharding
-from cohort.policy.skeleton import VALUE_HEAD, Source, digest, local_weights, match, quiet_transformers, saved_tensors
+from cohort.policy.skeleton import (
+    VALUE_HEAD,
+    WeightSource,
+    local_weights,
+    match_weights,
+    named_saved_tensors,
+    quiet_transformers,
+    sources_digest,
+)
 from cohort.policy.weights import StoredTensor, read_rows
 
 
-def fill_model(model: Any, places: Mapping[str, Source], device: torch.device) -> None:
-    """Give an empty model its weights, one after another, with the model's dtype.
+def load_model_weights(model: Any, sources: Mapping[str, WeightSource], device: torch.device) -> None:
+    """Load the weights of a meta-device model, one tensor at a time, in the dtype of the model.
 
     Args:
-        model: from `empty_model`; it may have lost layers since.
-        places: of at least its tensors; one without a place becomes 0.
-        device: where the weights and the buffers go.
+        model: from `meta_model`; layers may have been removed.
+        sources: by name in the model; a tensor without one becomes 0.
+        device: for weights and buffers.
 
     Raises:
-        UserError: a file ends too early.
+        UserError: a file is truncated.
     """
-    for parameter in model.parameters():  # tied ones once, and they stay tied
+    for parameter in model.parameters():  # tied ones once: they stay tied
         memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, memory)
     model.to(device)
-    _arrive(places, ((name, tensor, 0) for name, tensor in saved_tensors(model)))
+    _read_tensors(sources, ((name, tensor, 0) for name, tensor in named_saved_tensors(model)))
 
 
-def fill_shards(sharding: Sharding, places: Mapping[str, Source], ranks: Ranks) -> None:
-    """Every rank reads its own rows.
+def load_sharded_weights(sharding: Sharding, sources: Mapping[str, WeightSource], ranks: Ranks) -> None:
+    """Load each rank's rows of a sharded model.
 
     Raises:
-        UserError: on rank 0, where any rank could not.
+        UserError: on rank 0, if any rank failed.
         Stopped: on the other ranks then.
     """
     problem = None
     try:
-        _arrive(places, sharding.own_rows())
+        _read_tensors(sources, sharding.local_tensors())
     except UserError as error:
         problem = str(error)
     problems = ranks.gather(problem)
 
-    def tell() -> None:
-        for rank, said in enumerate(problems or []):
-            if said is not None:
-                raise UserError(f"{said} (on rank {rank})")
+    def raise_first() -> None:
+        for rank, message in enumerate(problems or []):
+            if message is not None:
+                raise UserError(f"{message} (on rank {rank})")
 
-    ranks.first(tell)
+    ranks.first(raise_first)
 
 
-def _arrive(places: Mapping[str, Source], rows: Iterable[tuple[str, Tensor, int]]) -> None:
-    """All that is read of a model's weights comes through here.
+def _read_tensors(sources: Mapping[str, WeightSource], rows: Iterable[tuple[str, Tensor, int]]) -> None:
+    """Read tensors from their sources; those without one become 0.
 
     Args:
-        places: where each tensor is stored, by name in the model.
-        rows: of a tensor its name, where its rows go, and the number of the first; stored nowhere, they become 0.
+        sources: by name in the model.
+        rows: name of a tensor, destination of its rows, and the index of the first row.
     """
     for name, into, first_row in rows:
-        source = places.get(name)
+        source = sources.get(name)
         if source is None:
             into.detach().zero_()
         elif isinstance(source, StoredTensor):
@@ -76,29 +84,31 @@ def _arrive(places: Mapping[str, Source], rows: Iterable[tuple[str, Tensor, int]
             source.read_rows(into, first_row)
 
 
-def agreed_places(config: ModelConfig, model: Any, files: str | None, ranks: Ranks) -> dict[str, Source] | None:
-    """Where the weights lie, if every rank sees the files whose digest rank 0 gave; on all ranks or on none.
+def sources_on_all_ranks(
+    config: ModelConfig, model: Any, files: str | None, ranks: Ranks
+) -> dict[str, WeightSource] | None:
+    """Return the weight sources if every rank sees the same files as rank 0, else None on all ranks.
 
-    A rank on a machine without them, as in the cache of a hub, has rank 0 read them for all.
+    They differ if a machine lacks the files, e.g. in its hub cache. Then rank 0 reads for all ranks.
     """
-    places = None
+    sources = None
     if files is not None:
-        with suppress(UserError):  # of the files that rank 0 sees, it has said what is wrong
-            places = match(model, local_weights(config.path))
-    same = places is not None and digest(places) == files
-    return places if ranks.smallest(same) else None
+        with suppress(UserError):  # rank 0 reports damaged files
+            sources = match_weights(model, local_weights(config.path))
+    same = sources is not None and sources_digest(sources) == files
+    return sources if ranks.smallest(same) else None
 
 
-def library_model(kind: type[Policy], config: ModelConfig, **options: Any) -> Any:
-    """The model as the library loads it, as its kind has it; in host memory, unless told otherwise.
+def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: Any) -> Any:
+    """Load the full model with transformers, by default in host memory.
 
     Args:
-        kind: what to make of it.
+        kind: Policy, or Critic, which resources the head.
         config: the `model` section.
-        options: of the library's `from_pretrained`, besides.
+        options: further arguments of `from_pretrained`.
 
     Raises:
-        UserError: it cannot be loaded, or some of its weights are missing from the files.
+        UserError: the model cannot be loaded, or weights are missing from its files.
     """
     from transformers import AutoModelForCausalLM
 
@@ -111,19 +121,21 @@ def library_model(kind: type[Policy], config: ModelConfig, **options: Any) -> An
                 output_loading_info=True,
                 **options,
             )
-    except Exception as error:  # the loader raises many types; all mean the same to the user
-        raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # transformers raises many types of errors
+        raise UserError(
+            f"model.path: {config.path!r}: cannot load the model: {type(error).__name__}: {error}"
+        ) from error
     before = set(model.state_dict())
     kind.adapt(model)
-    gone = before - set(model.state_dict())  # a critic that was saved has no head for tokens
+    gone = before - set(model.state_dict())  # a saved critic has no language-model head
     missing = sorted(set(info["missing_keys"]) - gone)
     if missing:
         raise UserError(
-            f"model.path: {config.path!r}: {len(missing)} weights are missing from its files and would be random: "
+            f"model.path: {config.path!r}: {len(missing)} weights are missing from the files: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         )
     stored = local_weights(config.path)
-    for name, place in model.named_parameters():
-        if name.startswith(f"{VALUE_HEAD}.") and name in stored:  # of a critic, and what it was saved with
-            read_rows(stored[name], place, 0)
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{VALUE_HEAD}.") and name in stored:  # of a saved critic
+            read_rows(stored[name], parameter, 0)
     return model

@@ -1,6 +1,6 @@
-"""A critic: the body of a causal language model, and what it makes of the future instead of the next token.
+"""The critic: the body of a causal language model with a value head.
 
-T loss tokens, H hidden.
+T loss tokens, H hidden size.
 """
 
 from typing import Any
@@ -12,22 +12,22 @@ from cohort.batch import MicroBatch
 from cohort.policy.logprobs import TokenLoss
 from cohort.policy.policy import Policy
 from cohort.policy.skeleton import VALUE_HEAD
-from cohort.policy.stream import Branch
+from cohort.policy.stream import PrefixState
 
 
 class Critic(Policy):
-    """Has a value where a policy has a logprob: at the position that predicts a token, before that token is known.
+    """A value model. It returns a value where a policy returns a logprob: at the position that predicts a token.
 
-    Layouts, shared prompts, streams and sharding are a policy's. It has no vocabulary to sample from.
+    Layouts, shared prefixes and sharding are inherited from the policy. It cannot be sampled from.
     """
 
     @staticmethod
     def adapt(model: Any) -> None:
-        """Put a linear layer H -> 1 in the place of the language-model head. It begins at 0, and so do all values."""
+        """Replace the language-model head by a zero-initialised linear layer H -> 1."""
         weight = model.get_input_embeddings().weight
         hidden_size = model.config.get_text_config().hidden_size
         model.set_output_embeddings(nn.Identity())
-        # an untied head would be saved beside the embedding otherwise, or looked for
+        # otherwise an untied head would be saved, or expected, beside the embedding
         model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}
         head = nn.Linear(hidden_size, 1, dtype=weight.dtype, device=weight.device)
@@ -35,29 +35,29 @@ class Critic(Policy):
         nn.init.zeros_(head.bias)
         model.add_module(VALUE_HEAD, head)
 
-    def values(self, micro_batch: MicroBatch, *, branch: Branch | None = None) -> Tensor:
-        """What the critic expects of the rest of the completion, before each loss token; [T], carries a gradient.
+    def values(self, micro_batch: MicroBatch, *, prefix: PrefixState | None = None) -> Tensor:
+        """Return the value of the state before each loss token, [T], with gradient.
 
         Args:
             micro_batch: on the critic's device.
-            branch: of the prompt that all sequences of the micro-batch go on from, where it was computed before.
+            prefix: of all sequences of the micro-batch, if it was computed before.
         """
-        return self.logprobs(micro_batch, temperature=1.0, entropy=False, branch=branch)[0]
+        return self.logprobs(micro_batch, temperature=1.0, entropy=False, prefix=prefix)[0]
 
     def _logprobs(
-        self, micro_batch: MicroBatch, temperature: float, entropy: bool, branch: Branch | None
+        self, micro_batch: MicroBatch, temperature: float, entropy: bool, prefix: PrefixState | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The values [T], float32 or wider; a temperature and an entropy are of distributions over tokens."""
+        """Return the values [T] in float32 or wider; temperature and entropy do not apply."""
         with self.autocast():
-            hidden_TH = self._outputs(micro_batch, branch)
+            hidden_TH = self._outputs(micro_batch, prefix)
         head = getattr(self.model, VALUE_HEAD)
         wide = torch.promote_types(hidden_TH.dtype, torch.float32)
         return nn.functional.linear(hidden_TH.to(wide), head.weight.to(wide), head.bias.to(wide)).squeeze(-1), None
 
     def _loss(
-        self, micro_batch: MicroBatch, token_loss: TokenLoss, temperature: float, branch: Branch | None
+        self, micro_batch: MicroBatch, token_loss: TokenLoss, temperature: float, prefix: PrefixState | None
     ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("a head of one row has no gradient that is worth making in forward")
+        raise AssertionError("gradients in forward save nothing for a value head")
 
     def _module(self) -> tuple[Any, Any]:
         return self.model.base_model, lambda out: out.last_hidden_state

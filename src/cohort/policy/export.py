@@ -1,4 +1,4 @@
-"""A policy's weights as its saved folder has them, one after another, for it and for whoever samples."""
+"""Stream a policy's full weights under their saved names, for saving and for weight updates of samplers."""
 
 import math
 from collections.abc import Iterator
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cohort.policy.conversion import conversions_of
+from cohort.policy.conversion import weight_conversions
 from cohort.policy.policy import Policy
-from cohort.policy.skeleton import saved_tensors
+from cohort.policy.skeleton import named_saved_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that is announced."""
+    """Name, shape and dtype of a tensor that will be streamed."""
 
-    name: str  # as in a saved model folder
+    name: str  # in a saved model folder
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def weight_specs(policy: Policy, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """What `stream_weights` yields, in its order, without gathering anything."""
+    """Return the specs of what `stream_weights` yields, in order, without gathering weights."""
     specs = []
     for group in _groups(policy, dtype):
         shapes = {name: torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="meta") for name, tensor in group}
@@ -32,43 +32,42 @@ def weight_specs(policy: Policy, dtype: torch.dtype | None = None) -> list[Tenso
 
 
 def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name in a saved model folder, whole; a tied one once. Every rank takes part, to the end.
+    """Yield every full weight by its name in a saved model folder, tied ones once. Exhaust it on every rank.
 
-    Of sharded weights one tensor is gathered at a time, or those that saved tensors are made of together.
+    Sharded weights are gathered one at a time, or together if a saved tensor is made of several.
 
     Args:
-        policy: whose weights.
-        dtype: that floating-point weights are cast to, before they are gathered; None for their own, and where the
-            model has copies of masters, the masters'.
+        policy: to stream the weights of.
+        dtype: cast floating-point weights to it before gathering; None keeps the dtype of the (master) weights.
     """
     with torch.no_grad():
         for group in _groups(policy, dtype):
-            made = _as_saved(policy, {name: _whole(tensor, dtype) for name, tensor in group})
-            while made:  # none is held for longer than whoever takes it needs it
+            made = _as_saved(policy, {name: _full_tensor(tensor, dtype) for name, tensor in group})
+            while made:  # drop each one as soon as it has been consumed
                 name = next(iter(made))
                 yield name, made.pop(name)
 
 
 def saved_bytes(policy: Policy) -> int:
-    """Of the weights in the policy's saved folder: its own, in their masters' dtype, or its adapter's."""
+    """Return the size of the saved weights: of the adapter if there is one, otherwise of the (master) weights."""
     if policy.adapter is not None:
         return sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
     return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in weight_specs(policy))
 
 
 def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
-    """The policy's tensors in the portions in which their names and shapes can be turned into those of a folder.
+    """Yield groups of tensors that are converted to saved tensors together.
 
-    That is each by itself, but where the library made several of one when it loaded them.
+    A group is a single tensor, unless transformers split or merged tensors when loading them.
     """
     from transformers.core_model_loading import WeightConverter, apply_converters
 
-    found = reversed(conversions_of(policy.model))
+    found = reversed(weight_conversions(policy.model))
     converters = [c.reverse_transform() for c in found if isinstance(c, WeightConverter)]
-    masters = policy.masters if dtype is None else None
+    master_weights = policy.master_weights if dtype is None else None
     together: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, held in saved_tensors(policy.model):
-        master = None if masters is None else masters.of(name)
+    for name, held in named_saved_tensors(policy.model):
+        master = None if master_weights is None else master_weights.of(name)
         tensor = held if master is None else master
         stored_name, pattern = apply_converters(name, converters)
         together.setdefault(name if pattern is None else stored_name, []).append((name, tensor))
@@ -76,13 +75,13 @@ def _groups(policy: Policy, dtype: torch.dtype | None) -> Iterator[list[tuple[st
 
 
 def _as_saved(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As `save_pretrained` would name and cut them."""
+    """Convert names and shapes to those of `save_pretrained`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(policy.model, tensors)
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _full_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     cast = tensor.detach().to(_cast(tensor, dtype))
     return cast.full_tensor() if isinstance(cast, DTensor) else cast
 

@@ -1,7 +1,7 @@
-"""Whether an adapter belongs to a base: names and shapes are the same in every fine-tuned copy of a model.
+"""Fingerprints of base models, to check that an adapter is used with the base it was trained on.
 
-A fingerprint is of what a base's files hold and not of where they lie or how many they are, so that a model that is
-moved, copied or saved again in other files stays the same base.
+Names and shapes cannot tell, since they are the same in every fine-tuned copy of a model. A fingerprint depends on the
+weights and not on their path or sharding, so a model that is moved, copied or re-sharded keeps it.
 """
 
 import hashlib
@@ -11,78 +11,79 @@ from cohort.errors import UserError
 from cohort.policy.skeleton import local_weights
 from cohort.policy.weights import StoredTensor
 
-BASE_FINGERPRINT = "base_fingerprint"  # in the metadata of a saved adapter's weights: peft has no place for it
-_MOST_TENSORS, _SAMPLE_BYTES = 512, 4096  # 2 MiB of any model: fine-tuning moves numbers everywhere
+BASE_FINGERPRINT = "base_fingerprint"  # key in the metadata of a saved adapter's weights; peft has no field for it
+_MAX_TENSORS, _SAMPLE_BYTES = 512, 4096  # at most 2 MiB of a model: fine-tuning changes all weights
 
 
 def base_fingerprint(path: str, *, download: bool = False) -> str | None:
-    """A digest of names, shapes and dtypes of a model's weights, and of bytes from the middle of up to 512 of them.
+    """Hash names, shapes and dtypes of a model's weights, and bytes from the middle of up to 512 of them.
 
     Args:
-        path: a folder or an id of a hub.
-        download: fetch from the hub what this machine lacks.
+        path: a model folder or a hub id.
+        download: fetch missing files from the hub.
 
     Returns:
-        32 hexadecimal digits; None where there are no safetensors files here.
+        32 hexadecimal digits; None if there are no safetensors files on this machine.
 
     Raises:
-        UserError: a file is broken or cannot be read.
+        UserError: a file is damaged or cannot be read.
     """
     stored = sorted(local_weights(path, download=download).items())
     if not stored:
         return None
-    described = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, tensor in stored:
-        described.update(f"{name} {tensor.shape} {tensor.stored_dtype}\n".encode())
-    for _, tensor in stored[:: -(-len(stored) // _MOST_TENSORS)]:
-        described.update(_sample(tensor))
-    return described.hexdigest()[:32]
+        sha256.update(f"{name} {tensor.shape} {tensor.stored_dtype}\n".encode())
+    for _, tensor in stored[:: -(-len(stored) // _MAX_TENSORS)]:
+        sha256.update(_sample(tensor))
+    return sha256.hexdigest()[:32]
 
 
 def check_base(
     folder: Path, saved: str | None, named: str | None, *, base: str, fingerprint: str | None, field: str
 ) -> None:
-    """Compare the base that a saved adapter was trained on with the model that it is to be added to.
+    """Check that a saved adapter was trained on this base model.
 
-    What cannot be known passes: an adapter without a fingerprint whose base is not on this machine.
+    Passes if that cannot be determined: the adapter has no fingerprint, and its base is not on this machine.
 
     Args:
         folder: of the adapter.
-        saved: fingerprint of its base; None: it has none, as those of other programs.
-        named: path or id of its base; None: it does not say.
+        saved: fingerprint in the adapter; None if it was saved by another program.
+        named: path or id of the base in the adapter; None if it has none.
         base: path or id of the model.
-        fingerprint: of the model; None: its weights are not here, or in other files.
-        field: that the message begins with.
+        fingerprint: of the model; None if its weights are not on this machine, or not in safetensors.
+        field: configuration key that the message starts with.
 
     Raises:
-        UserError: they are two models.
+        UserError: the adapter was trained on another model.
     """
     if saved is None and named is not None and named != base:
         saved = _known(named)
         if (saved is None or fingerprint is None) and _is_id(named) and _is_id(base):
             raise UserError(
-                f"{field}: {str(folder)!r} is an adapter of {named!r}, and model.path is {base!r}; use "
-                f"model.path={named}, or where both are the same model write {base!r} as base_model_name_or_path into "
-                f"its adapter_config.json"
+                f"{field}: {str(folder)!r} is an adapter for {named!r}, but model.path is {base!r}. Use "
+                f"model.path={named}, or if both are the same model, set base_model_name_or_path to {base!r} in its "
+                f"adapter_config.json"
             )
     if saved is not None and fingerprint is not None and saved != fingerprint:
-        origin = repr(named) if named is not None and named != base else f"what was at {base!r} when it was trained"
+        origin = repr(named) if named is not None and named != base else f"an earlier model at {base!r}"
         use = f"model.path={named}" if named is not None and named != base else "the model it was trained on"
         raise UserError(
-            f"{field}: {str(folder)!r} is an adapter of another model than {base!r}: its base was {origin}, with "
-            f"other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}); use {use}"
+            f"{field}: {str(folder)!r} is an adapter for another model than {base!r}: it was trained on {origin}, "
+            f"which has "
+            f"other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}). Use {use}"
         )
 
 
 def _known(path: str) -> str | None:
     try:
         return base_fingerprint(path)
-    except UserError:  # files that are broken or half copied are no base that can be compared
+    except UserError:  # damaged or partial files: unknown
         return None
 
 
 def _is_id(path: str) -> bool:
-    """Whether it is an id like org/name and no folder."""
+    """Whether `path` is a hub id like org/name rather than a folder."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
 
 
@@ -92,4 +93,4 @@ def _sample(tensor: StoredTensor) -> bytes:
             file.seek(tensor.start + max(0, tensor.num_bytes - _SAMPLE_BYTES) // 2)
             return file.read(min(tensor.num_bytes, _SAMPLE_BYTES))
     except OSError as error:
-        raise UserError(f"model.path: {tensor.file}: cannot be read: {error}") from error
+        raise UserError(f"model.path: {tensor.file}: cannot read it: {error}") from error

@@ -1,4 +1,4 @@
-"""Weights of a model that are left as they are."""
+"""Freeze weights by name (`model.freeze`)."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,18 +8,18 @@ from typing import Any
 from cohort.errors import UserError
 from cohort.policy.routers import find_routers
 
-ROUTERS = "routers"  # in the place of a pattern: those of a mixture of experts
+ROUTERS = "routers"  # special pattern: the routers of a mixture-of-experts model
 
 
 def freeze(model: Any, patterns: Iterable[str]) -> None:
-    """Take the gradient from the weights whose names match: nothing is computed or kept for them.
+    """Freeze the weights whose names match any of the patterns.
 
     Args:
-        model: its weights may have no memory yet.
-        patterns: of `model.freeze`.
+        model: may be on the meta device.
+        patterns: `model.freeze`, with shell-style wildcards.
 
     Raises:
-        UserError: a pattern matches no weight, or nothing is left to train.
+        UserError: a pattern matches nothing, or nothing is left to train.
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
@@ -29,7 +29,7 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
         for name in names:
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
-        raise UserError("model.freeze: nothing is left to train; freeze less")
+        raise UserError("model.freeze: all weights are frozen, nothing is left to train. Freeze less")
 
 
 def _of_routers(model: Any) -> set[str]:
@@ -38,6 +38,6 @@ def _of_routers(model: Any) -> set[str]:
 
 def _hint(pattern: str, names: Iterable[str]) -> str:
     if pattern == ROUTERS:
-        return ", which has no routers; remove it"
+        return ", which has no routers. Remove it"
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
     return f"; nearest: {', '.join(near)}" if near else ""

@@ -1,7 +1,8 @@
-"""What is done with one tile of logits: softmax statistics forward, the gradient in place backward.
+"""Online softmax over tiles of logits, and the gradient of a tile in place.
 
-A tile holds raw logits (hidden states times weights) of t tokens and v consecutive token ids. It is read by `fold` and
-overwritten by `differentiate_`. Both have a plain form, below, and a fused one for GPUs (`triton_tiles.py`).
+A tile holds raw logits (hidden states times weights) of t tokens and v consecutive token ids. `update_softmax` reads it
+and `logits_to_grad_` overwrites it. Both have an eager implementation, below, and a fused one for GPUs
+(`triton_tiles.py`).
 
 T tokens, V vocabulary; t and v of one tile.
 """
@@ -15,19 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cohort.policy.trial import numbers, warn_of, works
+from cohort.policy.trial import kernels_agree, probe_values, warn_fallback
 
-# The plain form goes through a tile in blocks of rows, so that its temporaries stay small and, on a CPU, in cache.
+# The eager implementation processes a tile in blocks of rows, so temporaries stay small and, on a CPU, in cache.
 BLOCK_ELEMENTS = {"cpu": 1 << 18}
-OTHER_BLOCK_ELEMENTS = 1 << 22  # elsewhere a block has to be worth its kernel launches
+OTHER_BLOCK_ELEMENTS = 1 << 22  # on GPUs, blocks must be worth the kernel launches
 
-use_triton = True  # where there is Triton and it works, float32 tiles on CUDA go through its kernels
-_TRITON, _PLAIN = "Triton's kernels for the language-model head", "PyTorch's operations are used"
+use_triton = True  # use Triton, if it works, for float32 tiles on CUDA
+_TRITON, _PLAIN = "Triton kernels for the language-model head", "eager PyTorch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """From raw logits to those of the softmax: `softcap * tanh((raw + bias) * scale / softcap) / temperature`."""
+    """Transform of raw logits before the softmax: `softcap * tanh((raw + bias) * scale / softcap) / temperature`."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -35,21 +36,21 @@ class LogitTransform:
 
     @property
     def inner(self) -> float:
-        """The factor of raw + bias: inside the tanh, or the only one."""
+        """Factor of raw + bias, inside the tanh with a softcap."""
         return self.scale / (self.softcap if self.softcap is not None else self.temperature)
 
     @property
     def outer(self) -> float:
-        """The factor of the tanh; 1 without a softcap."""
+        """Factor of the tanh; 1 without a softcap."""
         return self.softcap / self.temperature if self.softcap is not None else 1.0
 
     @property
     def slope(self) -> float:
-        """Derivative of a logit by its raw logit, but for the tanh's."""
+        """Derivative of a logit by its raw logit, without that of the tanh."""
         return self.scale / self.temperature
 
     def apply(self, raw_TV: Tensor, bias_V: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Logits, written to `out` (which may be `raw_TV`) where there is anything to do; otherwise `raw_TV` itself."""
+        """Return logits, in `out` (may be `raw_TV`); or `raw_TV` itself if there is nothing to do."""
         logits = raw_TV
         if bias_V is not None:
             logits = torch.add(logits, bias_V, out=out)
@@ -61,104 +62,102 @@ class LogitTransform:
         return logits
 
 
-class RunningSoftmax(NamedTuple):
-    """Statistics of the logits z of T rows over the tiles seen so far; `fold` updates them in place."""
+class OnlineSoftmax(NamedTuple):
+    """Online softmax statistics of the logits z of T rows over the tiles so far, updated in place."""
 
     maximum: Tensor  # [T]
     sum_exp: Tensor  # [T] sum of exp(z - maximum)
-    sum_exp_z: Tensor | None  # [T] sum of exp(z - maximum) * (z - maximum); None where no entropy is wanted
-    target: Tensor  # [T] logit of the target; NaN until it is found
+    sum_exp_z: Tensor | None  # [T] sum of exp(z - maximum) * (z - maximum); None without entropy
+    target: Tensor  # [T] logit of the target; NaN until its tile
 
     @classmethod
-    def start(cls, like_T: Tensor, *, dtype: torch.dtype, entropy: bool) -> "RunningSoftmax":
-        """Before any tile. The maximum is finite, since -inf times a sum of 0 would be NaN."""
+    def start(cls, like_T: Tensor, *, dtype: torch.dtype, entropy: bool) -> "OnlineSoftmax":
+        """Initial statistics. The maximum is finite, because -inf times a sum of 0 would be NaN."""
         zeros = torch.zeros(like_T.shape, dtype=dtype, device=like_T.device)
         lowest, unknown = torch.full_like(zeros, torch.finfo(dtype).min / 4), torch.full_like(zeros, torch.nan)
         return cls(lowest, zeros, zeros.clone() if entropy else None, unknown)
 
-    def rows(self, tokens: slice) -> "RunningSoftmax":
-        """Views of some rows."""
-        return RunningSoftmax._make(x if x is None else x[tokens] for x in self)
+    def rows(self, tokens: slice) -> "OnlineSoftmax":
+        """Return views of some rows."""
+        return OnlineSoftmax._make(x if x is None else x[tokens] for x in self)
 
     def result(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logprob of the target, entropy in nats where wanted, and logsumexp, each [T]."""
+        """Return logprob of the target, entropy in nats (or None) and logsumexp, each [T]."""
         log_sum = self.sum_exp.log()
         logsumexp = self.maximum + log_sum
         entropy = None if self.sum_exp_z is None else log_sum - self.sum_exp_z / self.sum_exp
-        # The maximum goes first: a sum of two large logits would lose digits of a small logprob.
+        # Subtract the maximum first: with large logits, a small logprob would lose digits.
         return (self.target - self.maximum) - log_sum, entropy, logsumexp
 
 
 class RowGradients(NamedTuple):
-    """What the gradient of T rows of logits is made of."""
+    """Inputs of the gradient of T rows of logits."""
 
     logsumexp: Tensor  # [T]
-    logprob_grad: Tensor  # [T] of the loss by the target's logprob
-    entropy: Tensor | None  # [T], where the entropy has a gradient
-    entropy_grad: Tensor | None  # [T] of the loss by the entropy
+    logprob_grad: Tensor  # [T] gradient of the target's logprob
+    entropy: Tensor | None  # [T]; None if the entropy has no gradient
+    entropy_grad: Tensor | None  # [T] gradient of the entropy
 
     def rows(self, tokens: slice | Tensor) -> "RowGradients":
-        """Some rows."""
+        """Return some rows."""
         return RowGradients._make(x if x is None else x[tokens] for x in self)
 
 
-def fold(
-    tile_tv: Tensor, running: RunningSoftmax, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
+def update_softmax(
+    tile_tv: Tensor, running: OnlineSoftmax, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
 ) -> None:
-    """Add a tile to the running statistics of its rows.
+    """Update the softmax statistics of the rows of a tile.
 
     Args:
-        tile_tv: [t, v] raw logits; left as they are.
+        tile_tv: [t, v] raw logits; unchanged.
         running: of these t rows.
-        columns_t: [t] int64, the tile's column of each target; not one of [0, v) where it is in another tile.
+        columns_t: [t] int64, column of each target in the tile; outside [0, v) if it is in another tile.
         bias_v: [v] of the head for these columns.
         transform: from raw logits to those of the softmax.
     """
     args = (tile_tv, running, columns_t, bias_v, transform)
-    if not _run_fused("fold", running.sum_exp_z is not None, *args):
-        _fold(*args)
+    if not _run_fused("update_softmax", running.sum_exp_z is not None, *args):
+        _update_softmax(*args)
 
 
-def differentiate_(
+def logits_to_grad_(
     tile_tv: Tensor, rows: RowGradients, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
 ) -> None:
-    """Overwrite raw logits with the gradient of the loss by them; the arguments are those of `fold`.
+    """Overwrite raw logits with their gradient. The other arguments are those of `update_softmax`.
 
-    With p the softmax, H its entropy, g and e the gradients by logprob and entropy, a logit's gradient is
+    With softmax p, its entropy H, and gradients g and e of logprob and entropy, the gradient of a logit is
     g (1[target] - p) - e p (log p + H).
     """
     args = (tile_tv, rows, columns_t, bias_v, transform)
-    if not _run_fused("differentiate_", rows.entropy is not None and rows.entropy_grad is not None, *args):
-        _differentiate_(*args)
+    if not _run_fused("logits_to_grad_", rows.entropy is not None and rows.entropy_grad is not None, *args):
+        _logits_to_grad_(*args)
 
 
-def try_triton(device: torch.device, *, bias: bool, softcap: bool) -> None:
-    """Find out before a run whether Triton works on a GPU; if it does not, a warning says so and it is not used.
+def check_triton(device: torch.device, *, bias: bool, softcap: bool) -> None:
+    """Check before a run whether the Triton kernels work on a GPU; otherwise warn and do not use them.
 
     Args:
-        device: where tiles will be.
-        bias: whether the head has one.
-        softcap: whether its logits are softcapped.
+        device: of the tiles.
+        bias: whether the head has a bias.
+        softcap: whether the head has a softcap.
     """
     for entropy in (True, False):
-        _working(device, bias, softcap, entropy)
+        _usable_kernels(device, bias, softcap, entropy)
 
 
 def _run_fused(name: str, entropy: bool, *args: Any) -> bool:
-    """Go through a tile with the function of that name in `triton_tiles`, or leave it as it is; whether it did."""
+    """Run the function of that name in `triton_tiles`, if it is usable. Return whether it ran."""
     tile, bias, transform = args[0], args[3], args[4]
     if not _suits_triton(tile):
         return False
-    kernels = _working(tile.device, bias is not None, transform.softcap is not None, entropy)
+    kernels = _usable_kernels(tile.device, bias is not None, transform.softcap is not None, entropy)
     if kernels is None:
         return False
     try:
         getattr(kernels, name)(*args)
-    except (
-        kernels.TritonError
-    ) as error:  # nothing has been launched: above all it needs more shared memory than is there
+    except kernels.TritonError as error:  # raised before launch, mostly for lack of shared memory
         _give_up()
-        warn_of(_TRITON, _PLAIN, error)
+        warn_fallback(_TRITON, _PLAIN, error)
         return False
     return True
 
@@ -167,8 +166,8 @@ def _suits_triton(tile: Tensor) -> bool:
     return tile.is_cuda and tile.dtype == torch.float32
 
 
-def _working(device: torch.device, bias: bool, softcap: bool, entropy: bool) -> ModuleType | None:
-    """The fused form, unless it has failed or fails here on a small tile, on which each variant is tried once."""
+def _usable_kernels(device: torch.device, bias: bool, softcap: bool, entropy: bool) -> ModuleType | None:
+    """Return the fused kernels, unless they failed. Each variant is first tried on a small tile."""
     if not use_triton or (kernels := _triton()) is None:
         return None
     if not _works(device, bias, softcap, entropy):
@@ -194,30 +193,33 @@ def _triton() -> ModuleType | None:
 @cache
 def _works(device: torch.device, bias: bool, softcap: bool, entropy: bool) -> bool:
     def compare() -> Iterator[tuple[Tensor, Tensor]]:
-        tile, bias_v = numbers(2, 5008, device=device, dtype=torch.float32), None  # two blocks of columns
+        tile, bias_v = probe_values(2, 5008, device=device, dtype=torch.float32), None  # two blocks of columns
         if bias:
-            bias_v = numbers(5008, device=device, dtype=torch.float32)
+            bias_v = probe_values(5008, device=device, dtype=torch.float32)
         transform = LogitTransform(temperature=0.7, softcap=2.0 if softcap else None)
         columns = torch.tensor([3, 5000], device=device)
         kernels = _triton()
         assert kernels is not None
-        outcomes = []
-        for fold_with, differentiate_with in ((kernels.fold, kernels.differentiate_), (_fold, _differentiate_)):
-            running = RunningSoftmax.start(columns, dtype=torch.float32, entropy=entropy)
-            fold_with(tile, running, columns, bias_v, transform)
+        results = []
+        for update, to_grad in (
+            (kernels.update_softmax, kernels.logits_to_grad_),
+            (_update_softmax, _logits_to_grad_),
+        ):
+            running = OnlineSoftmax.start(columns, dtype=torch.float32, entropy=entropy)
+            update(tile, running, columns, bias_v, transform)
             logprobs, entropies, logsumexp = running.result()
-            grads = numbers(2, device=device, dtype=torch.float32) + 1.0
+            grads = probe_values(2, device=device, dtype=torch.float32) + 1.0
             rows = RowGradients(logsumexp, grads, entropies, grads if entropy else None)
             gradient = tile.clone()
-            differentiate_with(gradient, rows, columns, bias_v, transform)
-            outcomes.append((logprobs, logsumexp, gradient, *([] if entropies is None else [entropies])))
-        yield from zip(*outcomes, strict=True)
+            to_grad(gradient, rows, columns, bias_v, transform)
+            results.append((logprobs, logsumexp, gradient, *([] if entropies is None else [entropies])))
+        yield from zip(*results, strict=True)
 
-    return works(_TRITON, _PLAIN, compare)
+    return kernels_agree(_TRITON, _PLAIN, compare)
 
 
-def _fold(
-    tile: Tensor, running: RunningSoftmax, columns: Tensor, bias: Tensor | None, transform: LogitTransform
+def _update_softmax(
+    tile: Tensor, running: OnlineSoftmax, columns: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> None:
     inside, column = _inside(columns, tile.shape[1])
     for tokens, first, second in _blocks(tile):
@@ -236,7 +238,7 @@ def _fold(
         maximum.copy_(new_maximum)
 
 
-def _differentiate_(
+def _logits_to_grad_(
     tile: Tensor, rows: RowGradients, columns: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> None:
     inside, column = _inside(columns, tile.shape[1])
@@ -261,12 +263,12 @@ def _differentiate_(
 
 
 def _inside(columns: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is in the tile [t], and a column of the tile [t, 1], which is the target's if it is."""
+    """Return whether each target is in the tile [t], and its column clamped to the tile [t, 1]."""
     return (columns >= 0) & (columns < num_ids), columns.clamp(0, num_ids - 1).unsqueeze(1)
 
 
 def _blocks(tile: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of rows, each with scratch space of twice its size."""
+    """Yield blocks of rows, each with two scratch buffers of its size."""
     num_tokens, num_ids = tile.shape
     size = max(1, BLOCK_ELEMENTS.get(tile.device.type, OTHER_BLOCK_ELEMENTS) // num_ids)
     first, second = (tile.new_empty(min(size, num_tokens), num_ids) for _ in range(2))

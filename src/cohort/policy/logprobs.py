@@ -1,10 +1,10 @@
-"""Logprobs of tokens from hidden states, without the logits of a whole batch.
+"""Token logprobs from hidden states without materialising [T, V] logits.
 
-A tile of logits is made, folded into the softmax statistics of its rows, and made again in backward. So a head costs
-8TVH floating-point operations instead of 6TVH and no memory of T x V; `linear_loss` knows the loss in forward and makes
-each tile once. Neither depends on the caller's autocast: the hidden states' dtype alone decides what is multiplied.
+Logits are computed tile by tile, reduced to online softmax statistics, and recomputed in backward. So the head takes
+8TVH FLOPs instead of 6TVH, and no memory of T x V. `linear_loss` gets the loss in forward and computes each tile once.
+Both ignore the caller's autocast: the dtype of the hidden states decides.
 
-T scored tokens, H hidden, V vocabulary, R rank of an adapter; t tokens of a tile.
+T loss tokens, H hidden size, V vocabulary, R LoRA rank; t tokens of a tile.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from cohort.plan.tiles import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
-from cohort.policy.logit_products import GradientSums, Operands, gradient_rows, spans, tile_shape, weight_rows
-from cohort.policy.logit_tiles import LogitTransform, RowGradients, RunningSoftmax, differentiate_, fold
+from cohort.policy.logit_products import GradientSums, Operands, chunk_slices, gradient_rows, tile_shape, weight_rows
+from cohort.policy.logit_tiles import LogitTransform, OnlineSoftmax, RowGradients, logits_to_grad_, update_softmax
 
-# Rows without a gradient are left out of backward when no more than this part of all rows has one.
+# Backward skips rows without a gradient if at most this fraction of rows has one.
 LIVE_ROWS = 0.75
 
 TokenLoss = Callable[[Tensor, Tensor | None, slice], Tensor]
 
 
 class LinearLoss(NamedTuple):
-    """A loss, and what it was computed from."""
+    """A loss, and the logprobs and entropy that it was computed from."""
 
-    loss: Tensor  # sum over tokens; carries the gradient
+    loss: Tensor  # sum over tokens, with gradient
     logprobs: Tensor  # [T], detached
-    entropy: Tensor | None  # [T] in nats, detached; None where none is wanted
+    entropy: Tensor | None  # [T] in nats, detached; None if not requested
 
 
 def linear_logprobs(
@@ -46,27 +46,26 @@ def linear_logprobs(
     entropy: bool = False,
     tile_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprob of each target under softmax(head(hidden) / temperature), and the entropy of that distribution.
+    """Compute logprobs of targets under softmax(head(hidden) / temperature), and the entropy of that distribution.
 
-    Both are differentiable, once. The factors of matrix products have the dtype of `hidden_TH`, to which a weight of
-    another dtype is cast tile by tile; products, logits, statistics and the sums that become gradients are float32
-    (float64 with float64 hidden states), since bfloat16 logits cost 1e-2 of logprob. A gradient is rounded once, to the
-    dtype of what it belongs to.
+    Both are differentiable once. Matrix products take factors in the dtype of `hidden_TH`; other weights are cast tile
+    by tile. Products, logits, statistics and gradient sums are float32 (float64 with float64 hidden states), because
+    bfloat16 logits have errors of 1e-2 in logprobs. A gradient is rounded once, to the dtype of its operand.
 
     Args:
-        hidden_TH: [T, H] last hidden states at the positions that predict the targets.
-        weight_VH: [V, H] weight of the language-model head. A DTensor is gathered, and its gradient is the sum over
-            ranks of what each rank's tokens give.
-        targets_T: [T] int64 token ids. The logprob of an id beyond the vocabulary is NaN.
+        hidden_TH: [T, H] final hidden states at the positions that predict the targets.
+        weight_VH: [V, H] weight of the language-model head. A DTensor is gathered, and its gradient is summed over
+            ranks.
+        targets_T: [T] int64 token ids. Ids outside the vocabulary have logprob NaN.
         bias: [V] of the head.
         temperature: divides the logits, after scale and softcap.
         scale: multiplies the logits (Cohere, Granite).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
         adapter: features [T, R] and weight [V, R] of a low-rank addition to the head: their product is added to
             hidden @ weight^T.
-        entropy: whether to compute it.
-        tile_elements: largest number of logits held at a time; by default what suits the device. Where all fit, they
-            are kept for backward.
+        entropy: also compute the entropy.
+        tile_elements: maximum number of logits in memory; the default depends on the device. If all logits fit, they
+            are saved for backward.
 
     Returns:
         logprobs [T], and entropy [T] in nats or None.
@@ -92,17 +91,17 @@ def linear_loss(
     entropy: bool = False,
     tile_elements: int | None = None,
 ) -> LinearLoss:
-    """The sum of a token-level loss of logprobs, with the head's gradients made in forward (6TVH operations).
+    """Compute the sum of a token-level loss, with the head's gradients computed in forward (6TVH FLOPs).
 
-    Equal to `token_loss` of `linear_logprobs`, where a token's loss depends on no other token's logprob. Gradients are
-    kept in float32 until backward multiplies them by the loss's own gradient: [V, H] of it where the weight is trained.
+    Equals `token_loss` of `linear_logprobs` if the loss of a token does not depend on other tokens' logprobs. Gradients
+    are kept in float32 until backward scales them: [V, H] of it if the weight is trained.
 
-    The arguments are those of `linear_logprobs`, and:
+    Takes the arguments of `linear_logprobs`, and:
 
     Args:
-        token_loss: takes logprobs [t], entropy [t] (None unless asked for) and which tokens they belong to, and
-            returns their weighted losses [t]. Called once per tile, of at least one token, in order; whatever else it
-            computes with gets no gradient.
+        token_loss: takes logprobs [t], entropy [t] (None unless requested) and the slice of tokens, and returns their
+            weighted losses [t]. Called once per tile of at least one token, in order; other tensors that it uses get
+            no gradient.
     """
     transform = LogitTransform(temperature=temperature, scale=scale, softcap=softcap)
     operands = _operands(hidden_TH, weight_VH, bias, adapter)
@@ -122,7 +121,7 @@ def head_logits(
     softcap: float | None = None,
     adapter: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Whole logits [T, V] of the head, without gradient, computed as `linear_logprobs` does."""
+    """Compute full logits [T, V] without gradient, with the numerics of `linear_logprobs`."""
     operands = _operands(hidden_TH, weight_VH, bias, adapter)
     logits = hidden_TH.new_empty(len(hidden_TH), len(operands.weight), dtype=operands.dtype)
     with _no_autocast(operands):
@@ -134,35 +133,35 @@ def head_logits(
 def token_logprobs(
     logits_TV: Tensor, targets_T: Tensor, temperature: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprob of each target under softmax(logits / temperature) [T], and the entropy [T] in nats or None."""
+    """Logprobs [T] of targets under softmax(logits / temperature), and the entropy [T] in nats or None."""
     log_p = torch.log_softmax(logits_TV if temperature == 1.0 else logits_TV / temperature, dim=-1)
     logprobs = log_p.gather(-1, targets_T.unsqueeze(-1)).squeeze(-1)
     return logprobs, -(log_p.exp() * log_p).sum(dim=-1) if entropy else None
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """One vocabulary tile after the other; of each, one tile of tokens after the other."""
+    """Loops over vocabulary slices, and over tokens within each."""
 
     @staticmethod
     def forward(
         ctx: Any, targets: Tensor, transform: LogitTransform, entropy: bool, tile_elements: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         operands = Operands(*tensors)
-        running = RunningSoftmax.start(targets, dtype=operands.dtype, entropy=entropy)
+        running = OnlineSoftmax.start(targets, dtype=operands.dtype, entropy=entropy)
         t, v = tile_shape(operands, tile_elements)
         buffer = operands.hidden.new_empty(t * v, dtype=operands.dtype)
         with _no_autocast(operands):
-            for ids in spans(len(operands.weight), v):
-                of_ids = operands.of_ids(ids)
-                for tokens in spans(len(targets), t):
-                    part = of_ids.tile(tokens, slice(None))
+            for ids in chunk_slices(len(operands.weight), v):
+                vocab_slice = operands.vocab_slice(ids)
+                for tokens in chunk_slices(len(targets), t):
+                    part = vocab_slice.tile(tokens, slice(None))
                     tile = part.products(_tile_of(buffer, tokens, ids))
-                    fold(tile, running.rows(tokens), targets[tokens] - ids.start, part.bias, transform)
+                    update_softmax(tile, running.rows(tokens), targets[tokens] - ids.start, part.bias, transform)
         logprobs, entropies, logsumexp = running.result()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(targets, logsumexp, entropies, *tensors)
         ctx.transform, ctx.tile_elements = transform, tile_elements
-        # A tile that has everything serves the first backward pass, which overwrites it; a second makes it anew.
+        # If one tile has everything, the first backward overwrites it; a second one recomputes it.
         is_one = (t, v) == (len(targets), len(operands.weight))
         ctx.kept = buffer.view(t, v) if is_one and any(ctx.needs_input_grad) else None
         return logprobs, entropies
@@ -196,7 +195,7 @@ def _backward(
     transform: LogitTransform,
     tile_elements: int,
 ) -> GradientSums:
-    """Each vocabulary tile is summed over all tokens before the next one, so that its gradient is written once."""
+    """Sum each vocabulary slice over all tokens before the next, so its gradient is written once."""
     sums = GradientSums.zeros(operands, wanted, by_vocabulary=True)
     if kept is not None:
         t, v = kept.shape
@@ -205,20 +204,20 @@ def _backward(
         t, v = tile_shape(operands, tile_elements)
         buffer = operands.hidden.new_empty(t * v, dtype=operands.dtype)
     with _no_autocast(operands):
-        for ids in spans(len(operands.weight), v):
-            of_ids, sums_of_ids = operands.of_ids(ids), sums.of_vocabulary(ids, operands.dtype)
-            for tokens in spans(len(targets), t):
-                part, tile = of_ids.tile(tokens, slice(None)), _tile_of(buffer, tokens, ids)
+        for ids in chunk_slices(len(operands.weight), v):
+            vocab_slice, sums_of_ids = operands.vocab_slice(ids), sums.vocab_slice(ids, operands.dtype)
+            for tokens in chunk_slices(len(targets), t):
+                part, tile = vocab_slice.tile(tokens, slice(None)), _tile_of(buffer, tokens, ids)
                 if kept is None:
                     part.products(tile)
-                differentiate_(tile, rows.rows(tokens), targets[tokens] - ids.start, part.bias, transform)
+                logits_to_grad_(tile, rows.rows(tokens), targets[tokens] - ids.start, part.bias, transform)
                 part.add_gradients(sums_of_ids.tile(tokens, slice(None)), tile)
             sums.store(ids, sums_of_ids)
     return sums
 
 
 class _LinearLoss(torch.autograd.Function):
-    """One tile of tokens after the other, each with the whole vocabulary: its loss needs all of it."""
+    """Loops over tokens, each with the whole vocabulary, which the loss needs."""
 
     @staticmethod
     def forward(
@@ -238,24 +237,24 @@ class _LinearLoss(torch.autograd.Function):
         num_ids = len(operands.weight)
         size, copied = loss_tile_tokens(len(targets), num_ids, tile_elements), min(tile_elements, TILE_ELEMENTS)
         buffer = operands.hidden.new_empty(size * num_ids, dtype=operands.dtype)
-        everything = RunningSoftmax.start(targets, dtype=operands.dtype, entropy=entropy)
+        everything = OnlineSoftmax.start(targets, dtype=operands.dtype, entropy=entropy)
         loss = buffer.new_zeros(())
         with _no_autocast(operands):
-            for tokens in spans(len(targets), size):
+            for tokens in chunk_slices(len(targets), size):
                 tile = _tile_of(buffer, tokens, slice(0, num_ids))
                 _fill(tile, operands, tokens, copied)
                 running = everything.rows(tokens)
-                fold(tile, running, targets[tokens], bias, transform)
-                part_of_loss, rows = _differentiated(token_loss, running, tokens)
+                update_softmax(tile, running, targets[tokens], bias, transform)
+                part_of_loss, rows = _loss_and_grads(token_loss, running, tokens)
                 loss += part_of_loss
                 if any(wanted):
-                    differentiate_(tile, rows, targets[tokens], bias, transform)
-                    for ids in spans(num_ids, gradient_rows(operands, copied)):
+                    logits_to_grad_(tile, rows, targets[tokens], bias, transform)
+                    for ids in chunk_slices(num_ids, gradient_rows(operands, copied)):
                         operands.tile(tokens, ids).add_gradients(sums.tile(tokens, ids), tile[:, ids])
         logprobs, entropies, _ = everything.result()
         ctx.mark_non_differentiable(*(x for x in (logprobs, entropies) if x is not None))
         ctx.set_materialize_grads(False)
-        ctx.sums = sums  # not saved as tensors are: backward multiplies them where they are
+        ctx.sums = sums  # not with save_for_backward: backward scales them in place
         ctx.dtypes = [None if x is None else x.dtype for x in tensors]
         return loss, logprobs, entropies
 
@@ -264,13 +263,13 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         sums, ctx.sums = ctx.sums, None
         if sums is None:
-            raise RuntimeError("the gradients that were made in forward serve one backward pass")
+            raise RuntimeError("gradients computed in forward allow one backward pass only")
         grads = (None if x is None else x.mul_(loss_grad).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True))
         return None, None, None, None, None, None, *grads
 
 
-def _differentiated(token_loss: TokenLoss, running: RunningSoftmax, tokens: slice) -> tuple[Tensor, RowGradients]:
-    """The loss of a tile's tokens, and its gradients by their logprobs and entropies."""
+def _loss_and_grads(token_loss: TokenLoss, running: OnlineSoftmax, tokens: slice) -> tuple[Tensor, RowGradients]:
+    """Compute the loss of a tile's tokens, and its gradients with respect to logprobs and entropies."""
     logprobs, entropy, logsumexp = running.result()
     leaves = [x.requires_grad_() for x in (logprobs, entropy) if x is not None]
     with torch.enable_grad():
@@ -286,39 +285,39 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: tupl
     features, adapter_weight = adapter or (None, None)
     return Operands(
         hidden,
-        _whole(weight),
-        None if bias is None else _whole(bias),
+        _full_tensor(weight),
+        None if bias is None else _full_tensor(bias),
         features,
-        None if adapter_weight is None else _whole(adapter_weight),
+        None if adapter_weight is None else _full_tensor(adapter_weight),
     )
 
 
-def _whole(weight: Tensor) -> Tensor:
-    """A sharded weight gathered. Without `Partial`, its gradient would be this rank's part of its own tokens' alone."""
+def _full_tensor(weight: Tensor) -> Tensor:
+    """Gather a sharded weight. `Partial` makes its gradient the sum over ranks, not that of this rank's tokens."""
     if not isinstance(weight, DTensor):
         return weight
     return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
 
 
 def _no_autocast(operands: Operands) -> torch.autocast:
-    """Autocast leaves products that are written to a given tensor alone; results are not to hang on that."""
+    """Disable autocast, which would affect some products but not those with `out=`."""
     return torch.autocast(operands.hidden.device.type, enabled=False)
 
 
 def _tile_of(buffer: Tensor, tokens: slice, ids: slice) -> Tensor:
-    """The part of a buffer that a tile takes, [t, v]."""
+    """View the start of a buffer as a tile [t, v]."""
     t, v = tokens.stop - tokens.start, ids.stop - ids.start
     return buffer[: t * v].view(t, v)
 
 
 def _fill(tile_tV: Tensor, operands: Operands, tokens: slice, tile_elements: int) -> None:
-    """Raw logits of some tokens and the whole vocabulary, by as many weights as may be cast at a time."""
-    for ids in spans(len(operands.weight), weight_rows(operands, tile_elements)):
+    """Compute raw logits of some tokens for the whole vocabulary, casting a limited number of weights at a time."""
+    for ids in chunk_slices(len(operands.weight), weight_rows(operands, tile_elements)):
         operands.tile(tokens, ids).products(tile_tV[:, ids])
 
 
 def _live_rows(rows: RowGradients) -> Tensor | None:
-    """Which rows have a gradient, where leaving the others out pays; None where all are to be computed."""
+    """Return indices of rows with a gradient, or None if skipping the others does not pay."""
     live = rows.logprob_grad != 0
     if rows.entropy_grad is not None:
         live |= rows.entropy_grad != 0

@@ -1,7 +1,7 @@
-"""Trained weights in host memory, of which the device has a copy in the dtype that is computed in.
+"""Master weights in host memory, with a copy in the compute dtype on the device.
 
-The copy is what forward and backward see, the sampler and the servers too; updates are made of the masters, and the
-masters are what is saved. So nothing is rounded twice, and an update that is small beside a weight is not lost.
+Forward, backward and samplers use the copy. The optimizer updates the master weights, and these are saved. So nothing
+is rounded twice, and small updates are not lost.
 """
 
 from collections.abc import Iterator
@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 
 
-class Masters:
-    """The weights of a model, frozen ones too, on the host, sharded as the model is.
+class MasterWeights:
+    """Master weights of a model on the host, including frozen ones, sharded like the model.
 
     Attributes:
-        tree: modules without a forward that hold the masters under the names that they have in the model.
-        dtype: of the first, which is what a model's dtype is called. A few may be wider, where the model asks for it.
+        tree: empty modules that hold the master weights under their names in the model.
+        dtype: of the first weight. Models may keep a few weights in a wider dtype.
     """
 
     def __init__(self, model: Any, compute_dtype: torch.dtype):
-        """Copy the weights of `model` to the host, and leave it with a rounded copy.
+        """Copy the weights of `model` to the host, and round those of the model.
 
         Args:
-            model: its weights are there, and nothing was computed with it yet. If it is sharded, FSDP2 has not looked
-                at its dtypes yet.
-            compute_dtype: of the copy.
+            model: with loaded weights, not used yet. If sharded, before FSDP2 has inspected its dtypes.
+            compute_dtype: of the weights left in the model.
         """
         self.tree = nn.Module()
         for name, parameter in model.named_parameters():
@@ -36,21 +35,21 @@ class Masters:
         self._model = model
         round_weights(model, compute_dtype)
         for _, parameter, master in self.pairs():
-            parameter.grad_dtype = master.dtype  # micro-batches are added up as wide as without masters
+            parameter.grad_dtype = master.dtype  # accumulate gradients in the dtype of the master weights
 
     def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Each weight that is trained: its name, its copy on the device, its master."""
+        """Yield name, device copy and master weight of each trained weight."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter, self._by_name[name]
 
     def of(self, name: str) -> Tensor | None:
-        """The master of a saved tensor, if it has one: buffers have not."""
+        """Return the master weight of a saved tensor; None for buffers."""
         return self._by_name.get(name)
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have a model compute in `dtype`. Its buffers stay as they are."""
+    """Cast the parameters of a model to `dtype`, but not its buffers."""
 
     def cast_weight(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor

@@ -1,7 +1,4 @@
-"""An adapter merged into its base: a model folder of its own, written one tensor after another.
-
-R rank.
-"""
+"""Merge an adapter into its base model, tensor by tensor."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,34 +11,34 @@ from torch import Tensor, nn
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
 from cohort.policy.adapter_folder import PREFIX, AdapterSpec, adapter_spec, read_adapter, with_base
-from cohort.policy.skeleton import empty_model, local_weights, quiet_transformers
-from cohort.policy.weights import StoredTensor, Written, read_bytes, read_rows, write_index, write_tensors
+from cohort.policy.skeleton import local_weights, meta_model, quiet_transformers
+from cohort.policy.weights import StoredTensor, TensorInfo, read_bytes, read_rows, write_index, write_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Merged:
-    """A tensor of the merged model."""
+class _MergedTensor:
+    """Source of a tensor of the merged model."""
 
-    source: StoredTensor  # of the base
-    module: str | None  # whose addition it gets
+    source: StoredTensor  # in the base
+    module: str | None  # adapted layer, if any
 
 
 def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write the base with the adapter added to its weights, in float32, rounded to the dtype of the base's files.
+    """Save the base model with the adapter merged in, computed in float32 and rounded to the dtype of the base.
 
     Args:
-        adapter: folder of an adapter that says what its base is.
-        folder: that is there and empty; it gets a model folder with as many files of weights as the base has.
-        on_progress: told how many tensors of all are written.
+        adapter: adapter folder that names its base model.
+        folder: existing empty output folder; gets as many weight files as the base has.
+        on_progress: called with the number of tensors written and their total.
 
     Raises:
-        UserError: base and adapter do not go together, or the base's files cannot be used.
+        UserError: adapter and base do not match, or the files of the base cannot be used.
     """
     config = with_base(ModelConfig(path=str(adapter)))
     assert isinstance(config.adapter, AdapterConfig)
     stored = local_weights(config.path, download=True)
     dtypes = {tensor.dtype for tensor in stored.values()}
-    model = empty_model(config)
+    model = meta_model(config)
     spec = adapter_spec(config, model)
     weights = read_adapter(adapter, spec, model)
     tensors = _plan(model, spec, stored, config.path)
@@ -49,7 +46,7 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].source.start):
         files.setdefault(tensor.source.file.name, []).append(name)
     described = {
-        file: [Written(n, s.stored_dtype, s.shape, s.num_bytes) for n, s in ((n, tensors[n].source) for n in names)]
+        file: [TensorInfo(n, s.stored_dtype, s.shape, s.num_bytes) for n, s in ((n, tensors[n].source) for n in names)]
         for file, names in files.items()
     }
     done = 0
@@ -57,7 +54,7 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
     def merged(names: list[str]) -> Iterator[Tensor]:
         nonlocal done
         for name in names:
-            yield _merged(tensors[name], model, spec, weights)
+            yield _merge_tensor(tensors[name], model, spec, weights)
             done += 1
             on_progress(done, len(tensors))
 
@@ -67,12 +64,12 @@ def merge(adapter: Path, folder: Path, *, on_progress: Callable[[int, int], None
         write_index(folder, described)
     if len(dtypes) == 1:
         model.config.dtype = dtypes.pop()
-    _save_rest(model, config, adapter, folder)
+    _save_configs(model, config, adapter, folder)
 
 
-def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str) -> dict[str, _Merged]:
-    """What the merged model has, by name in its files."""
-    tensors = {name: _Merged(source=source, module=None) for name, source in stored.items()}
+def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], base: str) -> dict[str, _MergedTensor]:
+    """Return the sources of the merged model's tensors, by name in its files."""
+    tensors = {name: _MergedTensor(source=source, module=None) for name, source in stored.items()}
     names = {m: name for name, m in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -83,26 +80,26 @@ def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], bas
         found = next((n for n in (name, name.removeprefix(f"{model.base_model_prefix}.")) if n in stored), None)
         if found is None or stored[found].dtype is None or not stored[found].dtype.is_floating_point:  # type: ignore[union-attr]
             raise UserError(
-                f"{base!r}: the files have no plain weight of {module}, so that nothing can be added to it; merge with "
-                f"peft (merge_and_unload) and save the model"
+                f"{base!r}: cannot merge into {module}, whose weight is not stored as a plain tensor. Use peft's "
+                f"merge_and_unload and save the model"
             )
         return found
 
-    if tied and changed:  # they are two tensors from here on
+    if tied and changed:  # untie them
         source = stored[place(names[embedding])]
-        tensors[f"{names[head]}.weight"] = _Merged(source=source, module=None)
+        tensors[f"{names[head]}.weight"] = _MergedTensor(source=source, module=None)
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
     for module in spec.modules:
         name = f"{module}.weight"
         if not (tied and module == names[head]):
             name = place(module)
-        tensors[name] = _Merged(source=tensors[name].source, module=module)
+        tensors[name] = _MergedTensor(source=tensors[name].source, module=module)
     return tensors
 
 
-def _merged(tensor: _Merged, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> Tensor:
-    """The tensor, as it is in the base or with what its layer's adapter adds."""
+def _merge_tensor(tensor: _MergedTensor, model: Any, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    """Read a tensor of the base, and merge the adapter of its layer if there is one."""
     dtype = tensor.source.dtype
     if dtype is None or tensor.module is None:
         return read_bytes(tensor.source)
@@ -121,8 +118,8 @@ def _merged(tensor: _Merged, model: Any, spec: AdapterSpec, weights: Mapping[str
     return base.to(dtype)
 
 
-def _save_rest(model: Any, config: ModelConfig, adapter: Path, folder: Path) -> None:
-    """config.json, the settings of generation, and the tokenizer."""
+def _save_configs(model: Any, config: ModelConfig, adapter: Path, folder: Path) -> None:
+    """Save config, generation config and tokenizer."""
     from transformers import AutoTokenizer
 
     with quiet_transformers():

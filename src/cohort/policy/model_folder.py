@@ -1,4 +1,4 @@
-"""A model folder before its weights are loaded: what it has to hold, and its tokenizer."""
+"""Check model folders before loading weights, and load tokenizers."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def check_model_folder(path: str, *, field: str = "model.path") -> None:
-    """Look at a local model folder without loading it. An id of a hub passes.
+    """Check a local model folder without loading it. Hub ids pass.
 
     Raises:
-        UserError: the folder does not exist or lacks config.json, weights or a tokenizer, or a file of weights is
-            broken, going by its header and size.
+        UserError: the folder does not exist, lacks config.json, weights or a tokenizer, or has a weights file that is
+            damaged, judging by header and size.
     """
     folder = Path(path)
     if not folder.exists():
@@ -29,39 +29,38 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
         raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json")
     if is_adapter_folder(folder):
         raise UserError(
-            f"{field}: {path!r} is an adapter and no model; give the folder of its base, and this one as "
-            f"model.adapter.path"
+            f"{field}: {path!r} is an adapter, not a model. Give its base model, and this folder as model.adapter.path"
         )
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise UserError(f"{field}: {path!r} has no config.json, so it is not a model folder. It holds: {inside}")
+        raise UserError(f"{field}: {path!r} is not a model folder: it has no config.json. It contains: {inside}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{field}: {path}/config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise UserError(f"{field}: {path}/config.json is not a model's configuration: it has to be a JSON object")
+        raise UserError(f"{field}: {path}/config.json is not a model config: it must be a JSON object")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"{field}: {path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
-            f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); copy the tokenizer files of the "
-            f"model into it (tokenizer.save_pretrained)"
+            f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}). Copy the model's tokenizer files "
+            f"into it (tokenizer.save_pretrained)"
         )
     check_embedding(stored_weights(folder, field=field), config, field=field)
 
 
 def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
-    """The model's tokenizer.
+    """Load the tokenizer of a model.
 
     Raises:
-        UserError: there is none, or it cannot be loaded.
+        UserError: it is missing or cannot be loaded.
     """
     from transformers import AutoTokenizer
 
     check_model_folder(config.path, field=field)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # the loader raises many types; all mean the same to the user
-        raise UserError(f"{field}: {config.path!r}: the tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # transformers raises many types of errors
+        raise UserError(f"{field}: {config.path!r}: cannot load the tokenizer: {error}") from error
     return tokenizer

@@ -1,4 +1,4 @@
-"""Weights that lie in host memory, and on the GPU only while they are computed with."""
+"""CPU offload of a frozen model's weights, copied to the GPU only while in use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ import torch
 from cohort.policy.pinning import PinnedMemory, bytes_for
 
 
-class Parking:
-    """The place of a frozen model's weights in host memory, pinned."""
+class OffloadedWeights:
+    """Weights of a frozen model in pinned host memory."""
 
     def __init__(self, model: Any, device: torch.device):
-        """Move them there.
+        """Move the weights to the host.
 
         Args:
-            model: whole, not sharded.
-            device: where it computes.
+            model: not sharded.
+            device: that it computes on.
         """
         self._device = device
         self._tensors = [*model.parameters(), *model.buffers()]  # tied ones once
@@ -26,8 +26,8 @@ class Parking:
             tensor.data = memory.take(tensor.shape, tensor.dtype).copy_(tensor.data)
 
     @contextmanager
-    def visit(self) -> Iterator[None]:
-        """The weights are on the device inside; what is written to them there is lost."""
+    def on_device(self) -> Iterator[None]:
+        """Context in which the weights are on the device. Changes to them are lost."""
         hosts = [tensor.data for tensor in self._tensors]
         try:
             for tensor, host in zip(self._tensors, hosts, strict=True):

@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies from and to by itself, of exactly the size that is asked for.
+"""Pinned host memory of exactly the requested size.
 
-PyTorch's allocator of pinned memory rounds every tensor up to a power of two. Here memory is registered with the driver
-in one piece, or block by block, and cut into tensors.
+PyTorch's pinned allocator rounds each tensor up to a power of two. Here memory is registered with the driver in one
+piece, or in blocks, and split into tensors.
 """
 
 import math
@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 64 << 20  # that a `PinnedStack` registers at a time
-_ALIGNED = 64  # bytes at which each tensor begins
+BLOCK_BYTES = 64 << 20  # registered at a time by `PinnedStack`
+_ALIGNED = 64  # bytes, alignment of tensors
 
 
 class PinnedMemory:
-    """Zeros for tensors that are taken one after another. It is pinned until the last of them is gone."""
+    """A zero-filled arena of pinned memory for tensors. It stays pinned until the last tensor is freed."""
 
     def __init__(self, num_bytes: int, device: torch.device):
-        """Allocate it, and pin it where the device is a GPU; where the driver refuses, warn and leave it as it is.
+        """Allocate memory, and pin it if the device is a GPU. Warn if the driver refuses.
 
         Args:
-            num_bytes: by `bytes_for`.
-            device: that copies.
+            num_bytes: from `bytes_for`.
+            device: that copies from and to it.
         """
-        whole = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)  # its pages are nobody else's
+        whole = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)  # its pages are not shared with other allocations
         start = -whole.ctypes.data % mmap.PAGESIZE
         self._bytes = torch.from_numpy(whole[start : start + num_bytes])
         self._num_taken = 0
@@ -37,7 +37,7 @@ class PinnedMemory:
             _register(whole, self._bytes.data_ptr(), num_bytes, device)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor, contiguous."""
+        """Return the next tensor, contiguous."""
         size = math.prod(shape) * dtype.itemsize
         tensor = self._bytes[self._num_taken : self._num_taken + size].view(dtype).view(tuple(shape))
         self._num_taken += _aligned(size)
@@ -45,29 +45,28 @@ class PinnedMemory:
 
 
 class PinnedStack:
-    """Pinned bytes for owners that are gone in about the opposite order to that in which they came.
+    """A stack allocator of pinned memory, for owners that are freed roughly in reverse order.
 
-    Registering memory is slow. So blocks are kept, and are taken again when their owners are gone, until the stack and
-    everything that was taken from it are gone too: never more than the most that was taken at a time, and part of a
-    block.
+    Registering memory is slow, so blocks are kept and reused once their owners are freed. The size is the peak in use,
+    rounded up to blocks.
     """
 
     def __init__(self, device: torch.device):
-        """Nothing is allocated yet. `device` is the one that copies; memory is pinned where that is a GPU."""
+        """Make an empty stack for copies from and to `device`. Memory is pinned if that is a GPU."""
         self._device = device
         self._block_bytes = BLOCK_BYTES
         self._blocks: list[Tensor] = []
-        self._taken: list[tuple[weakref.ref[object], int]] = []  # owners, and where the memory of each ends
+        self._taken: list[tuple[weakref.ref[object], int]] = []  # owners, and the end offset of each
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Size of all blocks."""
         return len(self._blocks) * self._block_bytes
 
     def take(self, num_bytes: int, owner: object) -> list[Tensor]:
-        """Bytes in one or more pieces that are the owner's while it lives, whatever is in them.
+        """Allocate uninitialised bytes, in one or more chunks, for the lifetime of `owner`.
 
-        A device may still be copying from them for the owner before.
+        A device may still be reading them for the previous owner.
         """
         while self._taken and self._taken[-1][0]() is None:
             self._taken.pop()
@@ -87,7 +86,7 @@ class PinnedStack:
 
 
 def bytes_for(tensors: Sequence[Tensor]) -> int:
-    """What `PinnedMemory` needs for tensors of the shapes and dtypes of these."""
+    """Return the bytes that `PinnedMemory` needs for such tensors."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
@@ -96,21 +95,22 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _register(whole: np.ndarray, address: int, num_bytes: int, device: torch.device) -> None:
-    """Pin what is in `whole` until that is freed."""
+    """Pin the memory of `whole` until it is freed."""
     cudart = torch.cuda.cudart()
     status = int(cudart.cudaHostRegister(address, num_bytes, 0))
     if status == 0:
-        weakref.finalize(whole, cudart.cudaHostUnregister, address)  # which comes before its memory is given back
+        weakref.finalize(whole, cudart.cudaHostUnregister, address)  # runs before its memory is released
         return
-    _forget_error(device)
+    _clear_error(device)
     warnings.warn(
-        f"{num_bytes / 1e9:.1f} GB of host memory cannot be pinned (cudaHostRegister: error {status}; is there a limit "
-        f"on locked memory, `ulimit -l`?); copies to and from the GPU are slower",
+        f"{num_bytes / 1e9:.1f} GB of host memory could not be pinned (cudaHostRegister error {status}), so copies "
+        f"to and "
+        f"from the GPU are slower. Check the limit on locked memory (ulimit -l)",
         stacklevel=2,
     )
 
 
-def _forget_error(device: torch.device) -> None:
-    """The driver keeps an error for the next check, which is that of a kernel: one that is of no use."""
+def _clear_error(device: torch.device) -> None:
+    """Clear the driver's pending error with a dummy kernel; otherwise the next kernel would report it."""
     with suppress(RuntimeError):
         torch.ones(1, device=device)

@@ -1,8 +1,8 @@
 """Frozen linear layers in 4 or 8 bits, by bitsandbytes (nf4 with double quantization) and torchao (int8, fp8).
 
-The Hugging Face library quantizes while it loads, one tensor after another. Its layers are replaced by ours then, which
-hold the same tensors: torchao's layers keep a whole weight each for backward, and bitsandbytes' change their own bits
-(a bias gets the input's dtype, codes are packed anew for some CPUs).
+transformers quantizes tensor by tensor while loading. Its layers are then replaced by ours, which hold the same
+tensors: torchao layers save a dequantized weight for backward, and bitsandbytes layers modify themselves (a bias is
+cast to the input dtype, codes are repacked for some CPUs).
 """
 
 from copy import copy
@@ -19,20 +19,20 @@ _PACKAGES: dict[Quantization, str] = {"nf4": "bitsandbytes", "int8": "torchao", 
 
 
 def check_quantization(kind: Quantization, *, field: str = "model.quantization") -> None:
-    """To be asked before any weights are loaded.
+    """Check that a quantization is available, before loading weights.
 
     Args:
         kind: of the weights.
-        field: that asks for it.
+        field: configuration key that the message starts with.
 
     Raises:
         UserError: a package is missing, or has no kernels for this machine.
     """
-    there = [other for other, package in _PACKAGES.items() if find_spec(package) is not None]
-    if kind not in there:
-        also = f", or use {' or '.join(there)}" if there else ""
+    available = [other for other, package in _PACKAGES.items() if find_spec(package) is not None]
+    if kind not in available:
+        also = f", or use {' or '.join(available)}" if available else ""
         raise UserError(
-            f"{field}: {kind} needs the package {_PACKAGES[kind]}, which is not installed; install "
+            f"{field}: {kind} needs the package {_PACKAGES[kind]}, which is not installed. Install "
             f"cohort-rl[quantization]{also}"
         )
     if kind == "nf4":
@@ -41,11 +41,11 @@ def check_quantization(kind: Quantization, *, field: str = "model.quantization")
         try:
             validate_bnb_backend_availability(raise_exception=True)
         except RuntimeError as error:
-            raise UserError(f"{field}: nf4: bitsandbytes cannot be used on this machine ({error}); use int8") from error
+            raise UserError(f"{field}: nf4: bitsandbytes does not work on this machine ({error}). Use int8") from error
 
 
 def loading_options(kind: Quantization, device: torch.device, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """What the library's `from_pretrained` is to be given besides."""
+    """Return the arguments of `from_pretrained` for a quantization."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if kind == "nf4":
@@ -62,15 +62,15 @@ def loading_options(kind: Quantization, device: torch.device, compute_dtype: tor
     return {"quantization_config": how, "device_map": {"": device}}
 
 
-def adopt(model: Any, compute_dtype: torch.dtype) -> None:
-    """Give quantized layers of the library's the place of which this module's docstring tells.
+def replace_quantized_layers(model: Any, compute_dtype: torch.dtype) -> None:
+    """Replace quantized layers of transformers by `QuantizedLinear`, see the module docstring.
 
     Args:
         model: loaded with `loading_options`.
         compute_dtype: of the products.
     """
     for parameter in model.parameters():
-        if not is_quantized(parameter):  # on CPUs it may lie in the file, all of which would stay mapped
+        if not is_quantized(parameter):  # on CPU it may be a view of the memory-mapped file
             parameter.data = parameter.data.clone()
     for name, module in [*model.named_modules()]:
         if isinstance(module, nn.Linear) and is_quantized(module.weight):
@@ -78,12 +78,12 @@ def adopt(model: Any, compute_dtype: torch.dtype) -> None:
 
 
 def is_quantized(weight: Any) -> bool:
-    """Whether it is held in fewer bits than it is computed in."""
+    """Whether a weight is quantized."""
     return hasattr(weight, "quant_state") or hasattr(weight, "qdata")
 
 
-def stored_parts(weight: Any) -> list[Tensor]:
-    """What a weight takes memory for: the tensor itself, or codes, scales and tables of a quantized one."""
+def storage_tensors(weight: Any) -> list[Tensor]:
+    """Return the tensors that store a weight: itself, or codes, scales and tables if quantized."""
     if hasattr(weight, "qdata"):
         return [weight.qdata, weight.scale]
     state = getattr(weight, "quant_state", None)
@@ -92,28 +92,28 @@ def stored_parts(weight: Any) -> list[Tensor]:
     return [weight.data, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
 
 
-def told(model: Any) -> list[str]:
-    """What a person should know of a model's quantized layers; nothing where there are none."""
+def quantization_notes(model: Any) -> list[str]:
+    """Messages for the user about the quantized layers of a model; empty without any."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     if not layers:
         return []
     own = [p for name, p in model.named_parameters() if not is_quantized(p) and "lora_" not in name]
     number = sum(layer.in_features * layer.out_features for layer in layers)
-    num_bytes = sum({p.data_ptr(): p.nbytes for layer in layers for p in stored_parts(layer.weight)}.values())
+    num_bytes = sum({p.data_ptr(): p.nbytes for layer in layers for p in storage_tensors(layer.weight)}.values())
     return [
-        f"{number / 1e6:.4g} million weights of {len(layers)} linear layers are quantized and take "
-        f"{num_bytes / 1e6:.4g} MB; {sum(p.numel() for p in own) / 1e6:.4g} million others are as they were"
+        f"{number / 1e6:.4g} million weights of {len(layers)} linear layers are quantized ("
+        f"{num_bytes / 1e6:.4g} MB); {sum(p.numel() for p in own) / 1e6:.4g} million others are not"
     ]
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer that computes with its weight as it is stored."""
+    """A frozen linear layer with a quantized weight."""
 
     def __init__(self, layer: nn.Linear, compute_dtype: torch.dtype):
-        """Take over the parameters.
+        """Take over the parameters of a layer.
 
         Args:
-            layer: of the library, with a quantized weight.
+            layer: of transformers, with a quantized weight.
             compute_dtype: of the products.
         """
         nn.Module.__init__(self)
@@ -121,11 +121,11 @@ class QuantizedLinear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         weight: Any = layer.weight
         if hasattr(weight, "quant_state"):
-            weight.module = None  # the layer that this one replaces
-            weight.quant_state.dtype = compute_dtype  # that codes are turned into, at once and not by way of another
+            weight.module = None  # drop the reference to the replaced layer
+            weight.quant_state.dtype = compute_dtype  # dequantize directly to it
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out], in the dtype that other products have here: the input's, or autocast's."""
+        """Map [..., in] to [..., out], in the dtype of the input or of autocast."""
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
@@ -134,13 +134,13 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """A product with a frozen weight, of which nothing is kept for backward but the weight as it is stored."""
+    """Product with a frozen quantized weight. Saves only the quantized weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Any) -> Tensor:
         ctx.weight = weight
         if hasattr(weight, "qdata") or not input.is_cuda:
-            return nn.functional.linear(input, whole(weight, input.dtype))
+            return nn.functional.linear(input, dequantize(weight, input.dtype))
         from bitsandbytes import matmul_4bit  # a fused kernel on GPUs only
 
         out: Tensor = matmul_4bit(input, weight, weight.quant_state)
@@ -149,17 +149,17 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        return gradient @ whole(ctx.weight, gradient.dtype), None
+        return gradient @ dequantize(ctx.weight, gradient.dtype), None
 
 
-def whole(weight: Any, dtype: torch.dtype) -> Tensor:
-    """The numbers [out, in] that a quantized weight stands for."""
+def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
+    """Dequantize a weight to [out, in]."""
     if hasattr(weight, "qdata"):
         numbers: Tensor = weight.dequantize(dtype)
         return numbers
     from bitsandbytes.functional import dequantize_4bit
 
-    # As one row: on CPUs with AVX-512 bitsandbytes 0.50 reads the wrong scales where a row is no multiple of its blocks
+    # As one row: on CPUs with AVX-512, bitsandbytes 0.50 reads wrong scales if rows are no multiple of its block size
     # of 64 (an in_features of 96, 144 or 208).
     state = copy(weight.quant_state)
     state.shape = torch.Size((1, state.shape.numel()))

@@ -1,6 +1,6 @@
-"""The routers of a mixture of experts: found, kept free of noise, and their logits while a micro-batch is computed.
+"""Routers of mixture-of-experts models: find them, remove their noise, and capture their logits.
 
-N positions that a router is given, E experts.
+N positions of a router's input, E experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_NOISE = "jitter"  # in the name of what the library's blocks multiply their inputs with in training
+_NOISE = "jitter"  # in the attribute names of transformers' router noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """One module that chooses experts for tokens."""
+    """A module that routes tokens to experts."""
 
     name: str  # in the model
     module: nn.Module
-    output: int  # which of what it returns are the logits, [N, E]
+    output: int  # index of the logits [N, E] in its outputs
 
 
 def find_routers(model: Any) -> tuple[Router, ...]:
-    """The routers of a model of the library, in the order of its layers: what it can record the logits of itself."""
+    """Find the routers of a transformers model, in layer order: those whose logits transformers can record."""
     found: dict[str, Router] = {}
     for outer, module in model.named_modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
@@ -38,10 +38,10 @@ def find_routers(model: Any) -> tuple[Router, ...]:
 
 
 def remove_noise(model: Any) -> None:
-    """Have routers choose in training as in sampling, in place.
+    """Make routers behave in training as in sampling, in place.
 
-    Some architectures choose at random in training, or shake what a router sees. The logprobs of a sampled token would
-    be those of another policy than the one that it was sampled from.
+    Some architectures add noise to the router or its input in training. The logprobs of a sampled token would then be
+    those of another policy than the one it was sampled from.
     """
     noisy = [m for m in model.modules() if any(_NOISE in key and value for key, value in vars(m).items())]
     for module in {id(m): m for m in (*noisy, *(router.module for router in find_routers(model)))}.values():
@@ -49,7 +49,7 @@ def remove_noise(model: Any) -> None:
 
 
 def _stay_in_eval(module: nn.Module) -> None:
-    """The module itself, and not what is in it."""
+    """Keep the module in eval mode, but not its children."""
 
     def train(mode: bool = True) -> nn.Module:
         for child in module.children():
@@ -61,22 +61,22 @@ def _stay_in_eval(module: nn.Module) -> None:
 
 
 class RouterLogits:
-    """Hands on the logits of a model's routers while it computes."""
+    """Captures the logits of a model's routers during forward passes."""
 
     def __init__(self, model: Any):
-        """Of a model's routers, of which there are some."""
+        """Register hooks on the routers of a model, which must have some."""
         self._take: Callable[[int, Tensor], None] | None = None
         for number, router in enumerate(find_routers(model)):
             router.module.register_forward_hook(self._hook(number, router.output))
 
     @contextmanager
-    def given_to(self, take: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Inside, every router that computes gives its number and its logits [N, E] with their graph to `take`.
+    def collect_into(self, take: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Context in which every router call passes its index and its logits [N, E], with graph, to `take`.
 
-        Not of layers that are computed again in backward, which is outside. So with gradient checkpointing `take` only
-        keeps what it is given: the layer's second computation has to be the same as the first.
+        With gradient checkpointing, recomputation happens outside of the context. So `take` must only store its
+        arguments: the recomputation has to match the first forward.
         """
-        assert self._take is None, "one micro-batch at a time"
+        assert self._take is None, "cannot be nested"
         self._take = take
         try:
             yield

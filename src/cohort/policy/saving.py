@@ -1,8 +1,7 @@
-"""A policy as a model folder, in files of a stated size, written one tensor after another.
+"""Save a policy as a model folder, sharded into files, one tensor at a time.
 
-Rank 0 writes. Every rank could write its rows into a common file, as it reads them; but where the folder is on a
-network, what two machines write next to each other need not both arrive. Nothing but one tensor is gathered at a time
-(or those that the files have in another form together), and that is all that a save takes of memory.
+Rank 0 writes everything. Ranks writing into a shared file at once is not safe on network file systems. Only one tensor
+is gathered at a time (or those that are saved as one), which is all the extra memory that saving takes.
 """
 
 from collections import deque
@@ -20,7 +19,7 @@ from cohort.errors import TrainingError
 from cohort.policy.export import TensorSpec, stream_weights, weight_specs
 from cohort.policy.policy import Policy
 from cohort.policy.skeleton import quiet_transformers
-from cohort.policy.weights import SHARD, SINGLE, Written, write_index, write_tensors
+from cohort.policy.weights import SHARD, SINGLE, TensorInfo, write_index, write_tensors
 
 
 def _silent(done: int, total: int) -> None:
@@ -28,55 +27,55 @@ def _silent(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """How weights are written."""
+class SaveOptions:
+    """Options of saving weights."""
 
-    max_shard_bytes: int = 5 * 10**9  # of the tensors of a file; a larger tensor has one by itself
-    on_progress: Callable[[int, int], None] = _silent  # told on rank 0 how many bytes of all are written
+    max_shard_bytes: int = 5 * 10**9  # of a file; larger tensors have a file of their own
+    on_progress: Callable[[int, int], None] = _silent  # called on rank 0 with bytes written and total
 
 
 def save_policy(
-    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks = ALONE, saving: Saving | None = None
+    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks = ALONE, save_options: SaveOptions | None = None
 ) -> None:
-    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, tokenizer included.
+    """Save a policy and its tokenizer in the format of `AutoModelForCausalLM.from_pretrained`.
 
-    Of a policy with an adapter, the adapter's folder, which `PeftModel.from_pretrained` loads. Every rank takes part;
-    rank 0 writes, and only its tokenizer is looked at.
+    With an adapter, save the adapter only, in the format of `PeftModel.from_pretrained`. Call on every rank; rank 0
+    writes, and only its tokenizer is used.
 
     Raises:
-        Exception: of any kind on rank 0, where writing failed.
+        Exception: of any kind on rank 0, if writing failed.
         TrainingError: on the other ranks then.
     """
     adapter = policy.adapter
-    weights = {} if adapter is None else adapter.whole_weights()
+    weights = {} if adapter is None else adapter.full_weights()
 
-    def describe() -> None:
+    def save_configs() -> None:
         with quiet_transformers():
             if adapter is not None:
                 adapter.save(folder, weights)
-            else:  # all that the library puts into a model's folder but the weights
+            else:  # everything but the weights
                 policy.model.save_pretrained(folder, state_dict={})
-                if policy.masters is not None:  # it has noted the dtype of their copies
-                    policy.model.config.dtype = policy.masters.dtype
+                if policy.master_weights is not None:  # save_pretrained has written the dtype of their copies
+                    policy.model.config.dtype = policy.master_weights.dtype
                     policy.model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
-    _on_first(ranks, folder, describe)
+    _on_first(ranks, folder, save_configs)
     if adapter is None:
-        _save_weights(policy, folder, ranks, saving or Saving())
+        _save_weights(policy, folder, ranks, save_options or SaveOptions())
 
 
-def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[Written]]:
-    """Which file of a folder gets which tensors: in their order, as many as fit; of one file alone there is no index.
+def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorInfo]]:
+    """Assign tensors to files, in order, up to `max_shard_bytes` each.
 
     Args:
         specs: of all tensors.
-        max_shard_bytes: of a file's tensors.
+        max_shard_bytes: maximum size of a file's tensors; a larger tensor gets its own file.
     """
-    files: list[list[Written]] = []
+    files: list[list[TensorInfo]] = []
     room = 0
     for spec in specs:
-        written = Written.of(spec.name, spec.shape, spec.dtype)
+        written = TensorInfo.of(spec.name, spec.shape, spec.dtype)
         if not files or written.num_bytes > room:
             files.append([])
             room = max_shard_bytes
@@ -87,25 +86,25 @@ def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, l
     return {SHARD.format(n, len(files)): tensors for n, tensors in enumerate(files, start=1)}
 
 
-def _save_weights(policy: Policy, folder: Path, ranks: Ranks, saving: Saving) -> None:
-    """The weights and their index."""
-    files = plan_files(weight_specs(policy), saving.max_shard_bytes)
+def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: SaveOptions) -> None:
+    """Save the weights, and an index if there are several files."""
+    files = plan_files(weight_specs(policy), save_options.max_shard_bytes)
     total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
     done = 0
 
-    def told(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    def with_progress(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
         nonlocal done
         for _, tensor in weights:
             done += tensor.nbytes
             yield tensor
-            del tensor  # the next one is not gathered beside it
-            saving.on_progress(done, total)
+            del tensor  # free it before the next one is gathered
+            save_options.on_progress(done, total)
 
     stream = stream_weights(policy)
     for file, tensors in files.items():
         part = islice(stream, len(tensors))
-        # whatever becomes of a file, all ranks gather its tensors, and agree on going on
-        write = partial(write_tensors, folder / file, tensors, told(part))
+        # all ranks gather the tensors of a file even if writing fails, then agree on whether to go on
+        write = partial(write_tensors, folder / file, tensors, with_progress(part))
         _on_first(ranks, folder, write, meanwhile=partial(deque, part, maxlen=0))
     if len(files) > 1:
         _on_first(ranks, folder, partial(write_index, folder, files))
@@ -114,13 +113,13 @@ def _save_weights(policy: Policy, folder: Path, ranks: Ranks, saving: Saving) ->
 def _on_first(
     ranks: Ranks, folder: Path, write: Callable[[], None], *, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    """Have rank 0 write; where it could not, no rank goes on.
+    """Call `write` on rank 0. If it fails, raise on all ranks.
 
     Args:
-        ranks: all of which call this.
-        folder: that is written.
-        write: what rank 0 does.
-        meanwhile: what all do, rank 0 after `write`, and after its failure too.
+        ranks: all of them call this.
+        folder: that is written to.
+        write: called on rank 0.
+        meanwhile: called on all ranks; on rank 0 after `write`, even if that failed.
     """
     problem: BaseException | None = None
     try:
@@ -129,8 +128,8 @@ def _on_first(
     except BaseException as error:
         problem = error
     meanwhile()
-    is_well = ranks.smallest(problem is None)
+    succeeded = ranks.smallest(problem is None)
     if problem is not None:
         raise problem
-    if not is_well:
-        raise TrainingError(f"{folder}: rank 0 could not write it")
+    if not succeeded:
+        raise TrainingError(f"{folder}: rank 0 failed to write it")

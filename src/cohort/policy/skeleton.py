@@ -1,4 +1,4 @@
-"""A model before its weights: built without memory for them, and matched with the tensors of its files."""
+"""Build models on the meta device, and match their tensors with those of the files."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,18 +12,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cohort.config import ModelConfig
 from cohort.errors import UserError
-from cohort.policy.conversion import Converted, by_name_in_model
+from cohort.policy.conversion import ConvertedTensor, map_to_model
 from cohort.policy.weights import INDEX, SINGLE, StoredTensor, stored_weights
 
-Source = StoredTensor | Converted  # what a tensor of the model is read from
-VALUE_HEAD = "value_head"  # of a critic; a model that is none has no weights for it
-# peft's names of what it adds to a layer, which it puts around the model's own as `base_layer`
+WeightSource = StoredTensor | ConvertedTensor  # source of a model's tensor
+VALUE_HEAD = "value_head"  # of a critic; plain models have no weights for it
+# names that peft adds to a layer; the original is its `base_layer`
 _ADAPTER_PARTS = {f"lora_{part}" for part in ("A", "B", "embedding_A", "embedding_B", "magnitude_vector")}
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bars and tables of the library's own: what matters of them is in our messages."""
+    """Silence progress bars and log messages of transformers; we report what matters."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -37,10 +37,10 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def empty_model(config: ModelConfig) -> Any:
-    """The model without memory for its parameters (they are on the meta device), and with its buffers computed.
+def meta_model(config: ModelConfig) -> Any:
+    """Build a model with parameters on the meta device and buffers in host memory.
 
-    Its constructor computes the buffers, as rotary frequencies, in host memory and from the model's config alone.
+    Buffers, such as rotary frequencies, are computed by the constructor from the config.
 
     Raises:
         UserError: the config cannot be used.
@@ -50,7 +50,7 @@ def empty_model(config: ModelConfig) -> Any:
     try:
         with quiet_transformers(), _parameters_on_meta():
             own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-            _check_plain(own, config.path)
+            _check_not_quantized(own, config.path)
             model = AutoModelForCausalLM.from_config(
                 own,
                 dtype=getattr(torch, config.dtype),
@@ -58,40 +58,42 @@ def empty_model(config: ModelConfig) -> Any:
             )
     except UserError:
         raise
-    except Exception as error:  # the loader raises many types; all mean the same to the user
-        raise UserError(f"model.path: {config.path!r}: cannot be loaded: {type(error).__name__}: {error}") from error
-    with suppress(OSError):  # there is none; the model has made one
+    except Exception as error:  # transformers raises many types of errors
+        raise UserError(
+            f"model.path: {config.path!r}: cannot load the model: {type(error).__name__}: {error}"
+        ) from error
+    with suppress(OSError):  # no file: keep the default
         model.generation_config = GenerationConfig.from_pretrained(config.path)
     return model
 
 
-def _check_plain(own: Any, path: str) -> None:
-    """Look whether the files hold numbers.
+def _check_not_quantized(own: Any, path: str) -> None:
+    """Check that the stored weights are not quantized.
 
     Raises:
-        UserError: they hold what somebody has quantized.
+        UserError: they are.
     """
     how = getattr(own, "quantization_config", None)
     if how is not None:
         method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", how)
         raise UserError(
-            f"model.path: {path!r} is quantized already (quantization_config in its config.json: {method}); give the "
-            f"model that it was made from, and model.quantization where it is to take less memory"
+            f"model.path: {path!r} is already quantized (quantization_config in config.json: {method}). Use the "
+            f"original model, with model.quantization to save memory"
         )
 
 
 def local_weights(path: str, *, download: bool = False) -> dict[str, StoredTensor]:
-    """The tensors of the safetensors files of a model folder, or of a hub's model in the cache of this machine.
+    """List the tensors in the safetensors files of a model folder, or of a hub model in the local cache.
 
     Args:
-        path: a folder or an id of a hub.
-        download: fetch what the cache lacks.
+        path: a model folder or a hub id.
+        download: fetch missing files from the hub.
 
     Returns:
-        Nothing where there are no such files here.
+        tensors by name; empty if there are no safetensors files.
 
     Raises:
-        UserError: a file is broken.
+        UserError: a file is damaged.
     """
     if Path(path).is_dir():
         return stored_weights(Path(path))
@@ -109,38 +111,39 @@ def local_weights(path: str, *, download: bool = False) -> dict[str, StoredTenso
                     get_checkpoint_shard_files(path, found, local_files_only=not download)
                 return stored_weights(Path(found).parent)
     except OSError:
-        pass  # what it is, the library says when it loads the model itself
+        pass  # transformers reports the error when it loads the model
     return {}
 
 
-def match(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Source] | None:
-    """What each parameter (a tied one once) and each buffer that is saved is read from.
+def match_weights(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, WeightSource] | None:
+    """Find the source of each parameter (tied ones once) and saved buffer of a model.
 
-    A value head that the files lack is left out: it stays as it was made.
+    A value head without stored weights is left out and keeps its initial values.
 
     Returns:
-        None where the files do not hold all of them in a form that is known here: the library has to load, or refuse.
+        sources by name; None if the files do not have all tensors in a supported form, so transformers has to load the
+        model, or report the error.
 
     Raises:
-        UserError: the files hold each of them, and one has another shape.
+        UserError: a stored tensor has another shape.
     """
-    found = by_name_in_model(model, stored) if stored and _is_loaded_as_stored(model) else None
+    found = map_to_model(model, stored) if stored and _is_loaded_as_stored(model) else None
     if found is None:
         return None
-    wanted = {n: t for n, t in saved_tensors(model) if n in found or not n.startswith(f"{VALUE_HEAD}.")}
+    wanted = {n: t for n, t in named_saved_tensors(model) if n in found or not n.startswith(f"{VALUE_HEAD}.")}
     if any(name in found for name in model.state_dict() if name not in wanted):
-        return None  # both of a tied pair: they are tied only if they are equal
+        return None  # both of a tied pair: transformers ties them only if they are equal
     if not all(name in found and _is_readable(found[name], tensor) for name, tensor in wanted.items()):
         return None  # missing, or quantized
-    places = {name: found[name] for name in wanted}
-    _check_shapes(wanted, places)
-    return places
+    sources = {name: found[name] for name in wanted}
+    _check_shapes(wanted, sources)
+    return sources
 
 
-def digest(places: Mapping[str, Source]) -> str:
-    """The same for two folders whose files hold the same tensors at the same places."""
+def sources_digest(sources: Mapping[str, WeightSource]) -> str:
+    """Hash weight sources; equal for folders whose files have the same tensors at the same offsets."""
     lines = []
-    for name, place in places.items():
+    for name, place in sources.items():
         parts = {"": (place,)} if isinstance(place, StoredTensor) else place.sources
         for pattern, tensors in parts.items():
             where = ((t.file.name, t.start, t.shape, t.stored_dtype) for t in tensors)
@@ -148,26 +151,26 @@ def digest(places: Mapping[str, Source]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _is_readable(source: Source, tensor: Tensor) -> bool:
-    if isinstance(source, Converted):
+def _is_readable(source: WeightSource, tensor: Tensor) -> bool:
+    if isinstance(source, ConvertedTensor):
         rows = len(next(iter(source.sources.values())))
         return tensor.is_floating_point() and (not source.is_stacked or rows == len(tensor))
     return source.dtype is not None and source.dtype.is_floating_point == tensor.is_floating_point()
 
 
-def _check_shapes(wanted: Mapping[str, Tensor], places: Mapping[str, Source]) -> None:
+def _check_shapes(wanted: Mapping[str, Tensor], sources: Mapping[str, WeightSource]) -> None:
     for name, tensor in wanted.items():
-        place = places[name]
+        place = sources[name]
         if isinstance(place, StoredTensor) and tuple(tensor.shape) != place.shape:
             stored, own = (" x ".join(map(str, shape)) for shape in (place.shape, tensor.shape))
             raise UserError(
-                f"model.path: {place.file}: {name} is {stored} in its file and {own} by config.json; weights "
-                f"and config.json are of different models"
+                f"model.path: {place.file}: {name} is {stored} in the file, but config.json says {own}. "
+                f"Weights and config.json do not belong together"
             )
 
 
-def saved_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter by its name without an adapter, a tied one once, and each buffer that is saved; no adapter's."""
+def named_saved_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield base parameters (tied ones once) and saved buffers by name, without the adapter and its wrappers."""
     for name, parameter in model.named_parameters():
         if _ADAPTER_PARTS.isdisjoint(name.split(".")):
             yield name.replace(".base_layer.", "."), parameter
@@ -176,10 +179,10 @@ def saved_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def keep_first_layers(model: Any) -> None:
-    """Shorten a model to its first layers, so that at least one of each kind is left, and at least two.
+    """Truncate a model to its first layers, keeping at least one of each kind, and at least two.
 
-    Layers are of one kind if their modules are, with all numbers and switches that the modules hold. Nothing happens
-    where a model's layers are not one list.
+    Layers are of one kind if their modules, attributes and parameter shapes are equal. Does nothing if the layers are
+    not in a single list.
     """
     names = model._no_split_modules or ()
     stacks = [
@@ -207,7 +210,7 @@ def _kind(layer: nn.Module) -> list[Any]:
 
 
 def _is_loaded_as_stored(model: Any) -> bool:
-    """Whether the library puts what the files have, converted where it has to be, into parameters of one dtype."""
+    """Whether transformers loads all parameters in one dtype and converts only as `weight_conversions` says."""
     config, dtype = model.config, next(model.parameters()).dtype
     in_float32 = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     return (
@@ -220,11 +223,11 @@ def _is_loaded_as_stored(model: Any) -> bool:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made inside have no memory; buffers have."""
+    """Context in which parameters of new modules are on the meta device; buffers are not."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
-            return None  # as it is
+            return None  # unchanged
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(cast("Callable[..., None]", move))  # may return a parameter

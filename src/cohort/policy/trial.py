@@ -1,6 +1,6 @@
-"""Kernels that are compiled where they run, tried out before anything relies on them.
+"""Try out JIT-compiled kernels before anything relies on them.
 
-A GPU or a driver that the compiler does not know, or no C compiler on the machine, costs time then and not the run.
+An unsupported GPU or driver, or a missing C compiler, then costs speed and not the run.
 """
 
 import warnings
@@ -9,42 +9,44 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-_TOLERANCE = 3e-2  # of the largest number: what is wrong is off by far more, and what is rounded by less
+_TOLERANCE = 3e-2  # relative to the largest value: above rounding, far below real errors
 
 
-def works(kernels: str, instead: str, compare: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> bool:
-    """Whether kernels run and compute what they should; otherwise a warning says why not.
+def kernels_agree(kernels: str, instead: str, compare: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> bool:
+    """Return whether kernels run and give correct results; otherwise warn.
 
     Args:
-        kernels: for the warning: "Triton's kernels for ...".
-        instead: what takes their place.
-        compare: computes with the kernels, and the same without them.
+        kernels: name for the warning, e.g. "Triton kernels for ...".
+        instead: name of the fallback.
+        compare: yields pairs of actual and expected results.
 
     Raises:
-        RuntimeError: memory ran out, which says nothing of the kernels.
+        RuntimeError: out of memory, which says nothing about the kernels.
     """
     try:
         for actual, expected in compare():
             error = ((actual - expected).abs().max() / expected.abs().max()).item()  # waits for the device
-            if not error <= _TOLERANCE:  # so for NaN
+            if not error <= _TOLERANCE:  # also true for NaN
                 raise ArithmeticError(f"results differ by {error:.1g} of the largest value")
     except Exception as error:
         if "out of memory" in str(error):
             raise
-        warn_of(kernels, instead, error)
+        warn_fallback(kernels, instead, error)
         return False
     return True
 
 
-def warn_of(kernels: str, instead: str, error: Exception) -> None:
-    """Say that kernels are not used any more, and why."""
+def warn_fallback(kernels: str, instead: str, error: Exception) -> None:
+    """Warn that kernels are not used, and why."""
     reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
     warnings.warn(
-        f"{kernels} cannot be used here ({reason}); {instead} instead, which is slower", RuntimeWarning, stacklevel=2
+        f"{kernels} do not work here ({reason}). Falling back to {instead}, which is slower",
+        RuntimeWarning,
+        stacklevel=2,
     )
 
 
-def numbers(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Numbers between -1 and 1, always the same, that leave the random generators alone."""
+def probe_values(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return deterministic values in [-1, 1], without using the random generators."""
     count = torch.Size(shape).numel()
     return torch.arange(count, device=device, dtype=torch.float32).mul_(0.7).sin_().view(shape).to(dtype)

@@ -1,30 +1,29 @@
-"""`logit_tiles` in two Triton kernels for GPUs: a tile is read once forward, and read and written once backward.
+"""Triton kernels of `logit_tiles` for float32 tiles: one read in forward, one read and write in backward.
 
-Only float32 tiles. TRITON_INTERPRET=1, set before this is imported, runs the kernels on a CPU. T tokens, V vocabulary;
-t and v of one tile.
+Set TRITON_INTERPRET=1 before importing this to run the kernels on a CPU. T tokens, V vocabulary; t and v of one tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (kernels have Triton's annotations)
+# (kernels have Triton annotations)
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import TritonError
 
-from cohort.policy.logit_tiles import LogitTransform, RowGradients, RunningSoftmax
+from cohort.policy.logit_tiles import LogitTransform, OnlineSoftmax, RowGradients
 
-__all__ = ["TritonError", "differentiate_", "fold"]
-BLOCK = 4096  # columns that a program takes at a time: 16 KiB
+__all__ = ["TritonError", "logits_to_grad_", "update_softmax"]
+BLOCK = 4096  # columns per program and iteration: 16 KiB
 
 
-def fold(
-    tile_tv: Tensor, running: RunningSoftmax, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
+def update_softmax(
+    tile_tv: Tensor, running: OnlineSoftmax, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
 ) -> None:
-    """See `logit_tiles.fold`. One program per row."""
+    """See `logit_tiles.update_softmax`. One program per row."""
     if not tile_tv.numel():
         return
-    _fold_kernel[(len(tile_tv),)](
+    _softmax_kernel[(len(tile_tv),)](
         tile_tv,
         tile_tv.stride(0),
         tile_tv.shape[1],
@@ -44,10 +43,10 @@ def fold(
     )
 
 
-def differentiate_(
+def logits_to_grad_(
     tile_tv: Tensor, rows: RowGradients, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
 ) -> None:
-    """See `logit_tiles.differentiate_`. One program per row and block of columns."""
+    """See `logit_tiles.logits_to_grad_`. One program per row and block of columns."""
     if not tile_tv.numel():
         return
     has_entropy = rows.entropy is not None and rows.entropy_grad is not None
@@ -73,7 +72,7 @@ def differentiate_(
 
 
 @triton.jit
-def _fold_kernel(
+def _softmax_kernel(
     tile,
     row_stride,
     num_columns,
@@ -164,7 +163,7 @@ def _logits(z, bias, ids, inside, inner, outer, HAS_BIAS: tl.constexpr, HAS_SOFT
         z += tl.load(bias + ids, mask=inside, other=0.0)
     z *= inner
     if HAS_SOFTCAP:
-        exp = tl.exp(-2.0 * tl.abs(z))  # Triton's own tanh cannot be interpreted on a CPU
+        exp = tl.exp(-2.0 * tl.abs(z))  # Triton's tanh does not work with TRITON_INTERPRET
         tanh = (1.0 - exp) / (1.0 + exp)
         z = tl.where(z < 0, -tanh, tanh) * outer
     return z

@@ -1,9 +1,9 @@
-"""Weights in safetensors files: where each tensor lies, whether the files are whole, and reading rows of a tensor.
+"""Read and write safetensors files: locate and validate tensors, and read rows of them.
 
-A file is the length of its header in 8 bytes, the header in JSON, and the tensors' bytes one after another
-(https://huggingface.co/docs/safetensors). All but the tensors is read to check it. Tensors are read at their offsets
-and not through a memory map: what is read is counted against nothing but its destination, and a file that shrinks while
-it is read is an error and not the end of the process.
+A file is the length of its header in 8 bytes, the header in JSON, and the tensors' data
+(https://huggingface.co/docs/safetensors). Files are validated by header and size. Tensors are read at their offsets and
+not through a memory map, so reading takes no page-cache memory of the process, and a file that shrinks meanwhile is an
+error, not a crash.
 """
 
 import json
@@ -30,40 +30,40 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """Location of a tensor in a safetensors file."""
 
     file: Path
-    start: int  # its first byte in the file
+    start: int  # offset in the file, in bytes
     num_bytes: int
     shape: tuple[int, ...]
-    stored_dtype: str  # the format's name, as BF16
+    stored_dtype: str  # name in the format, e.g. BF16
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None where torch has to be told how to read it, as of 8-bit floats with scales elsewhere."""
+        """torch dtype; None if unsupported, e.g. 8-bit floats with separate scales."""
         return _DTYPES.get(self.stored_dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A tensor of a file that is to be written."""
+class TensorInfo:
+    """Header entry of a tensor to write."""
 
     name: str
-    stored_dtype: str  # the format's name
+    stored_dtype: str  # name in the format
     shape: tuple[int, ...]
     num_bytes: int
 
     @staticmethod
-    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Written":
-        """A tensor that is written as it is."""
-        return Written(name, _NAMES[dtype], shape, math.prod(shape) * dtype.itemsize)
+    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "TensorInfo":
+        """Describe a tensor of this shape and dtype."""
+        return TensorInfo(name, _NAMES[dtype], shape, math.prod(shape) * dtype.itemsize)
 
 
 def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, StoredTensor]:
-    """The tensors of a model folder by name, from the headers of its safetensors files; empty where it has none.
+    """List the tensors of a model folder by name, from the headers of its safetensors files; empty without any.
 
     Raises:
-        UserError: a file is missing, truncated or something else; the message names it and begins with `field`.
+        UserError: a file is missing, truncated or of another format; the message names it and starts with `field`.
     """
     try:
         if (folder / SINGLE).is_file():
@@ -76,10 +76,10 @@ def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, Stor
 
 
 def stored_file(path: Path, *, field: str) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file by name.
+    """List the tensors of one safetensors file by name.
 
     Raises:
-        UserError: it is broken; the message begins with `field`.
+        UserError: it is damaged; the message starts with `field`.
     """
     try:
         return _read_header(path)
@@ -88,38 +88,38 @@ def stored_file(path: Path, *, field: str) -> dict[str, StoredTensor]:
 
 
 def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, Any], *, field: str) -> None:
-    """Compare the embedding with config.json, where both have their usual names.
+    """Check the shape of the embedding against config.json, if both have their usual names.
 
     Raises:
-        UserError: they do not belong together.
+        UserError: they do not match.
     """
     embedding = weights.get("model.embed_tokens.weight")
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
     if embedding is None or not isinstance(vocabulary, int) or not isinstance(hidden, int):
         return
     rows, columns = embedding.shape if len(embedding.shape) == 2 else (vocabulary, hidden)
-    if rows < vocabulary or columns != hidden:  # some models have more rows than their vocabulary
+    if rows < vocabulary or columns != hidden:  # models may have more rows than their vocabulary
         raise UserError(
-            f"{field}: {embedding.file}: the embedding is {rows} x {columns}, and config.json says vocab_size "
-            f"{vocabulary} and hidden_size {hidden}; weights and config.json are of different models"
+            f"{field}: {embedding.file}: the embedding is {rows} x {columns}, but config.json says vocab_size "
+            f"{vocabulary} and hidden_size {hidden}. Weights and config.json do not belong together"
         )
 
 
 def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
-    """Read rows of a tensor, with the dtype and device of where they go.
+    """Read rows of a tensor, converted to the dtype and device of `into`.
 
-    Their bytes are held once more, and not even that where they go to host memory with the file's dtype.
+    Needs a buffer of the same size, unless `into` is on the CPU in the dtype of the file.
 
     Args:
-        stored: where the tensor lies; its dtype is known to torch.
-        into: [rows, ...], or the whole tensor.
-        first_row: number of the first.
+        stored: a tensor with a supported dtype.
+        into: [rows, ...].
+        first_row: index of the first row.
 
     Raises:
-        UserError: the file ends too early or cannot be read.
+        UserError: the file is truncated or cannot be read.
     """
     assert stored.dtype is not None and into.shape[1:] == stored.shape[1:]
-    if not into.numel():  # some ranks have no rows of a small one
+    if not into.numel():  # some ranks have no rows of a small tensor
         return
     into = into.detach()
     row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
@@ -130,16 +130,16 @@ def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
             file.seek(stored.start + first_row * row_bytes)
             _fill(file, rows.reshape(-1).view(torch.uint8))
     except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot be read: {error}") from error
+        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
     if not direct:
         into.copy_(rows)
 
 
 def read_bytes(stored: StoredTensor) -> Tensor:
-    """A tensor's bytes, whatever they mean.
+    """Read the raw bytes of a tensor.
 
     Raises:
-        UserError: the file ends too early or cannot be read.
+        UserError: the file is truncated or cannot be read.
     """
     whole = torch.empty(stored.num_bytes, dtype=torch.uint8)
     try:
@@ -147,17 +147,17 @@ def read_bytes(stored: StoredTensor) -> Tensor:
             file.seek(stored.start)
             _fill(file, whole)
     except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot be read: {error}") from error
+        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
     return whole
 
 
-def write_tensors(path: Path, described: Sequence[Written], tensors: Iterable[Tensor]) -> None:
-    """Write a file, one tensor after another.
+def write_tensors(path: Path, described: Sequence[TensorInfo], tensors: Iterable[Tensor]) -> None:
+    """Write a safetensors file, one tensor at a time.
 
     Args:
         path: of the file.
-        described: what will come.
-        tensors: in the same order, as numbers or as bytes, from any device.
+        described: header entries of the tensors.
+        tensors: in the same order, from any device; raw bytes are allowed.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -171,11 +171,11 @@ def write_tensors(path: Path, described: Sequence[Written], tensors: Iterable[Te
         file.write(len(text).to_bytes(8, "little") + text)
         for whole in tensors:
             file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            del whole  # the next one is not gathered beside it
+            del whole  # free it before the next one is gathered
 
 
-def write_index(folder: Path, files: Mapping[str, Sequence[Written]]) -> None:
-    """Write the index of a folder's files of weights, by which a loader finds them."""
+def write_index(folder: Path, files: Mapping[str, Sequence[TensorInfo]]) -> None:
+    """Write the index file of sharded weights."""
     size = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
     names = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
     index = {"metadata": {"total_size": size}, "weight_map": names}
@@ -183,20 +183,20 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Written]]) -> None:
 
 
 def _fill(file: Any, place: Tensor) -> None:
-    """Fill `place` (bytes); one call reads 2 GiB at most."""
+    """Fill a byte tensor from a file; a single read returns at most 2 GiB."""
     view, done = place.numpy(), 0
     while done < len(view):
         count = file.readinto(view[done:])
         if not count:
-            raise OSError(f"it ended {len(view) - done} bytes too early; it has been changed since it was checked")
+            raise OSError(f"{len(view) - done} bytes are missing; the file has changed since it was checked")
         done += count
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
-    """The tensors that an index names.
+    """List the tensors named by an index.
 
     Raises:
-        ValueError: what is wrong with the index or a file that it names.
+        ValueError: the index or one of its files is damaged.
     """
     text = index.read_bytes()
     if text.startswith(_LFS):
@@ -205,28 +205,28 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
         names = json.loads(text)["weight_map"]
         shards = sorted(set(names.values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of weights ({error!r}); copy it again") from None
+        raise ValueError(f"{index} is not a weights index ({error!r}). Copy it again") from None
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise ValueError(
-            f"{index} names {len(shards)} files, and {len(missing)} of them are missing: {_few(missing)}; copy them "
-            f"into the folder"
+            f"{index} names {len(shards)} files, but {len(missing)} of them are missing: {few(missing)}. Copy "
+            f"them into the folder"
         )
     held = {shard: _read_header(index.parent / shard) for shard in shards}
     absent = sorted(name for name, shard in names.items() if name not in held[shard])
     if absent:
         raise ValueError(
-            f"{index} names {len(absent)} tensors that are not in their files: {_few(absent)}; index and files are of "
-            f"different models"
+            f"{index} names {len(absent)} tensors that are not in its files: {few(absent)}. Index and files do not "
+            f"belong together"
         )
     return {name: held[shard][name] for name, shard in names.items()}
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file.
+    """List the tensors of one file.
 
     Raises:
-        ValueError: what is wrong with the file.
+        ValueError: the file is damaged.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -235,10 +235,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(_lfs_message(path))
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > _LARGEST_HEADER_BYTES:
-            raise ValueError(f"{path} ({size} bytes) is not a safetensors file; copy or download it again")
+            raise ValueError(f"{path} ({size} bytes) is not a safetensors file. Copy or download it again")
         if 8 + length > size:
             raise ValueError(
-                f"{path} is truncated: it has {size} bytes, and its header alone ends at byte {8 + length}; copy or "
+                f"{path} is truncated: it has {size} bytes, but its header ends at byte {8 + length}. Copy or "
                 f"download it again"
             )
         file.seek(8)
@@ -258,11 +258,11 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in entries.items()
         }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path}: its header is broken ({error!r}); copy or download it again") from None
+        raise ValueError(f"{path}: its header is damaged ({error!r}). Copy or download it again") from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         what = "is truncated" if size < expected else "is longer than its header says"
-        raise ValueError(f"{path} {what}: it has {size} bytes and should have {expected}; copy or download it again")
+        raise ValueError(f"{path} {what}: it has {size} bytes, expected {expected}. Copy or download it again")
     for name, entry in entries.items():
         _check_extent(path, name, tensors[name], entry["data_offsets"])
     return tensors
@@ -273,14 +273,16 @@ def _check_extent(path: Path, name: str, tensor: StoredTensor, offsets: Any) -> 
     needed = None if tensor.dtype is None else math.prod(tensor.shape) * tensor.dtype.itemsize
     if begin < 0 or end < begin or (needed is not None and end - begin != needed):
         raise ValueError(
-            f"{path}: its header is broken: {name} of shape {list(tensor.shape)} in {tensor.stored_dtype} lies in "
-            f"bytes {begin} to {end}; copy or download it again"
+            f"{path}: its header is damaged: {name} of shape {list(tensor.shape)} in {tensor.stored_dtype} is in "
+            f"bytes {begin} to {end}. Copy or download it again"
         )
 
 
 def _lfs_message(path: Path) -> str:
-    return f"{path} is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder"
+    return f"{path} is a git-lfs pointer, not the file itself. Run `git lfs pull` in its folder"
 
 
-def _few(names: list[str]) -> str:
+def few(names: Iterable[str]) -> str:
+    """Join up to three names for a message, in order."""
+    names = sorted(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

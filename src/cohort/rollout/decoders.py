@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cohort.policy import Policy
-from cohort.policy.attention import KeyValues
-from cohort.policy.attention.decoding import PromptBlock, Wave, similar_lengths
+from cohort.policy.attention import KVCache
+from cohort.policy.attention.decoding import DecodeBatch, PromptCache, group_by_length
 from cohort.records import IntArray
 from cohort.rollout.kv_cache import make_cache
-from cohort.segments import ROOT, lay_out
+from cohort.segments import NO_PARENT, build_attention_metadata
 from cohort.staging import to_device
 
 _PREFILL_TOKENS = 8192  # prompts in one row, unless one is longer by itself; bounds what prefilling holds at a time
@@ -48,7 +48,7 @@ class SharedPromptDecoder:
         """Decode at most `limit` tokens of a completion with a policy whose layout is "shared" or "packed"."""
         self._policy = policy
         self._limit = limit
-        self.waves: list[Wave] = []
+        self.waves: list[DecodeBatch] = []
         self._positions = torch.zeros(0, dtype=torch.int64, device=policy.device)  # [R] of the next token
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
@@ -56,18 +56,20 @@ class SharedPromptDecoder:
         device = self._policy.device
         lengths = [len(p) for p in prompts]
         rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
-        members = similar_lengths(lengths)
+        members = group_by_length(lengths)
         blocks, logits = zip(*(self._prefill([prompts[n] for n in block]) for block in members), strict=True)
         order = torch.tensor([n for block in members for n in block]).argsort()  # from the blocks' to the prompts'
         counts_P = torch.tensor(counts)
-        self.waves.append(Wave(blocks, [[rows[n] for n in b] for b in members], limit=self._limit, device=device))
+        self.waves.append(
+            DecodeBatch(blocks, [[rows[n] for n in b] for b in members], limit=self._limit, device=device)
+        )
         self._positions = torch.cat([self._positions, torch.tensor(lengths).repeat_interleave(counts_P).to(device)])
         return torch.cat(logits).index_select(0, order.repeat_interleave(counts_P).to(device))
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [R, V] after one more token of each completion [R]."""
         everything = torch.arange(len(tokens), device=tokens.device)
-        logits = self._policy.row_logits(tokens, self._positions, everything, decoding=self.waves)
+        logits = self._policy.packed_logits(tokens, self._positions, everything, decoding=self.waves)
         self._positions = self._positions + 1
         for wave in self.waves:
             wave.advance()
@@ -84,10 +86,10 @@ class SharedPromptDecoder:
                 wave.keep(part - start)
         self.waves = [wave for wave, part in zip(self.waves, parts, strict=True) if len(part)]
 
-    def _prefill(self, prompts: Sequence[IntArray]) -> tuple[PromptBlock, Tensor]:
+    def _prefill(self, prompts: Sequence[IntArray]) -> tuple[PromptCache, Tensor]:
         """A block of prompts, and the logits after each, [P, V]. They are computed in rows without padding."""
         lengths = [len(p) for p in prompts]
-        block = PromptBlock(lengths, device=self._policy.device)
+        block = PromptCache(lengths, device=self._policy.device)
         logits = []
         start = 0
         while start < len(prompts):
@@ -98,17 +100,19 @@ class SharedPromptDecoder:
             start = stop
         return block, torch.cat(logits)
 
-    def _prefill_row(self, block: PromptBlock, first: int, prompts: Sequence[IntArray]) -> Tensor:
+    def _prefill_row(self, block: PromptCache, first: int, prompts: Sequence[IntArray]) -> Tensor:
         """One row of prompts into their block: logits after each."""
         lengths = [len(p) for p in prompts]
-        captured = KeyValues()
+        captured = KVCache()
         row = (
             torch.from_numpy(np.concatenate(prompts)),
             torch.cat([torch.arange(n) for n in lengths]),
             torch.tensor(lengths).cumsum(0) - 1,
         )
-        row, segments = to_device((row, lay_out(lengths, [ROOT] * len(prompts))), self._policy.device)
-        logits = self._policy.row_logits(*row, segments=segments, captured=captured)
+        row, attn_metadata = to_device(
+            (row, build_attention_metadata(lengths, [NO_PARENT] * len(prompts))), self._policy.device
+        )
+        logits = self._policy.packed_logits(*row, attn_metadata=attn_metadata, captured=captured)
         block.write(first, len(prompts), captured)
         return logits
 

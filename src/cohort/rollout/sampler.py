@@ -73,7 +73,7 @@ class Sampler:
         try:
             # one autocast around all: it casts the weights once. Not inference mode: what a model caches of such
             # tensors, like the tables of its rotary embedding, could not be used in training.
-            with torch.no_grad(), self._policy.whole(), self._policy.autocast():
+            with torch.no_grad(), self._policy.unsharded(), self._policy.autocast():
                 return self._sampled(requests)
         finally:
             model.train(was_training)

@@ -17,11 +17,11 @@ from cohort.engine import CriticEngine, TokenBudget, TrainEngine, check_optimize
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
 from cohort.policy import (
-    Collectives,
+    CollectiveCounter,
     Critic,
     LoadRequest,
     Policy,
-    Saving,
+    SaveOptions,
     end_token_ids,
     load_critic,
     load_policy,
@@ -64,9 +64,9 @@ def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: tor
         device=device,
         tokenizer=tokenizer,
         ranks=ranks,
-        collectives=Collectives(),
+        collectives=CollectiveCounter(),
         longest_sequence_tokens=order.longest_sequence_tokens,
-        masters_on_host=config.optim.offload,
+        offload_master_weights=config.optim.offload,
         reshard_after_forward=True if resharding == "auto" else resharding,
     )
     algorithm = build_algorithm(
@@ -90,7 +90,7 @@ def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: tor
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
-        saving=Saving(max_shard_bytes=parse_size(config.run.max_shard_size)),
+        save_options=SaveOptions(max_shard_bytes=parse_size(config.run.max_shard_size)),
     )
     if order.checkpoint is not None:
         engine_state = worker.engine_state()
@@ -227,7 +227,7 @@ def build_reference(config: Config, algorithm: Algorithm, policy: Policy, reques
     fewer_bits = {} if config.reference is None else {"quantization": config.reference.quantization}
     reference = load_policy(replace(request, config=request.config.model_copy(update=fewer_bits), trainable=False))
     if config.reference is not None and config.reference.device == "cpu":
-        reference.park()
+        reference.offload_weights()
     return reference
 
 

@@ -31,7 +31,7 @@ class Trainer:
 
     def __init__(self, config: Config, run: Run, folder: RunFolder, display: Display):
         worker, state = run.workers.local, run.state
-        worker.saving = replace(worker.saving, on_progress=display.save_progress)
+        worker.save_options = replace(worker.save_options, on_progress=display.save_progress)
         self.config = config
         self.parts = run
         self.plan = run.inputs.plan

@@ -25,7 +25,7 @@ from cohort.engine import (
     must_fit,
 )
 from cohort.metrics import PeakMemory
-from cohort.policy import Policy, Saving, stream_weights, weight_specs
+from cohort.policy import Policy, SaveOptions, stream_weights, weight_specs
 from cohort.records import Estimate, FloatArray, TrainSequence, scatter
 from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
 from cohort.rollout.servers.lending import Lender, gpu_uuid
@@ -46,7 +46,7 @@ class Worker:
     sampler: Sampler
     tokenizer: Any  # rank 0's; None elsewhere
     memory: PeakMemory
-    saving: Saving = field(default_factory=Saving)  # how weights are written
+    save_options: SaveOptions = field(default_factory=SaveOptions)  # how weights are written
 
     @property
     def engines(self) -> dict[TrainedModel, TrainEngine]:
@@ -164,7 +164,7 @@ class Worker:
             state=state,
             keep=keep,
             ranks=self.ranks,
-            saving=self.saving,
+            save_options=self.save_options,
         )
 
     def save_model(self, folder: Path) -> None:
@@ -174,7 +174,7 @@ class Worker:
             TrainingError: the disk is full.
         """
         with disk_errors(folder):
-            save_model(self.policy, self.tokenizer, folder, self.ranks, self.saving)
+            save_model(self.policy, self.tokenizer, folder, self.ranks, self.save_options)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, for whoever samples with it.
@@ -183,7 +183,7 @@ class Worker:
             TrainingError: the disk is full.
         """
         assert self.policy.adapter is not None, "nothing else is saved by itself"
-        weights = self.policy.adapter.whole_weights()
+        weights = self.policy.adapter.full_weights()
         if self.ranks.is_first:
             with disk_errors(folder):
                 self.policy.adapter.save(folder, weights)

@@ -1,5 +1,5 @@
-"""Attention over the segments of packed rows."""
+"""Attention over packed rows with shared prefixes."""
 
-from cohort.policy.attention.interface import NAME, KeyValues
+from cohort.policy.attention.interface import NAME, KVCache
 
-__all__ = ["NAME", "KeyValues"]
+__all__ = ["NAME", "KVCache"]

@@ -1,9 +1,9 @@
-"""Attention over segments by PyTorch's fused kernel for sequences of unequal length, on CUDA in 16 bits.
+"""Attention over packed rows with PyTorch's FlashAttention varlen kernel, on CUDA in 16 bits.
 
-Each segment to itself, and the branches of each root to the root, merged as in `cascade`: one call for either, and no
-root's keys are copied for its branches. The kernel rounds what it puts out to 16 bits, and so every part once.
+One call for segments attending to themselves and one for segments attending to their parents, merged as in `cascade`.
+Keys of a parent are not copied. The kernel returns 16-bit outputs, so each part is rounded once.
 
-T queries and K keys; heads and dim are those of one attention.
+T queries and K keys.
 """
 
 from functools import cache
@@ -12,28 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.policy.attention.cascade import KeyValue, in_parts
-from cohort.segments import Runs, Segments
+from cohort.policy.attention.cascade import KeyValue, cascade_with
+from cohort.segments import AttentionMetadata, VarlenBlock
 
-# What `torch.nn.attention.varlen` calls, whose own backward knows no log-sum-exps of other keys.
+# Called directly, since the backward of `torch.nn.attention.varlen` does not take merged log-sum-exps.
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, prefix: KeyValue | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_metadata: AttentionMetadata,
+    *,
+    prefix: KeyValue | None,
+    scale: float,
 ) -> Tensor:
-    """Attention of a row, [S, query heads, dim]. The arguments are those of `cascade`, with heads of one size."""
-    return in_parts(query, key, value, segments.runs, _Flash(), prefix=prefix, scale=scale)
+    """Attention of a packed row, see `cascade`. Query and value heads must have the same size."""
+    return cascade_with(query, key, value, attn_metadata.varlen, _FlashKernel(), prefix=prefix, scale=scale)
 
 
-class _Flash:
-    """The fused kernel on queries [T, query heads, dim] and keys [K, key heads, dim]."""
+class _FlashKernel:
+    """The varlen kernel on queries [T, query heads, dim] and keys [K, key heads, dim]."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, queries: Runs, keys: Runs, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        queries: VarlenBlock,
+        keys: VarlenBlock,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        lengths = (queries.ends, keys.ends, queries.longest, keys.longest)
+        lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
         out, lse, *_ = _flash(query, key, value, *lengths, 0.0, causal, False, scale=scale, **_options())
         return out, lse.T
 
@@ -46,13 +60,13 @@ class _Flash:
         out: Tensor,
         lse: Tensor,
         *,
-        queries: Runs,
-        keys: Runs,
+        queries: VarlenBlock,
+        keys: VarlenBlock,
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = (queries.ends, keys.ends, queries.longest, keys.longest)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of its random numbers
+        lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused random state
         grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
             grad_out,
             query,
@@ -72,6 +86,6 @@ class _Flash:
 
 @cache
 def _options() -> dict[str, Any]:
-    """What makes the kernel the same in every batch, if this version of PyTorch can say it."""
+    """Options that make results independent of the batch, if this PyTorch version has them."""
     known = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
     return {"num_splits": 1} if "num_splits" in known else {}
