@@ -50,7 +50,7 @@ def loss_inputs(
         reference_logprobs=None if reference is None else torch.tensor(reference, dtype=dtype),
         entropy=torch.zeros(1),
         advantages=torch.tensor(advantages, dtype=dtype),
-        sequence_ids=torch.arange(len(ratios)) if ids is None else torch.tensor(ids),
+        trajectory_ids=torch.arange(len(ratios)) if ids is None else torch.tensor(ids),
     )
 
 

@@ -115,7 +115,7 @@ def test_a_completion_in_two_micro_batches_would_have_another_gradient():
     _, expected = dense_gradient(policy, policy, sequences, algorithm)
 
     def torn(x):
-        return algorithm.policy_loss(replace(x, sequence_ids=torch.arange(len(x.sequence_ids)) // 2))
+        return algorithm.policy_loss(replace(x, trajectory_ids=torch.arange(len(x.trajectory_ids)) // 2))
 
     _, actual = packed_gradient(make_engine(policy), sequences, replace(algorithm, loss_at=lambda _: torn), 10_000)
     assert max(relative_error(actual[key], expected[key]) for key in expected) > 1e-3

@@ -62,7 +62,7 @@ def off_policy(differences: list[float], ids: list[int], dtype: torch.dtype = to
         reference_logprobs=torch.zeros_like(old),
         entropy=torch.zeros(1),
         advantages=torch.ones_like(old),
-        sequence_ids=torch.tensor(ids),
+        trajectory_ids=torch.tensor(ids),
     )
 
 
@@ -122,7 +122,7 @@ def test_differences_whose_exponential_overflows(level: str, dtype: torch.dtype)
         reference_logprobs=None,
         entropy=torch.zeros(1),
         advantages=torch.ones(4, dtype=dtype),
-        sequence_ids=torch.arange(4),
+        trajectory_ids=torch.arange(4),
     )
     for kind, expected in (("truncate", [3.0, 0.0, 3.0, 3.0]), ("mask", [0.0] * 4)):
         config = AlgorithmConfig.model_validate(
@@ -164,7 +164,7 @@ def test_on_policy_the_correction_changes_no_bit(correction):
         reference_logprobs=None,
         entropy=torch.zeros(1),
         advantages=torch.randn(50, generator=generator),
-        sequence_ids=torch.arange(5).repeat_interleave(10),
+        trajectory_ids=torch.arange(5).repeat_interleave(10),
     )
     plain, corrected = (
         build_algorithm(AlgorithmConfig(sampling_correction=c), max_completion_tokens=8).policy_loss(x)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ POLICY_LOSSES["tether"] = Component(
     formula="-A * log p + pull * log(ratio)^2",
     source="arXiv:2402.03300",
     parameters={"pull": Parameter(float, 0.5, "Strength of the tether.", gt=0, le=2)},
+    learns_without_advantage=True,
 )
 """
 FUNCTION = """
@@ -131,7 +133,9 @@ def test_a_loss_that_learns_without_advantage_is_not_dropped(power: int, kept: l
         far = (x.logprobs - x.old_logprobs).clamp(min=3)  # no gradient near the old policy
         return LossOutput(per_token_loss=-x.advantages * x.logprobs + x.advantages**power * far)
 
-    monkeypatch.setitem(COMPONENTS["policy_loss"], "tether", Component(formula="", source=""))
+    monkeypatch.setitem(
+        COMPONENTS["policy_loss"], "tether", Component(formula="", source="", learns_without_advantage=not power)
+    )
     monkeypatch.setattr(losses, "tether", tether, raising=False)
     algorithm = build_algorithm(AlgorithmConfig(policy_loss="tether"), max_completion_tokens=8)
     groups = {"teaches": scored([0.0, 1.0], [1, 2]), "equal": scored([1.0, 1.0], [3, 1])}
@@ -142,7 +146,8 @@ def test_a_loss_that_learns_without_advantage_is_not_dropped(power: int, kept: l
 @pytest.mark.parametrize(("name", "entry"), COMPONENTS["policy_loss"].items())
 def test_losses_look_at_what_their_entries_say(name: str, entry: Component):
     traits = loss_traits(partial(getattr(losses, name), **entry.defaults), has_reference=False)
-    assert traits == LossTraits(whole_completions=entry.whole_completions, learns_without_advantage=False)
+    declared = {field.name: getattr(entry, field.name) for field in fields(LossTraits)}
+    assert traits == LossTraits(**declared)
 
 
 def test_no_parameter_has_the_name_of_another_key_of_the_section():

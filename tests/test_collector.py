@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from cohort import stopping
+from cohort.algorithms import assign_advantages, build_algorithm
+from cohort.config import AlgorithmConfig, SgdConfig
 from cohort.errors import StopRequested, UserError
-from cohort.records import ModelCall, Prompt
+from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory
 from cohort.rollout import (
+    CallKey,
     Generate,
     LocalEngine,
     RolloutCollector,
@@ -27,14 +30,15 @@ from cohort.rollout import (
     split_requests,
 )
 from cohort.rollout.decoders import SharedPromptDecoder
-from engines import ScriptedEngine
-from tiny import VOCAB_SIZE, make_policy, make_tokenizer
+from engines import ScriptedEngine, generate
+from test_laws import dense_gradient, make_engine, old_logprobs_of
+from tiny import VOCAB_SIZE, make_policy, make_tokenizer, pack_for
 
 KEY = StreamKey(purpose="train", seed=3, step=5)
 SAMPLING = SamplingParams(num_generations=4, max_completion_tokens=6, temperature=1.0)
 REPLY = np.array([7, 11])  # of an environment
 
-Rollout = Coroutine[Any, Any, list[ModelCall]]
+Turns = Coroutine[Any, Any, list[ModelCall]]
 
 
 def prompts(*lengths: int) -> list[Prompt]:
@@ -95,7 +99,7 @@ def test_every_turn_of_a_rollout_is_what_is_sampled_alone(num_ranks: int):
     sample = RecordedSampler(num_ranks=num_ranks)
     lengths = {(prompt.id, index): 1 + (prompt.id + index) % 3 for prompt in prompts(3, 9) for index in range(4)}
 
-    def rollouts(generate: Generate) -> list[Rollout]:
+    def rollouts(generate: Generate) -> list[Turns]:
         return [play(generate, p, i, lengths[p.id, i]) for p in prompts(3, 9) for i in range(4)]
 
     trajectories = collect(sample, rollouts)
@@ -114,7 +118,7 @@ def test_a_rollout_that_waits_for_something_else_holds_nobody_up():
     """One waits until another has ended, by way of several callbacks: meanwhile the others are sampled."""
     sample = RecordedSampler()
 
-    def rollouts(generate: Generate) -> list[Rollout]:
+    def rollouts(generate: Generate) -> list[Turns]:
         ended = asyncio.Event()
         (prompt,) = prompts(4)
 
@@ -137,7 +141,7 @@ def test_a_rollout_that_waits_for_something_else_holds_nobody_up():
 def test_a_batch_waits_for_every_rollout_that_can_run():
     sample = RecordedSampler()
 
-    def rollouts(generate: Generate) -> list[Rollout]:
+    def rollouts(generate: Generate) -> list[Turns]:
         (prompt,) = prompts(4)
 
         async def delayed(index: int) -> list[ModelCall]:
@@ -197,7 +201,7 @@ def test_calls_with_limits_of_their_own_share_a_batch():
     limits = [1, 4, 6, 20]
     ps = prompts(3, 5, 3, 3)
 
-    def rollouts(generate: Generate) -> list[Rollout]:
+    def rollouts(generate: Generate) -> list[Turns]:
         some = [replace(SAMPLING, max_completion_tokens=limit) for limit in limits]
         return [play(generate, p, 0, 1, sampling=s) for p, s in zip(ps, some, strict=True)]
 
@@ -283,6 +287,72 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_an_environment(monkeypatch
         with pytest.raises(StopRequested):
             runs.wait([task], count=1)
     assert task.cancelled()
+
+
+def test_the_failure_of_a_callback_ends_the_wait():
+    """Nobody awaits it, so that the answer of a server would be waited for without end."""
+
+    def fail() -> None:
+        raise UserError("an answer that cannot be read")
+
+    runs = RolloutCollector(ScriptedEngine(lambda: 1_000_000), make_tokenizer())
+    with closing(runs):
+        tasks = runs.submit(prompts(3), SAMPLING, KEY)
+
+        async def schedule() -> None:
+            asyncio.get_running_loop().call_later(0.01, fail)
+
+        runs.start(schedule())
+        with pytest.raises(UserError, match="an answer that cannot be read"):
+            runs.wait(tasks, count=1)
+
+
+async def use_tool(
+    generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
+) -> Trajectory:
+    """Two turns, with the reply of a tool between them."""
+    first = await generate(prompt.token_ids, sampling, key)
+    context = np.concatenate([first.context_ids, first.token_ids, REPLY])
+    second = await generate(context, sampling, replace(key, turn=1))
+    texts = [tokenizer.decode(call.token_ids.tolist()) for call in (first, second)]
+    messages = tuple({"role": "assistant", "content": text} for text in texts)
+    return Trajectory(calls=(first, second), messages=messages, text="".join(texts), end="answer")
+
+
+def test_a_tool_loop_is_collected_and_trains_as_computed_naively():
+    policy = make_policy(dtype=torch.float64, num_hidden_layers=1)
+    engine = LocalEngine(Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=64).sample)
+    with closing(RolloutCollector(engine, make_tokenizer(), rollout=use_tool)) as runs:
+        groups = runs.collect(prompts(3, 5), SAMPLING, KEY)
+    plain = generate(engine, prompts(3, 5), SAMPLING, KEY)
+    rewards = np.random.default_rng(0).random((2, 4))
+    scored = [
+        ScoredGroup(prompt=g.prompt, trajectories=g.trajectories, rewards=r, reward_parts={})
+        for g, r in zip(groups, rewards, strict=True)
+    ]
+    algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=12)
+    sequences = assign_advantages(scored, algorithm)
+    members = [(g.prompt, t) for g in groups for t in g.trajectories]
+    assert len(sequences) == len(members) == 8
+    for s, (prompt, t), single in zip(sequences, members, [t for g in plain for t in g.trajectories], strict=True):
+        first, second = (call.token_ids.tolist() for call in t.calls)
+        assert first == single.token_ids.tolist(), "the first turn has the random stream of a plain prompt"
+        assert s.token_ids.tolist() == [*prompt.token_ids, *first, *REPLY, *second]
+        lengths = [len(prompt.token_ids), len(first), len(REPLY), len(second)]
+        np.testing.assert_array_equal(s.loss_mask, np.repeat([False, True, False, True], lengths))
+    weights = {name: p.detach().clone().requires_grad_() for name, p in policy.model.named_parameters()}
+    _, expected = dense_gradient(policy, policy, sequences, algorithm)
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    for name, weight in weights.items():
+        weight.grad = expected[name]
+    optimizer.step()
+    train_engine = make_engine(policy, optim=SgdConfig(), learning_rate=0.1, max_grad_norm=1e9)
+    (batch,) = pack_for(policy, sequences, 20)
+    old = {s.index: old_logprobs_of(s) for s in sequences}
+    train_engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
+    train_engine.optim_step()
+    for name, parameter in policy.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), weights[name].detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_rollouts_run_inside_of_another_event_loop():

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,22 @@ def stream(num_prompts: int, *, shuffle: bool = False) -> PromptStream:
 
 def prefetch(engine: Any, prompts: PromptStream, **options: Any) -> Prefetcher:
     settings = {"seed": 7, "prompts_per_step": 3, "num_steps": 100, "updates_per_step": 1, **options}
-    return Prefetcher(RolloutCollector(engine, make_tokenizer()), prompts, SAMPLING, **settings)
+    COLLECTORS.append(RolloutCollector(engine, make_tokenizer()))
+    return Prefetcher(COLLECTORS[-1], prompts, SAMPLING, **settings)
+
+
+COLLECTORS: list[RolloutCollector] = []  # of `prefetch`, until they are closed
+
+
+def close_collectors() -> None:
+    while COLLECTORS:
+        COLLECTORS.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def closed_collectors() -> Iterator[None]:
+    yield
+    close_collectors()
 
 
 def visits(groups: list[RolloutGroup]) -> list[tuple[int, int]]:
@@ -177,6 +193,7 @@ def test_every_prompt_is_trained_once_or_dropped_once_or_pending(
     dropped = set(given_out) - set(trained) - set(pending)
     assert len(dropped) == num_dropped and (drop_stale or not dropped)
     assert len(given_out) == len(trained) + len(pending) + num_dropped
+    close_collectors()
 
 
 def visits_of(prompts: list[Prompt]) -> list[tuple[int, int]]:
@@ -354,7 +371,6 @@ def test_replaced_groups_come_from_what_was_sampled_ahead():
     prefetcher = prefetch(engine, stream(40), prompts_per_step=4, max_staleness=1)
     gatherer = Gatherer(prefetcher, rewards(only_odd_ones_differ), prompts_per_step=4, max_rounds=2)
     gathered = [gatherer.gather(step, lambda name: nullcontext()) for step in range(3)]
-    engine.close()
     used = [n for g in gathered for n in places([*g.groups, *g.replaced])]
     assert sorted([*used, *(entry["prompt_id"] // 3 for entry in prefetcher.state())]) == list(range(len(used) + 4))
     assert all(len(g.groups) == 4 for g in gathered)

@@ -22,7 +22,7 @@ def step(logprobs: list[float], *, old: float) -> LossInputs:
         reference_logprobs=None,
         entropy=torch.zeros(3),
         advantages=torch.tensor([0.0, 1.0, 0.5]),
-        sequence_ids=torch.tensor([0, 1, 1]),
+        trajectory_ids=torch.tensor([0, 1, 1]),
     )
 
 

@@ -105,7 +105,7 @@ def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSeque
                 reference_logprobs=reference_logprobs,
                 entropy=entropy,
                 advantages=torch.from_numpy(sequence.advantages[sequence.loss_mask]),
-                sequence_ids=torch.full(logprobs.shape, n),
+                trajectory_ids=torch.full(logprobs.shape, n),
             )
         )
         total = total + (torch.from_numpy(sequence.loss_weights[sequence.loss_mask]) * out.per_token_loss).sum()

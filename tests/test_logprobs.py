@@ -44,7 +44,7 @@ def compare_with_naive(
         logprobs, entropy = policy.logprobs(micro_batch, temperature=temperature)
         logprobs.sum().backward()
         for i, sequence in enumerate(mine):
-            tokens = micro_batch.sequence_ids == i
+            tokens = micro_batch.trajectory_ids == i
             naive_logprob, naive_entropy = naive[sequence.index]
             worst_logprob = max(worst_logprob, (logprobs[tokens] - naive_logprob).abs().max().item())
             worst_entropy = max(worst_entropy, (entropy[tokens] - naive_entropy).abs().max().item())

@@ -121,7 +121,7 @@ def dense(policy: Policy, sequences: list[TrainSequence], algorithm: Algorithm) 
                 reference_logprobs=None,
                 entropy=entropy,
                 advantages=joined("advantages"),
-                sequence_ids=torch.full(logprobs.shape, number),
+                trajectory_ids=torch.full(logprobs.shape, number),
             )
         )
         total = total + (joined("loss_weights") * out.per_token_loss).sum()
@@ -153,7 +153,7 @@ def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, groups: lis
                 micro_batch_tokens=budget,
                 share_prompts=policy.shares_prompts,
                 padded=layout == "padded",
-                whole_trajectories=algorithm.whole_trajectories,
+                sequence_level=algorithm.sequence_level,
             )
             metrics = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old).metrics
             for name, value in expected_metrics.items() if order is shuffled else ():
@@ -181,7 +181,7 @@ def test_the_gradient_with_terms_depends_on_no_split(terms: dict[str, Any], grou
 
 
 def test_sequences_of_a_trajectory_in_two_micro_batches_would_have_another_gradient():
-    """Negative control of `whole_trajectories`, for a loss that sums over a trajectory."""
+    """Negative control of `sequence_level`, for a loss that sums over a trajectory."""
     algorithm, policy = build_algorithm(AlgorithmConfig(name="gspo"), max_completion_tokens=16), shallow_policy()
     scored = random_trajectories([[[(True, [(1, 3)]), (True, [(2, 4)])]] * G], seed=1)
     sequences = assign_advantages(scored, algorithm)
@@ -190,7 +190,7 @@ def test_sequences_of_a_trajectory_in_two_micro_batches_would_have_another_gradi
     engine, old = make_engine(policy), {s.index: old_logprobs_of(s) for s in sequences}
     errors = []
     for whole in (True, False):
-        (batch,) = pack(sequences, micro_batch_tokens=8, share_prompts=True, padded=False, whole_trajectories=whole)
+        (batch,) = pack(sequences, micro_batch_tokens=8, share_prompts=True, padded=False, sequence_level=whole)
         engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
         actual = gradients(policy.model)
         errors.append(max(relative_error(actual[key], expected[key]) for key in expected))

@@ -35,9 +35,9 @@ OWN = """
         return reinforce(x) - 0.1 * x.entropy
 
     def of_sequence(x):
-        means = torch.zeros(int(x.sequence_ids.max()) + 1 if len(x.sequence_ids) else 0, dtype=x.logprobs.dtype)
-        sums = means.index_add(0, x.sequence_ids, x.logprobs - x.old_logprobs)
-        return -x.advantages * (sums / x.sequence_ids.bincount(minlength=len(means)))[x.sequence_ids].exp()
+        means = torch.zeros(int(x.trajectory_ids.max()) + 1 if len(x.trajectory_ids) else 0, dtype=x.logprobs.dtype)
+        sums = means.index_add(0, x.trajectory_ids, x.logprobs - x.old_logprobs)
+        return -x.advantages * (sums / x.trajectory_ids.bincount(minlength=len(means)))[x.trajectory_ids].exp()
 
     def per_step(lengths, included):
         return included / max(lengths[included].sum(), 1)

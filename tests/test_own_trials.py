@@ -26,12 +26,12 @@ OWN = """
     def reference_kink(x): return by_ratio(x) + (x.logprobs - x.reference_logprobs).square().sqrt()
     def only_at_one(x): return -x.advantages * x.logprobs * (log_ratio(x) == 0)
     def bonus_at_one(x): return by_ratio(x) - x.logprobs * (log_ratio(x) == 0)
-    def by_place(x): return by_ratio(x) * (x.sequence_ids + 1)
+    def by_place(x): return by_ratio(x) * (x.trajectory_ids + 1)
 
     def of_sequence(x):
-        count = len(x.sequence_ids.unique())
-        sums = torch.zeros(count, dtype=x.logprobs.dtype).index_add(0, x.sequence_ids, log_ratio(x))
-        return -x.advantages * (sums / x.sequence_ids.bincount(minlength=count))[x.sequence_ids].exp()
+        count = len(x.trajectory_ids.unique())
+        sums = torch.zeros(count, dtype=x.logprobs.dtype).index_add(0, x.trajectory_ids, log_ratio(x))
+        return -x.advantages * (sums / x.trajectory_ids.bincount(minlength=count))[x.trajectory_ids].exp()
 
     def no_metrics(x): return LossOutput(per_token_loss=by_ratio(x), token_metrics=None)
 

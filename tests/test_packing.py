@@ -25,7 +25,7 @@ def test_whole_sequences_by_hand():
     assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
     assert row.logit_positions.tolist() == [1, 2, 3, 4, 5]
     assert row.labels.tolist() == [*first.token_ids[2:].tolist(), *second.token_ids[1:].tolist()]
-    assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert row.trajectory_ids.tolist() == [0, 0, 0, 1, 1]
     for field in ("advantages", "sampling_logprobs", "loss_weights"):
         assert getattr(row, field).tolist() == [*getattr(first, field)[2:], *getattr(second, field)[1:]]
     (own,) = row.attn_metadata.padded.causal
@@ -37,7 +37,7 @@ def test_whole_sequences_by_hand():
 def test_shared_prompts_by_hand():
     a, b, c, d, e = random_sequences([(3, [1, 3, 2]), (2, [2]), (1, [1])])
     row = collate([e, b, d, c, a], share_prompts=True)
-    assert row.sequence_ids.tolist() == [0, 1, 1, 1, 2, 2, 3, 3, 4]
+    assert row.trajectory_ids.tolist() == [0, 1, 1, 1, 2, 2, 3, 3, 4]
     # e whole; the prompt of b, c and a; b; c; nothing of a, whose one token is no input; d whole
     parts = [e.token_ids[:1], b.token_ids[:3], b.token_ids[3:5], c.token_ids[3:4], d.token_ids[:3]]
     assert row.input_ids.tolist() == np.concatenate(parts).tolist()
@@ -54,7 +54,7 @@ def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
     row = collate([], share_prompts=True)
     assert row.input_ids.shape == row.position_ids.shape == (1,)
     of_loss_tokens = (row.logit_positions, row.labels, row.sampling_logprobs, row.advantages, row.loss_weights)
-    assert [len(x) for x in (*of_loss_tokens, row.sequence_ids)] == [0] * 6
+    assert [len(x) for x in (*of_loss_tokens, row.trajectory_ids)] == [0] * 6
     assert row.logit_positions.dtype == row.labels.dtype == torch.int64 and row.loss_weights.dtype == torch.float64
 
 
@@ -96,7 +96,7 @@ def assert_every_token_is_scored(row: MicroBatch, sequences: tuple[TrainSequence
     """A source is the token before its target, at its position; and it sees exactly those before it."""
     sees = visible(row.attn_metadata)
     for i, s in enumerate(sequences):
-        mine = row.sequence_ids == i
+        mine = row.trajectory_ids == i
         np.testing.assert_array_equal(row.labels[mine].numpy(), s.token_ids[s.loss_mask])
         np.testing.assert_array_equal(row.loss_weights[mine].numpy(), s.loss_weights[s.loss_mask])
         last = np.flatnonzero(s.loss_mask) - 1

@@ -150,7 +150,7 @@ def off_policy(name: str) -> LossInputs:
         reference_logprobs=None,
         entropy=torch.zeros(1),
         advantages=torch.randn(10, generator=generator, dtype=torch.float64),
-        sequence_ids=torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3]),
+        trajectory_ids=torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3]),
     )
 
 
@@ -184,7 +184,7 @@ def test_ratios_that_overflow_stay_finite(name: str, dtype: torch.dtype):
                 reference_logprobs=None,
                 entropy=torch.zeros(1),
                 advantages=torch.full((3,), advantage, dtype=dtype),
-                sequence_ids=torch.tensor([0, 0, 1]),
+                trajectory_ids=torch.tensor([0, 0, 1]),
             )
             out = of(name)(x)
             assert out.per_token_loss.isfinite().all()
@@ -200,13 +200,13 @@ def test_one_token_and_no_token(name: str):
     one = loss_inputs([1.0], [2.0])
     assert gradient(of(name)(one), one) == pytest.approx([-2])
     none = loss_inputs([], [], ids=[])
-    none = replace(none, sequence_ids=torch.zeros(0, dtype=torch.int64))
+    none = replace(none, trajectory_ids=torch.zeros(0, dtype=torch.int64))
     out = of(name)(none)
     assert out.per_token_loss.shape == (0,)
     assert gradient(out, none) == []
 
 
-@pytest.mark.parametrize("name", [name for name, component in ALL.items() if not component.whole_completions])
+@pytest.mark.parametrize("name", [name for name, component in ALL.items() if not component.sequence_level])
 def test_losses_of_single_tokens_look_at_nothing_else(name: str):
     """What `train.gradients_in_forward` relies on."""
     x = off_policy(name)
@@ -214,7 +214,7 @@ def test_losses_of_single_tokens_look_at_nothing_else(name: str):
     alone = [
         of(name)(
             replace(
-                x, **{k: getattr(x, k)[i : i + 1] for k in ("logprobs", "old_logprobs", "advantages", "sequence_ids")}
+                x, **{k: getattr(x, k)[i : i + 1] for k in ("logprobs", "old_logprobs", "advantages", "trajectory_ids")}
             )
         )
         for i in range(10)

@@ -121,3 +121,17 @@ def test_a_call_without_tokens_is_refused():
     prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1]), columns={})
     with pytest.raises(TrainingError, match="a completion has no tokens"):
         bare_sequences([RolloutGroup(prompt=prompt, trajectories=(trajectory(call([1], [])),))])
+
+
+def test_a_trajectory_without_calls_is_refused_unless_it_broke_before_the_first():
+    with pytest.raises(ValueError, match="ended with 'answer' must have at least one model call"):
+        trajectory()
+    broken = Trajectory(calls=(), messages=(), text="", end="environment_error")
+    assert (broken.finish_reason, broken.policy_version, broken.token_ids.tolist()) == (None, None, [])
+
+
+def test_broken_trajectories_have_no_sequences():
+    prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1]), columns={})
+    broken = Trajectory(calls=(call([1], [2]), call([1, 2], [])), messages=(), text="", end="timeout")
+    (sequence,) = bare_sequences([RolloutGroup(prompt=prompt, trajectories=(broken, trajectory(call([1], [3]))))])
+    assert (sequence.trajectory, written(sequence)) == (1, [1, -3])

@@ -1,6 +1,7 @@
 """Which keys make another run, and completions as files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cohort.config import config_from_dict
-from cohort.records import Prompt, ScoredGroup, TrainSequence
+from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory
 from cohort.run_folder import config_changes, write_completions_file
 from configs import MINIMAL
 from run_folders import open_folder
@@ -148,3 +149,39 @@ def test_an_evaluation_may_change_when_it_happens_but_not_what_it_measures():
     old = config_from_dict(base)
     assert not config_changes(old, config_from_dict(base, ["eval.every=3", "eval.before_training=false"]))
     assert list(config_changes(old, config_from_dict(base, ["eval.temperature=0.5"]))) == ["eval.temperature"]
+
+
+def test_sampled_and_environment_tokens_of_several_turns_are_told_apart(tmp_path):
+    first = answer(TEXT, [5, 6], logprobs=[-0.5, -0.25], version=3).calls[0]
+    second = replace(first, context_ids=np.array([1, 2, 5, 6, 30, 31]), token_ids=np.array([7, 8]), policy_version=4)
+    rewritten = replace(second, context_ids=np.array([1, 2, 40]))
+    trajectories = (
+        Trajectory(calls=(first, second), messages=(), text="", end="max_turns"),
+        Trajectory(calls=(first, rewritten), messages=(), text="", end="answer"),
+        Trajectory(calls=(), messages=(), text="", end="environment_error"),
+        answer(TEXT, [9]),
+    )
+    rewards = np.array([1.0, 0.0, NAN, 0.5])
+    group = ScoredGroup(prompt=TEXT, trajectories=trajectories, rewards=rewards, reward_parts={})
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
+    rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
+    assert [row["end"] for row in rows] == ["max_turns", "answer", "environment_error", "answer"]
+    assert [row["sequence_token_ids"] for row in rows] == [
+        [[1, 2, 5, 6, 30, 31, 7, 8]],
+        [[1, 2, 5, 6], [1, 2, 40, 7, 8]],
+        [],
+        [[1, 2, 9]],
+    ]
+    for row in rows:
+        pairs = zip(row["sequence_token_ids"], row["loss_mask"], strict=True)
+        sampled = [token for ids, mask in pairs for token, own in zip(ids, mask, strict=True) if own]
+        assert sampled == row["completion_token_ids"]
+    assert rows[0]["loss_mask"] == [[False, False, True, True, False, False, True, True]]
+    assert [row["policy_version"] for row in rows] == [3, 3, None, 0]
+    assert [row["finish_reason"] for row in rows] == ["stop", "stop", None, "stop"]
+    assert [row["reward"] for row in rows] == [1.0, 0.0, None, 0.5]
+
+
+def test_a_file_of_single_turns_has_no_masks(tmp_path):
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=[a_group(TEXT, [1.0], {})])
+    assert not {"end", "sequence_token_ids", "loss_mask"} & {*pq.read_schema(tmp_path / "c.parquet").names}

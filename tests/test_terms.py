@@ -92,7 +92,7 @@ def test_which_estimators_have_the_gradient_of_the_divergence_on_policy():
                 reference_logprobs=reference,
                 entropy=torch.zeros_like(logprobs),
                 advantages=torch.zeros_like(logprobs),
-                sequence_ids=torch.arange(len(logprobs)),
+                trajectory_ids=torch.arange(len(logprobs)),
             )
             return build(beta=1.0, kl_estimator=name, kl_unbiased=unbiased).policy_loss(x).per_token_loss
 
@@ -139,14 +139,14 @@ def test_the_off_policy_mask():
         reference_logprobs=None,
         entropy=torch.zeros(7),
         advantages=torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, -1.0, 0.0]),
-        sequence_ids=torch.tensor([0, 0, 1, 2, 2, 3, 3]),
+        trajectory_ids=torch.tensor([0, 0, 1, 2, 2, 3, 3]),
     )
     out = with_off_policy_mask(plain, threshold=1.0)(x)
     assert out.per_token_loss.tolist() == [1.0, 1.0, 0.0, -1.0, -1.0, 0.0, 0.0]
     assert out.token_metrics["sampling/off_policy_masked_ratio"].tolist() == [0, 0, 1, 0, 0, 1, 0]
     kept = with_off_policy_mask(plain, threshold=2.0)(x)  # not above it
     assert kept.per_token_loss.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 0.0]
-    assert AlgorithmConfig(off_policy_mask_threshold=1.0).needs_whole_completions == "off_policy_mask_threshold: 1.0"
+    assert AlgorithmConfig(off_policy_mask_threshold=1.0).sequence_level_key == "off_policy_mask_threshold: 1.0"
 
 
 TWELVE = [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [0.7, 0.8, 0.9, 1.0, 1.1, 1.2]]

@@ -76,7 +76,7 @@ class Step:
                 reference_logprobs=self.reference[self.mask],
                 entropy=torch.zeros(len(ids)),
                 advantages=self.advantages[ids],
-                sequence_ids=ids,
+                trajectory_ids=ids,
             )
         )
         weights_N = algorithm.loss_weight(np.array(LENGTHS), np.ones(B, dtype=bool))

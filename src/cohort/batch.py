@@ -31,7 +31,7 @@ class MicroBatch:
     advantages: Tensor  # [T]
     loss_weights: Tensor  # [T] fixed for the whole step
     returns: Tensor  # [T], for a critic; [0] if the sequences have none
-    sequence_ids: Tensor  # [T] int64, 0 .. n - 1: trajectory of the micro-batch that the token belongs to
+    trajectory_ids: Tensor  # [T] int64, 0 .. n - 1: trajectory of the micro-batch that the token belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class TrainBatch:
     num_trajectories: int  # in the step, over all ranks
     num_loss_tokens: int  # in the step, over all ranks
     num_over_budget: int  # sequences, or trajectories kept whole, that exceed the budget; each has its own micro-batch
-    whole_trajectories: bool = True  # all sequences of a trajectory are in one micro-batch
+    sequence_level: bool = True  # keep all sequences of a trajectory in one micro-batch
 
     @property
     def all_micro_batches(self) -> tuple[tuple[TrainSequence, ...], ...]:
@@ -69,7 +69,7 @@ class LossInputs:
     reference_logprobs: Tensor | None  # [T] frozen reference policy; None if the loss has no KL term
     entropy: Tensor  # [T] in nats, current policy, with gradient
     advantages: Tensor  # [T]
-    sequence_ids: Tensor  # [T] int64, trajectory of each token, for sequence-level ratios
+    trajectory_ids: Tensor  # [T] int64, trajectory of each token, for sequence-level ratios
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class Evaluation:
 class EvalResult:
     """The numbers of one evaluation, and what they were made from."""
 
-    accuracy: float  # share of completions that succeed (mean@k)
+    accuracy: float  # share of completions that succeed (mean@k), of those that infrastructure did not break
     metrics: Mapping[str, float]  # names begin with eval/
     groups: Sequence[ScoredGroup]
 
@@ -63,12 +63,13 @@ def evaluate(
         groups += rewards.score(collector.collect(chunk, evaluation.sampling, key), during="an evaluation")
         on_progress(len(groups), total)
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
+    whole_PK = np.array([[not trajectory.is_broken for trajectory in group.trajectories] for group in groups])
     k = evaluation.sampling.num_generations
-    accuracy = float(success_PK.mean())
+    accuracy = float(success_PK[whole_PK].mean())
     metrics: dict[str, float] = {
         "accuracy": accuracy,
         f"mean@{k}": accuracy,
-        f"pass@{k}": float(success_PK.any(axis=1).mean()),
+        f"pass@{k}": float(success_PK[whole_PK.any(axis=1)].any(axis=1).mean()),
     }
     metrics |= {"num_dropped_overlong": evaluation.num_dropped_overlong, **rollout_metrics(groups)}
     return EvalResult(accuracy=accuracy, metrics={f"eval/{n}": v for n, v in metrics.items()}, groups=groups)

@@ -19,6 +19,7 @@ BoolArray = NDArray[np.bool_]
 Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["answer", "max_turns", "length", "timeout", "environment_error"]
+BROKEN: tuple[EndReason, ...] = ("timeout", "environment_error")  # by infrastructure
 Estimate = Literal["logprobs", "entropies", "reference_logprobs", "values"]  # the fields of `Estimates`
 
 
@@ -52,10 +53,18 @@ class Trajectory:
     C tokens that the policy sampled, over all trained calls.
     """
 
-    calls: tuple[ModelCall, ...]
+    calls: tuple[ModelCall, ...]  # at least one, unless the trajectory broke before
     messages: tuple[Message, ...]  # a readable view of what followed the prompt; never tokenized again
     text: str  # a readable view of the sampled tokens, without special tokens
     end: EndReason
+
+    def __post_init__(self) -> None:
+        """Refuse a trajectory that ended without a model call."""
+        if not self.calls and not self.is_broken:
+            raise ValueError(
+                f"a trajectory that ended with {self.end!r} must have at least one model call; without any, it can "
+                f"only have ended with {' or '.join(map(repr, BROKEN))}"
+            )
 
     @classmethod
     def single_turn(cls, call: ModelCall, *, text: str) -> "Trajectory":
@@ -67,6 +76,11 @@ class Trajectory:
         """
         end: EndReason = "answer" if call.finish_reason == "stop" else "length"
         return cls(calls=(call,), messages=({"role": "assistant", "content": text},), text=text, end=end)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether infrastructure ended it: then it is counted, and neither scored nor trained on."""
+        return self.end in BROKEN
 
     @property
     def trained_calls(self) -> tuple[ModelCall, ...]:
@@ -84,14 +98,14 @@ class Trajectory:
         return np.concatenate([np.zeros(0), *(call.sampling_logprobs for call in self.trained_calls)])
 
     @property
-    def finish_reason(self) -> FinishReason:
-        """Why the last call ended."""
-        return self.calls[-1].finish_reason
+    def finish_reason(self) -> FinishReason | None:
+        """Why the last call ended. None without calls."""
+        return self.calls[-1].finish_reason if self.calls else None
 
     @property
-    def policy_version(self) -> int:
-        """Of the oldest token that the policy sampled."""
-        return min(call.policy_version for call in self.trained_calls or self.calls)
+    def policy_version(self) -> int | None:
+        """Of the oldest token that the policy sampled. None without calls."""
+        return min((call.policy_version for call in self.trained_calls or self.calls), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

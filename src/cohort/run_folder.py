@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from cohort.checkpoint import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
-from cohort.records import FloatArray, ScoredGroup, TrainSequence
+from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, token_sequences
 from cohort.run_files import has_begun, holds_run, line_numbers, read_metrics, read_summary
 
 # Keys that may differ when a run goes on: they change neither what is learned nor in which order.
@@ -273,7 +273,10 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def write_completions_file(
     file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
 ) -> None:
-    """Write completions as one Parquet file: a row each, with prompt, tokens, rewards and, if known, advantage."""
+    """Write completions as one Parquet file: a row each, with prompt, tokens, rewards and, if known, advantage.
+
+    A file with trajectories of several turns, or broken ones, has their sequences and loss masks too.
+    """
     with write_file_atomically(file) as partial:
         pq.write_table(_completions_table(step, groups, sequences), partial, compression="zstd")
 
@@ -310,4 +313,19 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
             advantages[s.trajectory].append(s.advantages[s.loss_mask])
         means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
         columns["advantage"] = pa.array(means, pa.float64())
+    if not all(map(_is_single_turn, prompts, completions)):
+        of_calls = [token_sequences(c.calls) for c in completions]
+        columns["end"] = [c.end for c in completions]
+        columns["sequence_token_ids"] = pa.array(
+            [[s.token_ids for s in sequences] for sequences in of_calls], pa.list_(pa.list_(pa.int32()))
+        )
+        columns["loss_mask"] = pa.array(
+            [[s.loss_mask for s in sequences] for sequences in of_calls], pa.list_(pa.list_(pa.bool_()))
+        )
     return pa.table(columns)
+
+
+def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
+    """Whether the prompt and the sampled tokens are all there is to know of it."""
+    contexts = [call.context_ids.tolist() for call in trajectory.calls]
+    return contexts == [prompt.token_ids.tolist()] and not trajectory.is_broken

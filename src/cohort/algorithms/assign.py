@@ -37,7 +37,7 @@ def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> l
     """
 
     def unit(s: TrainSequence) -> int:
-        return s.trajectory if algorithm.whole_trajectories else s.index
+        return s.trajectory if algorithm.sequence_level else s.index
 
     kept = {
         unit(s)
@@ -50,12 +50,16 @@ def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> l
 def bare_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
     """Make the sequences of all trajectories, group after group, of loss weight and advantage 0.
 
+    Trajectories that infrastructure broke have none.
+
     Raises:
         TrainingError: a model call has sampled no tokens.
     """
     members = [(g, group.prompt, t) for g, group in enumerate(groups) for t in group.trajectories]
     sequences: list[TrainSequence] = []
     for number, (g, prompt, trajectory) in enumerate(members):
+        if trajectory.is_broken:
+            continue
         if not all(len(call.token_ids) for call in trajectory.calls):
             raise TrainingError("rollout: a completion has no tokens; an empty one is an end-of-sequence token")
         for tokens in token_sequences(trajectory.calls):
@@ -85,6 +89,8 @@ def assign_advantages(
     estimates: Estimates | None = None,
     reward_weights: Mapping[str, float] | None = None,
     coefficients: Coefficients | None = None,
+    *,
+    bare: Sequence[TrainSequence] | None = None,
 ) -> list[TrainSequence]:
     """Make the training sequences of a step, group after group.
 
@@ -94,6 +100,7 @@ def assign_advantages(
         estimates: what the algorithm asks for, of all completions.
         reward_weights: of each part of the reward, for advantages that look at them one by one.
         coefficients: of a KL divergence that is taken from the rewards; by default those that a run begins with.
+        bare: `bare_sequences(groups)`, if they are made already.
 
     Returns:
         The sequences of P x G trajectories. Those that no reward judged, truncated ones where the algorithm masks them,
@@ -102,7 +109,7 @@ def assign_advantages(
     estimates = estimates or Estimates()
     now = coefficients or algorithm.coefficients(algorithm.first_control)
     penalties = {index: now.kl * kl for index, kl in reference_kl(algorithm, estimates).items()}
-    sequences = bare_sequences(groups)
+    sequences = bare_sequences(groups) if bare is None else bare
     x = advantage_inputs(groups, sequences, estimates, reward_weights or {}, penalties)
     lengths_N = x.lengths.flatten().numpy()
     included_N = ~x.rewards.flatten().isnan().numpy() & (lengths_N > 0)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from cohort.algorithms.sequences import sequence_sums
+from cohort.algorithms.trajectories import trajectory_sums
 from cohort.batch import LossInputs, LossOutput, PolicyLoss
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -18,7 +18,7 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 def importance_weights(
     old_logprobs: Tensor,
     sampling_logprobs: Tensor,
-    sequence_ids: Tensor,
+    trajectory_ids: Tensor,
     *,
     per_sequence: bool,
     masks: bool,
@@ -32,7 +32,7 @@ def importance_weights(
     Args:
         old_logprobs: [T]
         sampling_logprobs: [T]
-        sequence_ids: [T] which completion a token belongs to. Completions are whole.
+        trajectory_ids: [T] which completion a token belongs to. Completions are whole.
         per_sequence: the product over a completion's tokens, for each of them; else each token's own.
         masks: weights above the cap become 0; else they become the cap.
         cap: largest weight.
@@ -42,7 +42,7 @@ def importance_weights(
     """
     difference = (old_logprobs - sampling_logprobs).detach()
     if per_sequence:
-        difference = sequence_sums(difference, sequence_ids)
+        difference = trajectory_sums(difference, trajectory_ids)
     weights = difference.exp()
     above = weights > cap
     bounded = weights.masked_fill(above, 0.0 if masks else cap)
@@ -55,7 +55,7 @@ def with_correction(policy_loss: PolicyLoss, correction: Correction, *, cap: flo
 
     def corrected_loss(x: LossInputs) -> LossOutput:
         weights, above = importance_weights(
-            x.old_logprobs, x.sampling_logprobs, x.sequence_ids, per_sequence=per_sequence, masks=masks, cap=cap
+            x.old_logprobs, x.sampling_logprobs, x.trajectory_ids, per_sequence=per_sequence, masks=masks, cap=cap
         )
         loss = policy_loss(x)
         return LossOutput(

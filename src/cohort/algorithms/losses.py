@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cohort.algorithms.sequences import sequence_means, sequence_sums
+from cohort.algorithms.trajectories import trajectory_means, trajectory_sums
 from cohort.batch import LossInputs, LossOutput
 
 MAX_LOG_RATIO = 20.0  # a ratio of 5e8: beyond it a token has no gradient
@@ -33,7 +33,7 @@ def clipped(x: LossInputs, *, clip_low: float, clip_high: float, delta: float | 
 
 def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
     """Clipped surrogate of the completion's ratio, the geometric mean of its tokens' (GSPO, arXiv:2507.18071)."""
-    ratio = sequence_means(log_ratio(x), x.sequence_ids).exp().to(x.logprobs.dtype)
+    ratio = trajectory_means(log_ratio(x), x.trajectory_ids).exp().to(x.logprobs.dtype)
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -42,7 +42,7 @@ def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutpu
 
     Its gradient is that of `gspo` where all tokens of a completion have the same advantage.
     """
-    of_sequence = sequence_means(log_ratio(x).detach(), x.sequence_ids).exp().to(x.logprobs.dtype)
+    of_sequence = trajectory_means(log_ratio(x).detach(), x.trajectory_ids).exp().to(x.logprobs.dtype)
     own = x.logprobs.masked_fill(x.logprobs.isinf(), 0.0)
     ratio = of_sequence * torch.exp(own - own.detach())
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
@@ -87,7 +87,7 @@ def vespo(
     nonnegative = (x.advantages >= 0).long()
     k = x.advantages.new_tensor([vespo_k_negative, vespo_k_positive]).double()[nonnegative]
     decay = x.advantages.new_tensor([vespo_lambda_negative, vespo_lambda_positive]).double()[nonnegative]
-    log_w = sequence_sums(log_ratio(x).detach(), x.sequence_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    log_w = trajectory_sums(log_ratio(x).detach(), x.trajectory_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     weight = torch.exp(k * log_w + decay * (1 - log_w.exp())).to(x.logprobs.dtype)
     return _output(-weight * _reinforced(x), {"policy_weight/mean": weight})
 
@@ -101,7 +101,7 @@ def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
     low = (of_token < -clip_low) & (x.advantages < 0)
     high = (of_token > clip_high) & (x.advantages > 0)
     bounded = torch.where(low | high, of_token.detach().clamp(-clip_low, clip_high), of_token)
-    ratio = sequence_means(bounded, x.sequence_ids).exp().to(x.logprobs.dtype)
+    ratio = trajectory_means(bounded, x.trajectory_ids).exp().to(x.logprobs.dtype)
     return _output(-ratio * x.advantages, _clip_metrics(low, high))
 
 

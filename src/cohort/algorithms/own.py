@@ -27,7 +27,7 @@ _LENGTHS = (3, 1, 4)  # of the completions that a policy loss is tried on
 class LossTraits:
     """What a policy loss looks at, found by trying it."""
 
-    whole_completions: bool  # a token's loss depends on the other tokens of its completion
+    sequence_level: bool  # a token's loss depends on the other tokens of its trajectory
     learns_without_advantage: bool  # it has a gradient where the advantage is 0
 
 
@@ -184,7 +184,7 @@ def try_policy_loss(choice: OwnFunction, *, has_reference: bool) -> LossTraits:
     if not _same(policy_loss, x, completions, losses, gradient):
         raise UserError(
             f"{field}: a completion's loss changes with the other completions of its micro-batch, which are there by "
-            f"chance; a token's loss may look at its own completion only (x.sequence_ids)"
+            f"chance; a token's loss may look at its own completion only (x.trajectory_ids)"
         )
     try:
         policy_loss(_part(x, slice(0, 0)))
@@ -200,7 +200,7 @@ def loss_traits(policy_loss: PolicyLoss, *, has_reference: bool) -> LossTraits:
     spread = (_loss_inputs(has_reference=has_reference, apart=apart, lengthened=10) for apart in (0.0, 0.1, 1.0, 5.0))
     without = (replace(each, advantages=torch.zeros_like(each.advantages)) for each in spread)
     return LossTraits(
-        whole_completions=not _same(policy_loss, x, single, *_with_gradient(policy_loss, x)),
+        sequence_level=not _same(policy_loss, x, single, *_with_gradient(policy_loss, x)),
         learns_without_advantage=any(bool(_with_gradient(policy_loss, each)[1].any()) for each in without),
     )
 
@@ -293,7 +293,7 @@ def _loss_inputs(*, has_reference: bool, apart: float = 1.0, lengthened: int = 1
         reference_logprobs=reference if has_reference else None,
         entropy=values[4],
         advantages=torch.repeat_interleave(torch.tensor([1.0, 0.0, -0.5]), lengths),
-        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        trajectory_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
     )
 
 
@@ -302,7 +302,7 @@ def _part(x: LossInputs, tokens: slice) -> LossInputs:
     parts: dict[str, Any] = {
         name: getattr(x, name)[tokens] for name in LossInputs.__slots__ if getattr(x, name) is not None
     }
-    parts["sequence_ids"] = parts["sequence_ids"].unique(return_inverse=True)[1]
+    parts["trajectory_ids"] = parts["trajectory_ids"].unique(return_inverse=True)[1]
     return replace(x, **parts)
 
 

@@ -15,7 +15,7 @@ from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
 from cohort.algorithms.terms import Coefficients, Estimator, Term
 from cohort.batch import PolicyLoss
-from cohort.config import COMPONENTS, AlgorithmConfig, OwnFunction
+from cohort.config import COMPONENTS, AlgorithmConfig, Component, OwnFunction
 from cohort.errors import UserError
 from cohort.records import Estimate, FloatArray, IntArray
 
@@ -42,7 +42,7 @@ class Algorithm:
     estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
     needs_reference: bool  # in the loss
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
-    whole_trajectories: bool  # a token's loss depends on the other tokens of its trajectory
+    sequence_level: bool  # a token's loss depends on the other tokens of its trajectory
     reward_kl: Estimator | None  # taken from the reward of each token, times its coefficient
     top_entropy_quantile: float  # share of the step's tokens that have a policy gradient
     first_control: Control  # of a run
@@ -78,7 +78,7 @@ def build_algorithm(
     if config.loss_weight == "constant":  # the one number that is another section's
         parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
     correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
-    traits = own.loss_traits(parts["policy_loss"], has_reference=config.kl_in == "loss")
+    traits = _loss_traits(config, parts["policy_loss"])
     kl_in_reward = config.kl_in == "reward"
     asks_for: dict[Estimate, bool] = {
         "logprobs": kl_in_reward,
@@ -95,7 +95,7 @@ def build_algorithm(
         estimates=frozenset(name for name, is_needed in asks_for.items() if is_needed),
         needs_reference=config.kl_in == "loss",
         learns_without_advantage=config.kl_in == "loss" or has_entropy_bonus(config) or traits.learns_without_advantage,
-        whole_trajectories=traits.whole_completions
+        sequence_level=traits.sequence_level
         or correction.startswith("sequence")
         or config.off_policy_mask_threshold is not None,
         reward_kl=ESTIMATORS[str(config.kl_estimator)] if kl_in_reward else None,
@@ -127,7 +127,7 @@ def check_own_functions(
         own.try_loss_weight(config.loss_weight)
     if isinstance(config.policy_loss, OwnFunction):
         traits = own.try_policy_loss(config.policy_loss, has_reference=config.kl_in == "loss")
-        if traits.whole_completions and gradients_in_forward:
+        if traits.sequence_level and gradients_in_forward:
             raise UserError(
                 f"algorithm.policy_loss: {config.policy_loss.use!r}: a token's loss changes with the other tokens of "
                 f"its completion, and train.gradients_in_forward: true computes it tile by tile; use "
@@ -142,6 +142,13 @@ def _function(config: AlgorithmConfig, kind: str) -> Any:
         return OWN[kind](choice)
     keys = COMPONENTS[kind][choice].parameters
     return partial(getattr(MODULES[kind], choice), **{key: getattr(config, key) for key in keys})
+
+
+def _loss_traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> Component | own.LossTraits:
+    """What a built-in loss declares, and what is found of a user's own by trying it."""
+    if isinstance(config.policy_loss, OwnFunction):
+        return own.loss_traits(policy_loss, has_reference=config.kl_in == "loss")
+    return COMPONENTS["policy_loss"][config.policy_loss]
 
 
 def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:

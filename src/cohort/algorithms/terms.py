@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.losses import MAX_LOG_RATIO, log_ratio
-from cohort.algorithms.sequences import sequence_means
+from cohort.algorithms.trajectories import trajectory_means
 from cohort.batch import LossInputs, LossOutput, PolicyLoss
 
 Estimator = Callable[[Tensor, Tensor], Tensor]  # logprobs, reference logprobs -> KL per token, all of one shape
@@ -99,7 +99,7 @@ def with_off_policy_mask(policy_loss: PolicyLoss, *, threshold: float) -> Policy
 
     def masked_loss(x: LossInputs) -> LossOutput:
         out = policy_loss(x)
-        moved = sequence_means(x.sampling_logprobs - x.logprobs.detach(), x.sequence_ids)
+        moved = trajectory_means(x.sampling_logprobs - x.logprobs.detach(), x.trajectory_ids)
         masked = (x.advantages < 0) & (moved > threshold)
         return LossOutput(
             per_token_loss=out.per_token_loss.masked_fill(masked, 0.0),

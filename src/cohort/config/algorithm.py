@@ -225,10 +225,10 @@ class AlgorithmConfig(_WithParameters):
         return any(component.needs_critic for component in self.components())
 
     @property
-    def needs_whole_completions(self) -> str | None:
+    def sequence_level_key(self) -> str | None:
         """The key for which all logprobs of a completion must be there before any of its losses, with its value."""
         # what a user's own loss looks at is found by trying it
-        if any(component.whole_completions for component in self.components()):
+        if any(component.sequence_level for component in self.components()):
             return f"policy_loss: {self.policy_loss}"
         if self.sampling_correction.startswith("sequence"):
             return f"sampling_correction: {self.sampling_correction}"

@@ -33,7 +33,8 @@ class Component:
     min_generations: int = 1  # completions of a prompt that it takes
     min_generations_key: str | None = None  # a key whose value is such a number too
     min_completions: int = 1  # of a step that it takes, where all tokens of one are rewarded alike
-    whole_completions: bool = False  # a token's loss depends on the other tokens of its completion
+    sequence_level: bool = False  # a token's loss depends on the other tokens of its trajectory
+    learns_without_advantage: bool = False  # a loss that has a gradient where the advantage is 0
     needs_critic: bool = False  # it looks at values
     token_returns: bool = False  # it looks at token rewards, which differ along a completion with kl_in: reward
     learns_from_equal: bool = False  # a group of equal rewards may have advantages other than 0
@@ -171,14 +172,14 @@ POLICY_LOSSES: dict[str, Component] = {
         formula="-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean over tokens of log(ratio))",
         source="arXiv:2507.18071",
         parameters=_clip(3e-4, 4e-4),
-        whole_completions=True,
+        sequence_level=True,
         one_advantage=True,
     ),
     "gspo_token": Component(
         formula="as gspo with s_t = sg(s) * p_t / sg(p_t); sg: without a gradient",
         source="arXiv:2507.18071",
         parameters=_clip(3e-4, 4e-4),
-        whole_completions=True,
+        sequence_level=True,
     ),
     "cispo": Component(
         formula="-sg(min(ratio, 1 + clip_high)) * A * log p",
@@ -206,13 +207,13 @@ POLICY_LOSSES: dict[str, Component] = {
             "vespo_k_negative": Parameter(float, 3.0, "The exponent for negative advantages.", ge=0),
             "vespo_lambda_negative": Parameter(float, 2.0, "The decay for negative advantages.", gt=0),
         },
-        whole_completions=True,
+        sequence_level=True,
     ),
     "gmpo": Component(
         formula="-s * A, s = exp(mean over tokens of log(ratio), bounded by -clip_low for A < 0, clip_high for A > 0)",
         source="arXiv:2507.20673",
         parameters=_clip(0.4, 0.4),
-        whole_completions=True,
+        sequence_level=True,
         one_advantage=True,
     ),
     "reinforce": Component(formula="-A * log p", source="doi:10.1007/BF00992696", has_ratio=False),

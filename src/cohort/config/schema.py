@@ -313,9 +313,9 @@ class Config(Section):
                 f"critic.warmup_steps: {waits} of train.steps: {steps} leave none in which the policy learns; use at "
                 f"most {steps - 1}"
             )
-        if self.train.gradients_in_forward and algorithm.needs_whole_completions:
+        if self.train.gradients_in_forward and algorithm.sequence_level_key:
             raise ValueError(
-                f"algorithm.{algorithm.needs_whole_completions} needs the logprobs of whole completions before the "
+                f"algorithm.{algorithm.sequence_level_key} needs the logprobs of whole completions before the "
                 f"loss of any token, and train.gradients_in_forward: true computes it tile by tile; use "
                 f"gradients_in_forward: false, or what looks at each token by itself (policy_loss: clipped, "
                 f"sampling_correction: token_truncate)"

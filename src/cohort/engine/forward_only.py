@@ -127,6 +127,6 @@ def pack_alone(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_t
         micro_batch_tokens=micro_batch_tokens,
         share_prompts=policy.shares_prompts,
         padded=policy.layout == "padded",
-        whole_trajectories=False,  # nothing is summed
+        sequence_level=False,  # nothing is summed
     )
     return batch

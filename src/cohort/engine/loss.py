@@ -150,7 +150,7 @@ class StepLoss:
                     reference_logprobs=None if reference is None else reference[tokens],
                     entropy=entropy,
                     advantages=micro_batch.advantages[tokens],
-                    sequence_ids=micro_batch.sequence_ids[tokens],
+                    trajectory_ids=micro_batch.trajectory_ids[tokens],
                 )
             )
             for name, values in {"entropy": entropy.detach(), **out.token_metrics}.items():

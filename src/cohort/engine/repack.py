@@ -39,7 +39,7 @@ def packed_again(
             world_size=ranks.dp_size,
             share_prompts=policy.shares_prompts,
             padded=policy.layout == "padded",
-            whole_trajectories=batch.whole_trajectories,
+            sequence_level=batch.sequence_level,
         )
         everything = [{n: x for _, of in gathered for n, x in of[i].items()} for i in range(len(known))]
         shares = [

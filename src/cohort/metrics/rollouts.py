@@ -45,10 +45,14 @@ def _std(values_G: FloatArray) -> float:
 
 
 def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    sampled = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for trajectory in sampled if not trajectory.is_broken]
     lengths = np.array([len(t.token_ids) for t in trajectories])
-    stopped = np.array([t.end != "length" for t in trajectories])
-    metrics = {"completions/clipped_ratio": float(1 - stopped.mean())}
+    stopped = np.array([t.end != "length" for t in trajectories], dtype=bool)
+    metrics = {
+        "completions/clipped_ratio": 1 - _mean(stopped),
+        "completions/broken": float(len(sampled) - len(trajectories)),
+    }
     for kind, values in (("", lengths), ("terminated_", lengths[stopped])):
         for statistic, function in (("mean", np.mean), ("min", np.min), ("max", np.max)):
             metrics[f"completions/{statistic}_{kind}length"] = float(function(values)) if len(values) else 0.0

@@ -22,7 +22,7 @@ def pack(
     world_size: int = 1,
     share_prompts: bool,
     padded: bool,
-    whole_trajectories: bool = True,
+    sequence_level: bool = True,
 ) -> tuple[TrainBatch, ...]:
     """Split a step's sequences over ranks, and over micro-batches of at most `micro_batch_tokens` positions.
 
@@ -36,15 +36,15 @@ def pack(
         world_size: number of ranks.
         share_prompts: compute a group's shared prefix once per micro-batch or stream instead of once per sequence.
         padded: each sequence is a row as long as its micro-batch's longest, and padding counts.
-        whole_trajectories: keep all sequences of a trajectory in one micro-batch, for losses that sum over a
-            trajectory. One whose sequences are longer than the budget together gets a micro-batch of its own.
+        sequence_level: whether the loss sums over a trajectory. Then its sequences stay in one micro-batch; those that
+            are longer than the budget together get a micro-batch of their own.
 
     Returns:
         One batch per rank, all with the same number of micro-batches; streams come besides.
     """
     units: dict[int, list[TrainSequence]] = {}  # sequences that are computed together
     for s in sequences:
-        units.setdefault(s.trajectory if whole_trajectories else s.index, []).append(s)
+        units.setdefault(s.trajectory if sequence_level else s.index, []).append(s)
     members = list(units.values())
     prefixes, sizes = np.zeros((2, len(members)), dtype=np.int64)
     groups = [-1] * len(members)
@@ -81,7 +81,7 @@ def pack(
             num_trajectories=num_trajectories,
             num_loss_tokens=num_loss_tokens,
             num_over_budget=bins.num_over_budget,
-            whole_trajectories=whole_trajectories,
+            sequence_level=sequence_level,
         )
         for micro_batches, streams in zip(bins.per_rank, bins.streams_per_rank, strict=True)
     )
@@ -169,7 +169,7 @@ def _micro_batch(
         advantages=_joined([s.advantages[s.loss_mask] for s in sequences], np.float64),
         loss_weights=_joined([s.loss_weights[s.loss_mask] for s in sequences], np.float64),
         returns=_joined([s.returns[s.loss_mask] for s in sequences if len(s.returns)], np.float64),
-        sequence_ids=_joined([np.full(s.num_loss_tokens, numbers[s.trajectory]) for s in sequences]),
+        trajectory_ids=_joined([np.full(s.num_loss_tokens, numbers[s.trajectory]) for s in sequences]),
     )
 
 

@@ -196,7 +196,7 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
         advantages=nothing,
         loss_weights=nothing,
         returns=nothing,
-        sequence_ids=nothing,
+        trajectory_ids=nothing,
     )
     weight = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), None)
     was_trained = weight is not None and weight.requires_grad

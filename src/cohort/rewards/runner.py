@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cohort.errors import UserError
+from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.describe import excerpt
@@ -58,6 +58,7 @@ class RewardRunner:
         self._on_thread_start = on_thread_start
         self._async_caller = AsyncCaller(on_thread_start)
         self.marker: RewardMarker | None = None  # of a run, for its next start
+        self._has_called = False  # in the last `score`
 
     @property
     def weights(self) -> dict[str, float]:
@@ -65,7 +66,7 @@ class RewardRunner:
         return {f.name: f.weight for f in self.functions}
 
     def score(self, groups: Sequence[RolloutGroup], *, must_judge: bool = True, during: str = "") -> list[ScoredGroup]:
-        """The groups with their rewards, in the same order.
+        """The groups with their rewards, in the same order. No function sees trajectories that infrastructure broke.
 
         Args:
             groups: of one or several prompts.
@@ -75,13 +76,20 @@ class RewardRunner:
         Raises:
             UserError: a function raised, hung, or returned anything but one number or None per completion; or no
                 function judged any completion where one must.
+            TrainingError: infrastructure broke all trajectories where a function must judge one.
         """
-        places = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        if not places:
+        members = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+        if not members:
             return [ScoredGroup(prompt=g.prompt, trajectories=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
-        returned = self._call_all(places, during)
-        parts = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
-        rewards_N = self._weighted_sum(parts, must_judge=must_judge)
+        places = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
+        if must_judge and not places:
+            ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
+            raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}")
+        self._has_called = bool(places)
+        returned = self._call_all(places, during) if places else {f.name: [] for f in self.functions}
+        of_places = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
+        parts = {name: _for_members(members, part) for name, part in of_places.items()}
+        rewards_N = _for_members(members, self._weighted_sum(of_places, must_judge=must_judge))
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.trajectories))
@@ -100,7 +108,7 @@ class RewardRunner:
         """`reward name/what happened` -> completions of the last step, from functions that keep `last_counts`."""
         return {
             f"{f.name}/{kind}": number
-            for f in self.functions
+            for f in (self.functions if self._has_called else ())
             for kind, number in getattr(f.function, "last_counts", {}).items()
         }
 
@@ -126,7 +134,7 @@ class RewardRunner:
     ) -> AbstractContextManager[Callable[[list[Any]], list[Any]]]:
         if self.marker is None:
             return nullcontext(lambda items: items)
-        return self.marker.inside(f"{name}{during and f' in {during}'}", num_completions)
+        return self.marker.inside(f"{name}{_in(during)}", num_completions)
 
     def _arguments(self, reward: RewardFunction, places: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
         """Fresh lists for every function: one that changes them must not change what the next one sees."""
@@ -161,6 +169,17 @@ class RewardRunner:
                 f"rewards: the weighted sum of the rewards is too large: beyond {LARGEST:g}; use smaller weights"
             )
         return np.where(judged_N, sums_N, NOT_JUDGED)
+
+
+def _in(during: str) -> str:
+    return during and f" in {during}"
+
+
+def _for_members(members: Sequence[tuple[Prompt, Trajectory]], values: FloatArray) -> FloatArray:
+    """Values of the trajectories that were scored, in the place of each, and NaN for those that broke."""
+    aligned_N = np.full(len(members), NOT_JUDGED)
+    aligned_N[[not trajectory.is_broken for _, trajectory in members]] = values
+    return aligned_N
 
 
 def _prompt(prompt: Prompt, _: Trajectory) -> Any:

@@ -10,7 +10,7 @@ from cohort.rollout.base import (
     SamplingParams,
     StreamKey,
 )
-from cohort.rollout.collector import RolloutCollector
+from cohort.rollout.collector import Rollout, RolloutCollector
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.prefetch import Prefetcher, Prompts
 from cohort.rollout.sampler import Sampler
@@ -23,6 +23,7 @@ __all__ = [
     "Prefetcher",
     "Prompts",
     "Purpose",
+    "Rollout",
     "RolloutCollector",
     "RolloutEngine",
     "SampleRequest",

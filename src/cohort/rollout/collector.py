@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from cohort import stopping
-from cohort.records import ModelCall, Prompt, RolloutGroup, Trajectory
-from cohort.rollout.base import Generate, RolloutEngine, SamplingParams, StreamKey
+from cohort.records import Prompt, RolloutGroup, Trajectory
+from cohort.rollout.base import CallKey, Generate, RolloutEngine, SamplingParams, StreamKey
 
 T = TypeVar("T")
 
@@ -22,28 +22,44 @@ _CLOSE_TIMEOUT_S = 10.0  # for coroutines that clean up when they are cancelled
 
 
 async def answer_prompt(
-    generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey, index: int
-) -> ModelCall:
+    generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
+) -> Trajectory:
     """Roll out a plain prompt: one call."""
-    return await generate(prompt.token_ids, sampling, key.call(prompt, index))
+    call = await generate(prompt.token_ids, sampling, key)
+    return Trajectory.single_turn(call, text=tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True))
+
+
+# What one member of a group does, given the key of its first call; later calls have `replace(key, turn=...)`.
+Rollout = Callable[[Generate, Any, Prompt, SamplingParams, CallKey], Coroutine[Any, Any, Trajectory]]
 
 
 class RolloutCollector:
     """Collects groups of completions from an engine."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, *, while_waiting: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        *,
+        rollout: Rollout = answer_prompt,
+        while_waiting: Callable[[], None] = lambda: None,
+    ):
         """Start nothing yet.
 
         Args:
             engine: answers model calls; closed with the collector.
-            tokenizer: decodes completions.
+            tokenizer: passed to rollouts.
+            rollout: the coroutine function of one member of a group.
             while_waiting: called every second or so of a wait.
         """
         self._while_waiting = while_waiting
         self._engine = engine
         self._tokenizer = tokenizer
+        self._rollout = rollout
         self._selector = _Selector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop.set_exception_handler(self._callback_failed)
+        self._failures: list[BaseException] = []  # of callbacks
         self._selector.on_idle = self._loop.stop
         self._rollouts: set[asyncio.Task[Any]] = set()
 
@@ -62,6 +78,8 @@ class RolloutCollector:
 
     def wait(self, tasks: Sequence[asyncio.Task[Any]], *, count: int) -> None:
         """Run coroutines until `count` of these tasks are done.
+
+        Whatever a coroutine or a callback raises is raised here.
 
         Raises:
             UserError: a prompt cannot be sampled.
@@ -87,10 +105,11 @@ class RolloutCollector:
         return [task.result() for task in tasks]
 
     async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey) -> RolloutGroup:
-        """Sample the completions of one prompt at the same time."""
-        rollouts = (answer_prompt(generate, prompt, sampling, key, i) for i in range(sampling.num_generations))
-        calls = await asyncio.gather(*rollouts)
-        return RolloutGroup(prompt=prompt, trajectories=single_turns(calls, self._tokenizer))
+        """Roll out all members of one prompt's group at the same time."""
+        keys = (key.call(prompt, index) for index in range(sampling.num_generations))
+        rollouts = (self._rollout(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys)
+        members = await asyncio.gather(*(self.start(rollout) for rollout in rollouts))
+        return RolloutGroup(prompt=prompt, trajectories=tuple(members))
 
     def load_weights(self, *, policy_version: int) -> None:
         """Sample from the trainer's weights as they are now, known as `policy_version` from here on."""
@@ -116,24 +135,28 @@ class RolloutCollector:
     def _run(self, patience_s: float = 0.0) -> None:
         """Let coroutines run until none can, or for a tick if some always can.
 
-        If none can at once, wait up to `patience_s` for I/O and timers.
+        If none can at once, wait up to `patience_s` for I/O and timers. Raises the exception of a callback.
         """
         self._selector.patience_s = patience_s
         tick = self._loop.call_later(_TICK_S, self._loop.stop)
         with _no_running_loop():
             self._loop.run_forever()
         tick.cancel()
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Keep the exception of a callback, which nobody awaits. What else the event loop reports is logged."""
+        if "handle" not in context:
+            loop.default_exception_handler(context)
+            return
+        self._failures.append(context["exception"])
+        loop.stop()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._rollouts.discard(task)
         if not task.cancelled():
             task.exception()  # nobody may be waiting for it: asyncio would log that it was never retrieved
-
-
-def single_turns(calls: Sequence[ModelCall], tokenizer: Any) -> tuple[Trajectory, ...]:
-    """Make a trajectory of each call, with its text."""
-    texts = tokenizer.batch_decode([call.token_ids.tolist() for call in calls], skip_special_tokens=True)
-    return tuple(Trajectory.single_turn(call, text=text) for call, text in zip(calls, texts, strict=True))
 
 
 class _Selector(selectors.DefaultSelector):

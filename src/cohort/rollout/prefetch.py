@@ -115,8 +115,8 @@ class Prefetcher:
 
     def staleness(self, trajectories: Sequence[Trajectory]) -> float:
         """Steps between the weights that began a group and those of the step that groups are being taken for."""
-        oldest = min(trajectory.policy_version for trajectory in trajectories)
-        return self._step - oldest / self._updates_per_step
+        versions = [t.policy_version for t in trajectories if t.policy_version is not None]
+        return self._step - min(versions) / self._updates_per_step if versions else 0.0
 
     def counts(self) -> dict[str, int]:
         """Of the last step: groups dropped because of their age, and groups passed over because they were not there."""

@@ -88,10 +88,11 @@ class Trainer:
         algorithm = workers.local.algorithm
         gathered = self.parts.gatherer.gather(step, phase)
         with phase("estimate"):
-            estimates = compute_estimates(workers, bare_sequences(gathered.groups), algorithm.estimates)
+            bare = bare_sequences(gathered.groups)
+            estimates = compute_estimates(workers, bare, algorithm.estimates)
         with phase("pack"):
             weights, coefficients = self.parts.inputs.rewards.weights, algorithm.coefficients(self.updater.control)
-            sequences = assign_advantages(gathered.groups, algorithm, estimates, weights, coefficients)
+            sequences = assign_advantages(gathered.groups, algorithm, estimates, weights, coefficients, bare=bare)
             batches = self.updater.pack(sequences)
         self.warnings.long_sequences(batches["policy"][0])
         updates = self.updater.update(

@@ -39,7 +39,7 @@ class Updater:
         """Pack a step's sequences for the policy, without those that have no gradient, and for the critic."""
         worker, algorithm = self.workers.local, self.workers.local.algorithm
         learned = with_gradient(sequences, algorithm)
-        of_policy = pack_batches(worker.engine, learned, whole_trajectories=algorithm.whole_trajectories)
+        of_policy = pack_batches(worker.engine, learned, sequence_level=algorithm.sequence_level)
         if worker.critic is None:
             return {"policy": of_policy}
         return {"policy": of_policy, "critic": pack_batches(worker.critic, with_returns(sequences))}

@@ -18,14 +18,14 @@ def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> l
 
 
 def pack_batches(
-    engine: TrainEngine, sequences: Sequence[TrainSequence], *, whole_trajectories: bool = False
+    engine: TrainEngine, sequences: Sequence[TrainSequence], *, sequence_level: bool = False
 ) -> tuple[TrainBatch, ...]:
     """Pack a step's sequences into one batch per rank, under the engine's current token budget.
 
     Args:
         engine: that computes them.
         sequences: of a step.
-        whole_trajectories: keep all sequences of a trajectory in one micro-batch, for losses that sum over them.
+        sequence_level: whether the loss sums over a trajectory. Then its sequences stay in one micro-batch.
     """
     return pack(
         sequences,
@@ -33,7 +33,7 @@ def pack_batches(
         world_size=engine.ranks.dp_size,
         share_prompts=engine.policy.shares_prompts,
         padded=engine.policy.layout == "padded",
-        whole_trajectories=whole_trajectories,
+        sequence_level=sequence_level,
     )
 
 
