@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from cohort.config import ALGORITHMS, Config, config_from_dict
-from cohort.config.catalogue import POLICY_LOSSES, with_a_critic, with_one_completion
+from cohort.config.catalogue import POLICY_LOSSES, critic_algorithms, single_completion_algorithms
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
 from cohort.launch import train
@@ -62,7 +62,11 @@ def main() -> None:
     elif args.out is None:
         parser.error("--out: give a folder for the results")
     torch.set_num_threads(args.threads)
-    wanted = [(name, size) for name in args.only for size in ([GROUP, 1] if name in with_one_completion() else [GROUP])]
+    wanted = [
+        (name, size)
+        for name in args.only
+        for size in ([GROUP, 1] if name in single_completion_algorithms() else [GROUP])
+    ]
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             kept_or_run(args.out or Path(folder), name, size, seed=seed, steps=args.steps)
@@ -108,7 +112,7 @@ def configuration(folder: Path, name: str, num_generations: int, *, seed: int, s
         "prompts_per_step": SAMPLES // num_generations,
         "updates_per_rollout": UPDATES if POLICY_LOSSES[ALGORITHMS[name].policy_loss].has_ratio else 1,
     }
-    raw["critic"] = {"learning_rate": 1e-3} if name in with_a_critic() else None
+    raw["critic"] = {"learning_rate": 1e-3} if name in critic_algorithms() else None
     raw["eval"]["every"] = EVALUATE_EVERY
     raw["run"] |= {"checkpoint_every": 0, "keep_checkpoints": 3, "completions_every": 0, "show_completions_every": 0}
     return config_from_dict(raw)

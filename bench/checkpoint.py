@@ -96,7 +96,7 @@ def without_checksums() -> Iterator[None]:
     def none(_folder: Path, _files: list[Path]) -> Iterator[Callable[[], dict[str, tuple[int, str]]]]:
         yield dict
 
-    with mock.patch.object(checkpoint, "checksums_of", none):
+    with mock.patch.object(checkpoint, "checksums_in_background", none):
         yield
 
 

@@ -161,7 +161,9 @@ def time_steps(config: Config, inputs, workers, ranks: Ranks) -> list[dict[str, 
         times.append(time.perf_counter())
         batches = pack_batches(workers.local.engine, sequences)
         times.append(time.perf_counter())
-        workers.scatter(Worker.forward_backward, batches, "policy", algorithm.coefficients(algorithm.first_control))
+        workers.scatter(
+            Worker.forward_backward, batches, "policy", algorithm.coefficients(algorithm.initial_coefficients)
+        )
         workers.call(Worker.optim_step, "policy")
         times.append(time.perf_counter())
         rollout, _, pack, train = np.diff(times).tolist()

@@ -82,7 +82,7 @@ def cohort(monkeypatch, capsys) -> "Callable[..., Ended]":
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
-        monkeypatch.setattr("cohort.stopping._process_is_ours", False)  # it is not the command line's
+        monkeypatch.setattr("cohort.stopping._is_dedicated", False)  # it is not the command line's
         monkeypatch.setattr("cohort.unforeseen._run_dir", None)
         capsys.readouterr()
         code: Any = 0

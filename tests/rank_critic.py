@@ -112,7 +112,7 @@ def make_updater(workers: WorkerGroup[Worker], **critic: Any) -> Updater:
         config=config_from_dict(config),
         workers=workers,
         clock=PhaseClock(),
-        control=ALGORITHM.first_control,
+        control=ALGORITHM.initial_coefficients,
         begin=lambda: None,
         out_of_memory=lambda _: None,
     )

@@ -166,7 +166,7 @@ def test_max_likelihood():
     close(max_likelihood(judged(rewards([1.0, 0.0, 0.0, 0.0]))), [[3.0, -1.0, -1.0, -1.0]])
     close(max_likelihood(judged(rewards([0.0, 0.0], [1.0, 1.0]))), [[0.0, 0.0], [0.0, 0.0]])
     close(max_likelihood(judged(rewards([1.0, NAN, 0.0]))), [[1.0, NAN, -1.0]])
-    with pytest.raises(UserError, match=r"max_likelihood takes rewards of at least 0, and one is -0\.5; use rewards"):
+    with pytest.raises(UserError, match=r"max_likelihood needs rewards of at least 0, but one is -0\.5; use rewards"):
         max_likelihood(judged(rewards([1.0, -0.5])))
 
 

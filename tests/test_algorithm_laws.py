@@ -30,7 +30,7 @@ GRID = [
     (policy_loss, loss_weight, mask)
     for policy_loss, loss_weight, mask in itertools.product(COMPONENTS["policy_loss"], COMPONENTS["loss_weight"], MASKS)
     # one ratio for a completion cannot tell its tokens apart: refused
-    if not (mask == "top-entropy" and COMPONENTS["policy_loss"][policy_loss].one_advantage)
+    if not (mask == "top-entropy" and COMPONENTS["policy_loss"][policy_loss].needs_uniform_advantage)
 ]
 LENGTHS = [[3, 14, 9, 1], [1, 6, 2, 5]]
 SEED = 10  # of a step in which every mask takes something away, and no loss all of it
@@ -117,7 +117,7 @@ def test_a_completion_in_two_micro_batches_would_have_another_gradient():
     def torn(x):
         return algorithm.policy_loss(replace(x, trajectory_ids=torch.arange(len(x.trajectory_ids)) // 2))
 
-    _, actual = packed_gradient(make_engine(policy), sequences, replace(algorithm, loss_at=lambda _: torn), 10_000)
+    _, actual = packed_gradient(make_engine(policy), sequences, replace(algorithm, loss_with=lambda _: torn), 10_000)
     assert max(relative_error(actual[key], expected[key]) for key in expected) > 1e-3
 
 

@@ -51,7 +51,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         # the data
         ({"data": {"path": "dota.jsonl"}}, ["error: data.path='dota.jsonl': no such file", "data.jsonl"]),
         ({"data": {"path": "empty.jsonl"}}, ["empty.jsonl': the file is empty (0 bytes)."]),
-        ({"data": {"path": "blank.jsonl"}}, ["blank.jsonl': has no rows. At least one prompt is needed."]),
+        ({"data": {"path": "blank.jsonl"}}, ["blank.jsonl': has no rows; at least one prompt is needed."]),
         ({"data": {"path": "broken.jsonl"}}, ["broken.jsonl': line 2 is not valid JSON", "at character 13"]),
         ({"data": {"path": "list.jsonl"}}, ["list.jsonl': line 1 holds [1], which is not an object."]),
         ({"data": {"path": "data.xml"}}, ["data.xml': the ending '.xml' is not supported. Give a .jsonl"]),
@@ -90,7 +90,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         ({"eval": {"path": "unanswered.jsonl"}}, ["eval.path, rewards[0]: reward 'exact' needs the column 'answer'"]),
         (
             {"eval": {"path": "data.jsonl", "success_reward": "acc"}},
-            ["error: eval.success_reward: 'acc' is not the name of a reward; the rewards are exact"],
+            ["error: eval.success_reward: 'acc' is not a reward; must be one of exact"],
         ),
         # the model
         ({"model": {"path": "./modle"}}, ["error: model.path: './modle': no such folder."]),
@@ -223,7 +223,7 @@ def test_a_folder_of_other_files(tmp_path, cohort):
     path = set_up(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
-    assert_refused(cohort("train", path), "is not empty and holds no run (thesis.tex); give a new folder")
+    assert_refused(cohort("train", path), "is not empty and holds no run (thesis.tex); use a new folder")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
@@ -254,7 +254,7 @@ def test_a_finished_run(tmp_path, cohort, monkeypatch, request):
     assert_refused(
         ended,
         f"run.dir: '{tmp_path}/run' already holds another run. It differs in\n"
-        "  rollout.top_k: 0 there, 5 here\n  train.seed: 0 there, 1 here\nGive a new run.dir",
+        "  rollout.top_k: 0 there, 5 here\n  train.seed: 0 there, 1 here\nUse a new run.dir",
     )
     assert (tmp_path / "run" / "summary.json").read_text() == summary
     assert "steps: 3" in (tmp_path / "run" / "config.yaml").read_text()  # not the 2 of the command that did nothing
@@ -290,7 +290,7 @@ def test_weights_that_cannot_be_loaded(tmp_path, cohort):
         ("return ['good'] * 4", "reward 'f' returned 'good' (str) at position 0"),
         ("return [0.0, float('nan'), 0.0, 0.0]", "reward 'f' returned nan (float) at position 1"),
         ("return [0.0, 0.0, float('inf'), 0.0]", "reward 'f' returned inf (float) at position 2"),
-        ("return [None] * 4", "no reward judged any of the 4 completions of this step"),
+        ("return [None] * 4", "no reward scored any of the 4 completions of this step"),
         ("raise KeyError('gold')", "reward 'f' raised KeyError: 'gold' (at "),
     ],
 )

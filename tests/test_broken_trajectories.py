@@ -93,7 +93,7 @@ def test_a_step_in_which_all_broke_is_an_error():
     runner, groups = by_length(seen), [a_group(timed_out(5), BEFORE_ITS_FIRST_CALL)]
     with pytest.raises(TrainingError, match="all 2 trajectories in step 3 ended with environment_error or timeout"):
         runner.score(groups, during="step 3")
-    (scored,) = runner.score(groups, must_judge=False)  # of another round of the step
+    (scored,) = runner.score(groups, require_scores=False)  # of another round of the step
     assert np.isnan(scored.rewards).all() and seen == [] and runner.counts() == {}
     metrics = rollout_metrics([scored])
     assert metrics["completions/broken"] == 2 and np.isnan(metrics["completions/clipped_ratio"])

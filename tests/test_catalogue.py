@@ -38,7 +38,7 @@ import json, math, sys
 import cohort
 from cohort.config import AlgorithmConfig, config_from_dict, to_yaml
 from cohort.config import docs
-from cohort.config.algorithm_docs import described_component, with_tables
+from cohort.config.algorithm_docs import describe_component, with_tables
 from cohort.errors import UserError
 
 def of(**keys):
@@ -62,7 +62,7 @@ found = {
     "misspelt": of(policy_loss="tether", pul=0.25),
     "keys": docs.render(),
     "page": with_tables(open(sys.argv[1], encoding="utf-8").read()),
-    "described": described_component("policy_loss", "tether"),
+    "described": describe_component("policy_loss", "tether"),
 }
 assert "torch" not in sys.modules
 from cohort.algorithms import build_algorithm

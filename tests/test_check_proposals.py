@@ -174,8 +174,8 @@ def test_quantized_weights_are_converted(bits: int, name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("more", "processes", "why"),
     [
-        ("", 2, "works in one process"),
-        ("use_vllm: true\n", 1, "servers load the base as its files have it"),
+        ("", 2, "needs a single process"),
+        ("use_vllm: true\n", 1, "servers load the unquantized base model"),
         ("use_peft: false\n", 1, "cannot be trained"),
     ],
 )

@@ -16,7 +16,7 @@ def test_a_gradient_is_computed_by_few_files():
     """From sequences to the gradient of GRPO in one process."""
     engine, algorithm = make_engine(make_policy()), build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[5, 9, 7], [3, 14, 8]], 0), algorithm, Estimates())
-    loss = algorithm.loss_at(algorithm.coefficients(algorithm.first_control))
+    loss = algorithm.loss_with(algorithm.coefficients(algorithm.initial_coefficients))
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:

@@ -149,8 +149,8 @@ def test_what_nobody_foresaw_ends_with_one_message(tmp_path, cohort, monkeypatch
     (file,) = (tmp_path / "run" / "logs").iterdir()
     assert ended.err == (
         "error: internal error: ZeroDivisionError: a mistake of ours\nThis is a bug in Cohort. "
-        f"The traceback is in {file}. Please report it with that, the command and the configuration, as an issue of "
-        "the project\n"
+        f"The traceback is in {file}. Please open an issue with the traceback, the command and the "
+        "configuration\n"
     )
     written = file.read_text()
     assert "\ntorch 2." in written

@@ -11,7 +11,7 @@ import pytest
 
 import cohort as library
 from cohort.errors import UserError
-from cohort.run_files import MANIFEST, checkpoints, find_damage, read_manifest, read_metrics, shared_out
+from cohort.run_files import MANIFEST, checkpoints, find_damage, read_manifest, read_metrics, split_by_size
 from commands import Ended, assert_refused
 from runs import Notes, assert_same_weights, changed, make_inputs, metric, stop_after, train
 from test_launched_ranks import LaunchedRank
@@ -170,7 +170,7 @@ def test_bad_lines_of_the_metrics_are_left_out(config, whole: Path, run: Path, c
     assert f"metrics.jsonl: damaged: {told}" in cohort("verify", run).out
     notes = Notes()
     library.train(changed(config, run={"dir": str(run)}), display=notes)
-    assert f"metrics.jsonl: {told}, and left out" in notes.told
+    assert f"metrics.jsonl: {told} and will be dropped" in notes.told
     assert metric(run, "loss") == metric(whole, "loss")
     assert read_metrics(file)[1] == []
 
@@ -190,7 +190,7 @@ def test_a_trained_model_without_checkpoints_is_never_deleted(config, whole: Pat
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     empty(run / "summary.json")
-    with pytest.raises(UserError, match=r"holds a trained model and no checkpoint to go on from; give a new run.dir"):
+    with pytest.raises(UserError, match=r"holds a trained model and no checkpoint to resume from; use a new run.dir"):
         train(changed(config, run={"dir": str(run)}))
     assert_same_weights(run / "final", whole / "final")
 
@@ -219,7 +219,7 @@ def test_ranks_look_together(config, whole: Path, run: Path, tmp_path: Path):
 
 def test_files_are_shared_out_by_size():
     files = {f"{number}": (size, "") for number, size in enumerate((7, 5, 3, 3, 2, 1))}
-    shares = shared_out(files, 3)
+    shares = split_by_size(files, 3)
     assert sorted(sum(size for size, _ in share.values()) for share in shares) == [7, 7, 7]
     assert {name: of for share in shares for name, of in share.items()} == files
-    assert list(map(len, shared_out({}, 2))) == [0, 0]
+    assert list(map(len, split_by_size({}, 2))) == [0, 0]

@@ -120,8 +120,8 @@ def test_arrow_structs_are_messages(tmp_path):
             [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
             "the last message is the assistant's",
         ),
-        ('[{"role": "user", "content": "one"}]', "chat messages written out as text"),
-        ("[{'content': 'one', 'role': 'user'}]", "chat messages written out as text"),
+        ('[{"role": "user", "content": "one"}]', "chat messages as text"),
+        ("[{'content': 'one', 'role': 'user'}]", "chat messages as text"),
     ],
 )
 def test_malformed_prompts_name_their_row(value, part):
@@ -258,10 +258,10 @@ def test_epochs_and_seeds_differ():
 @pytest.mark.parametrize(
     ("other", "part"),
     [
-        (PromptStream(prompt_set(6), seed=3), "saved with num_prompts=5, this run has num_prompts=6"),
+        (PromptStream(prompt_set(6), seed=3), "saved with num_prompts=5, but this run has num_prompts=6"),
         (PromptStream(prompt_set(5, "line {}"), seed=3), "prompts_sha256="),
-        (PromptStream(prompt_set(5), seed=4), "saved with seed=3, this run has seed=4"),
-        (PromptStream(prompt_set(5), seed=3, shuffle=False), "saved with shuffle=True, this run has shuffle=False"),
+        (PromptStream(prompt_set(5), seed=4), "saved with seed=3, but this run has seed=4"),
+        (PromptStream(prompt_set(5), seed=3, shuffle=False), "saved with shuffle=True, but this run has shuffle=False"),
     ],
 )
 def test_state_of_another_order_is_refused(other, part):

@@ -223,7 +223,7 @@ def test_hub_id(tmp_path, monkeypatch):
 
 def test_a_json_row_that_has_a_key_twice_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "a", "prompt": "b"}\n')
-    assert "line 2 cannot be read as JSON: the key 'prompt' is there twice." in refusal(tmp_path, "a.jsonl")
+    assert "line 2 cannot be read as JSON: duplicate key 'prompt'." in refusal(tmp_path, "a.jsonl")
 
 
 def test_a_parquet_duration_that_python_cannot_hold_is_refused(tmp_path):

@@ -75,7 +75,7 @@ def test_split_depends_on_the_calculation_alone():
 
 
 def test_unknown_split_is_refused():
-    with pytest.raises(UserError, match="split='test' is not known; use 'train' or 'heldout'"):
+    with pytest.raises(UserError, match="split='test': must be 'train' or 'heldout'"):
         generate(0, 1, split="test")  # type: ignore[arg-type]
 
 

@@ -168,5 +168,5 @@ def judge(completions, **kw):
 def test_a_run_folder_that_is_deleted_under_the_run(tmp_path, cohort):
     reward = DELETES.format(run=tmp_path / "run")
     path = set_up(tmp_path, files={"r.py": reward}, rewards=[{"use": f"{tmp_path}/r.py:judge"}])
-    assert_refused(cohort("train", path), "was deleted while the run was under way", code=1)
+    assert_refused(cohort("train", path), "was deleted during the run", code=1)
     assert not (tmp_path / "run").exists()

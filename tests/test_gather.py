@@ -362,7 +362,7 @@ def test_a_round_of_groups_that_nobody_judges_is_no_mistake():
     assert places(gathered.groups) == [0, 1, 2, 3] and places(gathered.replaced) == [4]
     late = prefetch(local_engine(), stream(20))
     late.take(0, 4)
-    with pytest.raises(cohort.UserError, match="no reward judged any of the 16 completions"):
+    with pytest.raises(cohort.UserError, match="no reward scored any of the 16 completions"):
         judge(late).gather(1, lambda name: nullcontext())  # the first round is a whole step
 
 

@@ -241,7 +241,7 @@ def test_a_rank_that_fails_again_and_again_is_left_out(
     run = cohort.train(config).run_dir
     said = capsys.readouterr().err
     assert said.count("rank 2 failed with exit code 3; the last lines of its stderr:\n  this GPU") == 2
-    assert "restarting with 2 processes: rank 2 failed twice with no step between" in said
+    assert "restarting with 2 processes: rank 2 failed twice without a step in between" in said
     assert metric(run, "processes") == [2]
 
 
@@ -256,7 +256,7 @@ def test_a_rank_that_hangs_is_named_within_the_deadline(tmp_path: Path, start: S
     assert process.returncode == 1
     assert re.search(r"error: rank 1 did not answer its peers within hardware.timeout_s", errors), errors
     assert not re.search(r"rank [02] did not answer", errors), errors
-    assert "The same command goes on from the last checkpoint; hardware.max_restarts: 3 would do so by itself" in errors
+    assert "Run the same command to resume from the last checkpoint, or set hardware.max_restarts" in errors
 
 
 RAISING = """
@@ -325,7 +325,7 @@ def test_a_reward_that_is_no_number_ends_all_ranks_in_good_order(tmp_path: Path)
 
 
 def test_a_display_of_ones_own_needs_one_process(tmp_path: Path):
-    with pytest.raises(cohort.UserError, match="display: works with a run in this process only"):
+    with pytest.raises(cohort.UserError, match="display: only works with a run in this process"):
         cohort.train(inputs(tmp_path, 2), display=Display())
 
 

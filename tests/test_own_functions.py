@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cohort.algorithms import build_algorithm, check_own_functions
-from cohort.config import AlgorithmConfig, OwnFunction, load_config, to_yaml
+from cohort.algorithms import build_algorithm, check_custom_functions
+from cohort.config import AlgorithmConfig, CustomFunction, load_config, to_yaml
 from cohort.errors import UserError
 from cohort.run_folder import config_changes
 from runs import assert_same_weights, changed, make_inputs, train
@@ -77,30 +77,34 @@ def own(tmp_path, monkeypatch) -> Path:
 def check(**keys):
     settings: dict[str, Any] = {"num_generations": 4, "num_rewards": 1, "gradients_in_forward": False}
     settings |= {name: keys.pop(name) for name in settings if name in keys}
-    check_own_functions(AlgorithmConfig(**keys), **settings)
+    check_custom_functions(AlgorithmConfig(**keys), **settings)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("advantage", "too_short", ["gave a tensor of shape (1, 4) for rewards (2, 4)", "(2, 4, 4), one for each of"]),
-        ("advantage", "integers", ["must be a tensor of real numbers"]),
-        ("advantage", "nan_advantage", ["gave NaN or infinity to a judged completion"]),
-        ("advantage", "not_nan_aware", ["gave NaN or infinity to a judged completion"]),
+        (
+            "advantage",
+            "too_short",
+            ["returned a tensor of shape (1, 4) for rewards (2, 4)", "(2, 4, 4), one per token"],
+        ),
+        ("advantage", "integers", ["must be a float tensor"]),
+        ("advantage", "nan_advantage", ["returned NaN or infinity for a scored completion"]),
+        ("advantage", "not_nan_aware", ["returned NaN or infinity for a scored completion"]),
         ("advantage", "raising", ["raised AttributeError", "no attribute 'nothing'", "own.py:"]),
         ("advantage", "missing", ["has no 'missing'"]),
-        ("policy_loss", "summed", ["gave a tensor of shape () as per_token_loss", "(8,) here, not summed"]),
-        ("policy_loss", "as_text", ["gave a str; it must give a tensor [T]"]),
-        ("policy_loss", "in_double", ["torch.float64; it must have the dtype of the logprobs, torch.float32"]),
+        ("policy_loss", "summed", ["returned a tensor of shape () as per_token_loss", "here (8,), neither summed"]),
+        ("policy_loss", "as_text", ["returned a str; must be a tensor [T]"]),
+        ("policy_loss", "in_double", ["torch.float64; must have the dtype of the logprobs, torch.float32"]),
         ("policy_loss", "detached", ["no gradient with respect to the logprobs"]),
         ("policy_loss", "log_of_advantage", ["NaN or infinite"]),
-        ("policy_loss", "over_the_batch", ["changes with the other completions of its micro-batch"]),
-        ("policy_loss", "needs_tokens", ["raised RuntimeError", "tried on a micro-batch without tokens"]),
+        ("policy_loss", "over_the_batch", ["depends on the other completions of its micro-batch"]),
+        ("policy_loss", "needs_tokens", ["raised RuntimeError", "was a micro-batch without tokens"]),
         ("policy_loss", "reference", ["raised TypeError"]),
-        ("loss_weight", "everywhere", ["gave a weight to a completion that is left out"]),
-        ("loss_weight", "nowhere", ["gave 0 to every completion"]),
-        ("loss_weight", "mean_of_none", ["gave [nan, nan, nan, nan] for 4 completions"]),
-        ("loss_weight", "one_number", ["gave 1.0 for 4 completions; it must be one finite number for each"]),
+        ("loss_weight", "everywhere", ["returned a nonzero weight for an excluded completion"]),
+        ("loss_weight", "nowhere", ["returned 0 for every completion"]),
+        ("loss_weight", "mean_of_none", ["returned [nan, nan, nan, nan] for 4 completions"]),
+        ("loss_weight", "one_number", ["returned 1.0 for 4 completions; must be one finite number for each"]),
     ],
 )
 def test_a_function_that_breaks_a_rule_is_refused(own: Path, kind: str, name: str, words: list[str]):
@@ -117,7 +121,7 @@ def test_arguments_reach_own_functions(own: Path):
         policy_loss={"use": "own.py:softened", "args": {"tau": 2.0, "floor": 1.0}},
         loss_weight={"use": "own.py:to_the_power", "args": {"power": 2}},
     )
-    check_own_functions(config, num_generations=2, num_rewards=1, gradients_in_forward=True)
+    check_custom_functions(config, num_generations=2, num_rewards=1, gradients_in_forward=True)
     algorithm = build_algorithm(config, max_completion_tokens=8)
     rewards = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
     assert algorithm.advantage(judged(rewards)).tolist() == [[-3.0, 3.0]]
@@ -133,7 +137,7 @@ def test_arguments_reach_own_functions(own: Path):
         ({"tua": 1.0, "tau": 1.0}, "got an unexpected keyword argument 'tua'. Did you mean 'tau'? Its arguments: fl"),
         ({"tau": 1.0, "x": 1.0}, "multiple values for argument 'x'. Its arguments: floor, tau."),
         ({"tau": "much"}, "raised TypeError: "),
-        ({"tau": 0.0}, "its loss has no gradient with respect to the logprobs"),
+        ({"tau": 0.0}, "the loss has no gradient with respect to the logprobs"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(own: Path, args: dict[str, Any], words: str):
@@ -150,13 +154,13 @@ def test_arguments_are_part_of_the_configuration(own: Path, tmp_path: Path, monk
     )
     monkeypatch.chdir("/")
     config = load_config(tmp_path / "run.yaml")
-    assert config.algorithm.policy_loss == OwnFunction(f"{own}:softened", {"tau": 0.5})
+    assert config.algorithm.policy_loss == CustomFunction(f"{own}:softened", {"tau": 0.5})
     assert config.algorithm.clip_high is None  # a built-in loss reads it
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "again.yaml") == config
     other = load_config(tmp_path / "run.yaml", ["algorithm.policy_loss.args.tau=0.7"])
     assert config_changes(config, other) == {
-        "algorithm.policy_loss": (config.algorithm.policy_loss, OwnFunction(f"{own}:softened", {"tau": 0.7}))
+        "algorithm.policy_loss": (config.algorithm.policy_loss, CustomFunction(f"{own}:softened", {"tau": 0.7}))
     }
     assert repr(other.algorithm.policy_loss) == str({"use": f"{own}:softened", "args": {"tau": 0.7}})
 
@@ -176,14 +180,16 @@ def test_what_an_own_loss_looks_at_is_found_by_trying_it(own: Path):
     assert traits("with_entropy")
     check(policy_loss=f"{own}:of_sequence")
     check(policy_loss=f"{own}:reinforce", gradients_in_forward=True)
-    with pytest.raises(UserError, match=r"changes with the other tokens of its completion, and train.gradients_in_f"):
+    with pytest.raises(UserError, match=r"depends on the other tokens of its completion, but train.gradients_in_f"):
         check(policy_loss=f"{own}:of_sequence", gradients_in_forward=True)
     check(policy_loss=f"{own}:reference", beta=0.1)
 
 
 def test_an_advantage_that_needs_peers_is_refused_alone(own: Path):
     check(advantage=f"{own}:by_std")
-    with pytest.raises(UserError, match=r"gave 0 to every completion of groups of 1, .* raise rollout.num_generations"):
+    with pytest.raises(
+        UserError, match=r"returned 0 for every completion of groups of 1 .* raise rollout.num_generations"
+    ):
         check(advantage=f"{own}:by_std", num_generations=1)
 
 
@@ -208,7 +214,7 @@ def test_a_run_with_own_functions_is_the_run_with_ours(own: Path, tmp_path: Path
     ]
     assert_same_weights(runs[1].final_dir, runs[0].final_dir)
     written = load_config(tmp_path / "theirs" / "config.yaml").algorithm
-    assert written.advantage == OwnFunction(f"{own}:centred")
+    assert written.advantage == CustomFunction(f"{own}:centred")
     other = changed(
         config, algorithm=theirs | {"policy_loss": "own.py:with_entropy"}, run={"dir": str(tmp_path / "theirs")}
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.algorithms import assign_advantages, build_algorithm, check_own_functions
+from cohort.algorithms import assign_advantages, build_algorithm, check_custom_functions
 from cohort.config import AlgorithmConfig
 from cohort.errors import UserError
 from samples import NAN, scored
@@ -59,21 +59,21 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(**keys: Any) -> None:
-    check_own_functions(AlgorithmConfig(**keys), num_generations=4, num_rewards=1, gradients_in_forward=False)
+    check_custom_functions(AlgorithmConfig(**keys), num_generations=4, num_rewards=1, gradients_in_forward=False)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("policy_loss", "nan_at_one", "NaN or infinite where the policies are the same"),
-        ("policy_loss", "kink_at_one", "NaN or infinite where the policies are the same"),
-        ("policy_loss", "by_place", "changes with the other completions of its micro-batch"),
-        ("policy_loss", "no_metrics", "gave a NoneType as token_metrics; it must be a dict"),
-        ("advantage", "by_std", r"gave NaN or infinity to a judged completion, of rewards \[\[1.0, 1.0, 1.0, 1.0\]"),
+        ("policy_loss", "nan_at_one", "NaN or infinite on-policy"),
+        ("policy_loss", "kink_at_one", "NaN or infinite on-policy"),
+        ("policy_loss", "by_place", "depends on the other completions of its micro-batch"),
+        ("policy_loss", "no_metrics", "returned a NoneType as token_metrics; must be a dict"),
+        ("advantage", "by_std", r"returned NaN or infinity for a scored completion \(rewards \[\[1.0, 1.0, 1.0, 1.0\]"),
         ("advantage", "of_the_judged", "raised RuntimeError|raised IndexError"),
-        ("loss_weight", "letters", "gave a list that does not hold real numbers; it must be one finite number"),
-        ("loss_weight", "imaginary", "gave a ndarray that does not hold real numbers"),
-        ("loss_weight", "ragged", "gave a list that does not hold real numbers"),
+        ("loss_weight", "letters", "returned a list, which does not hold real numbers; must be one finite number"),
+        ("loss_weight", "imaginary", "returned a ndarray, which does not hold real numbers"),
+        ("loss_weight", "ragged", "returned a list, which does not hold real numbers"),
     ],
 )
 def test_what_would_fail_in_the_run_is_refused_before_it(own: Path, kind: str, name: str, words: str):
@@ -83,7 +83,7 @@ def test_what_would_fail_in_the_run_is_refused_before_it(own: Path, kind: str, n
 
 
 def test_the_reference_is_the_policy_at_first(own: Path):
-    with pytest.raises(UserError, match="where the policies are the same"):
+    with pytest.raises(UserError, match="NaN or infinite on-policy"):
         check(policy_loss="own.py:reference_kink", beta=0.1)
 
 

@@ -14,7 +14,7 @@ from cohort.display import Display
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.launch import local, start
-from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.outcome import EXIT_STATUS_FILE, ExitStatus
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
 from cohort.plan.hardware import hardware
 from cohort.plan.rollout_engine import plan_engine
@@ -125,7 +125,7 @@ def environment_of_a_start(
     def launch(*_: object) -> object:
         def run(*_: str) -> None:
             seen.update(os.environ)
-            Outcome(kind="finished").write(Path(os.environ[OUTCOME_FILE]))
+            ExitStatus(kind="finished").write(Path(os.environ[EXIT_STATUS_FILE]))
 
         return run
 
@@ -375,7 +375,7 @@ def test_a_display_on_several_gpus_needs_one_process(gpus, vllm, monkeypatch, tm
     with pytest.raises(UserError) as caught:
         start.train(config_with(folder=str(tmp_path), engine="auto"), display=display)
     assert str(caught.value) == (
-        "display: works with a run in this process only, and this one has 4 processes and 0 restarts; use "
+        "display: only works with a run in this process, but this one has 4 processes and 0 restarts; use "
         "hardware.processes: 1 and hardware.max_restarts: 0, or no display"
     )
     one = config_with("hardware.processes=1", folder=str(tmp_path), engine="auto")

@@ -94,7 +94,7 @@ def test_a_plan_counts_them():
     two = Hardware(gpu_name="NVIDIA H100 80GB HBM3", gpu_memory_bytes=80 * 10**9, gpus_per_node=2, nodes=1)
     one = predict_run(plan_config(model={**common, "quantization": "nf4"}), shape, two)
     assert (one.layout.num_training, one.num_idle) == (1, 1)
-    with pytest.raises(UserError, match=r"nf4 works in one process.*hardware.processes is 2"):
+    with pytest.raises(UserError, match=r"nf4 needs a single process.*hardware.processes is 2"):
         plan_config(model={**common, "quantization": "nf4"}, hardware={"processes": 2})
 
 
@@ -120,11 +120,11 @@ def test_the_ladder_has_qlora_after_lora():
         ({"model": {"path": "m", **QLORA, "quantization": "int3"}}, "model.quantization: 'int3'"),
         (
             {"model": {"path": "m", **QLORA}, "hardware": {"processes": 2}},
-            "model.quantization: nf4 works in one process",
+            "model.quantization: nf4 needs a single process",
         ),
         (
             {"model": {"path": "m", **QLORA}, "rollout": {"engine": "vllm"}},
-            "servers load the base as its files have it",
+            "servers load the unquantized base model",
         ),
         (
             {"algorithm": {"beta": 0.1}, "reference": {"quantization": "int8", "refresh_every": 2}},

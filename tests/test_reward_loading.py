@@ -127,7 +127,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
         ({"use": "math", "args": {"answer_columm": "answers"}}, ["'answer_columm'", "Did you mean 'answer_column'?"]),
         ({"use": "math", "args": {"answer_column": "answers", "deadline_s": 0}}, ["deadline_s", "above 0, got 0"]),
         ({"use": "exact", "args": {"answer_column": "answers", "pattern": "(a"}}, ["'(a'", "not a regular expression"]),
-        ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "it has 0"]),
+        ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "but has 0"]),
         ({"use": "format", "args": {"pattern": 5}}, ["pattern must be a string", "5"]),
         ({"use": "format", "args": {"pattern": "["}}, ["'['", "not a regular expression"]),
         ({"use": "overlong"}, ["rewards[0].args: reward 'overlong'", "'buffer_tokens'"]),
@@ -138,7 +138,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
         ({"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}}, ["penalty: -1 must be a number above 0"]),
         ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "Did you mean 'scale'?"]),
         ({"use": "my_rewards.py:level", "args": {"prompts": 1}}, ["'prompts' is always passed"]),
-        ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is a column of the dataset too"]),
+        ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is also a column of the dataset"]),
         ({"use": "my_rewards.py:by_position"}, ["'completions' by position only"]),
     ],
 )
@@ -224,10 +224,10 @@ def test_a_reward_that_only_shapes_judges_nothing(folder):
     (scored,) = RewardRunner([judge, overlong]).score([dataclasses.replace(g, trajectories=trajectories)])
     assert np.array_equal(scored.rewards, [1.0, math.nan, 0.0], equal_nan=True)
     assert scored.reward_parts["overlong"].tolist() == [0.0, -1.0, -1.0]
-    with pytest.raises(UserError, match=r"no reward judged any of the 3 completions of this step: 'silent' returned"):
+    with pytest.raises(UserError, match=r"no reward scored any of the 3 completions of this step: 'silent' returned"):
         RewardRunner([reward(lambda completions: [None] * 3, name="silent"), overlong]).score([g])
     alone = [RewardConfig(use="overlong", args={"buffer_tokens": 1})]
-    with pytest.raises(UserError, match=r"rewards: 'overlong' only adds to what other rewards judge"):
+    with pytest.raises(UserError, match=r"rewards: 'overlong' only shapes other rewards"):
         build_rewards(alone, base_dir=folder, columns=[], max_completion_tokens=2)
     both = [*alone, RewardConfig(use="exact")]
     built = build_rewards(both, base_dir=folder, columns=["answer"], max_completion_tokens=2)

@@ -53,16 +53,16 @@ def test_the_next_start_says_where_the_process_ended(tmp_path: Path, end: str, c
     for told in (True, False):  # once
         notes = Notes()
         library.train(path, display=notes)
-        expected = "the last process ended inside reward 'mine' in step 2; the last completion that it looked at was "
+        expected = "the last process died inside reward 'mine' in step 2; the last completion it read was "
         assert (f"{expected}number 3 of 4" in notes.told) == told, notes.told
         assert not (tmp_path / "run" / ".reward").exists()
 
 
 def _end_inside(file: Path) -> None:
-    stopping.own_process()
+    stopping.dedicate_process()
     with (
-        stopping.watching("run", grace_s=PATIENCE_S, goes_on_from=lambda: "nothing to go on from"),
-        RewardMarker(file).inside("reward 'mine'", 4),
+        stopping.handle_signals("run", grace_s=PATIENCE_S, resume_hint=lambda: "nothing to go on from"),
+        RewardMarker(file).mark("reward 'mine'", 4),
     ):
         assert file.exists()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -87,16 +87,14 @@ def test_what_a_function_reads_is_noted(tmp_path: Path):
         assert completions[1:] == ["b", "c"] and list(reversed(completions)) == ["c", "b", "a"]
         assert pickle.loads(pickle.dumps(completions)) == copy.deepcopy(completions) == ["a", "b", "c"]
         assert completions[-2] == "b"
-        told.append(RewardMarker(_copy(marker, tmp_path)).left_behind())
+        told.append(RewardMarker(_copy(marker, tmp_path)).last_crash())
         return [1.0 for _ in completions]
 
     runner = RewardRunner([reward(look)])
     runner.marker = marker
     runner.score([group("q", ["a", "b", "c"])], during="step 4")
-    assert told == [
-        "the last process ended inside reward 'r' in step 4; the last completion that it looked at was number 2 of 3"
-    ]
-    assert marker.left_behind() is None
+    assert told == ["the last process died inside reward 'r' in step 4; the last completion it read was number 2 of 3"]
+    assert marker.last_crash() is None
 
 
 def _copy(marker: RewardMarker, folder: Path) -> Path:
@@ -106,6 +104,6 @@ def _copy(marker: RewardMarker, folder: Path) -> Path:
 
 
 def test_a_disk_without_room_is_no_matter(tmp_path: Path):
-    with RewardMarker(tmp_path / "gone" / "marker").inside("reward 'r'", 2) as watched:
+    with RewardMarker(tmp_path / "gone" / "marker").mark("reward 'r'", 2) as watched:
         assert watched([1, 2]) == [1, 2]
     assert os.listdir(tmp_path) == []

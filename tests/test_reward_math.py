@@ -16,7 +16,7 @@ from cohort.errors import UserError
 from cohort.rewards import RewardRunner
 from cohort.rewards.math import MathReward, gold_text, plain_verdict
 from cohort.rewards.math_client import MathWorker
-from cohort.rewards.math_worker import judge, latex_of_gold
+from cohort.rewards.math_worker import grade, latex_of_gold
 from reward_samples import MESSAGES, group, reward
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize(("gold", "text", "verdict"), CASES)
 def test_math_verdicts(gold, text, verdict):
-    assert judge(gold, text) == verdict
+    assert grade(gold, text) == verdict
 
 
 def test_gold_forms():
@@ -70,7 +70,7 @@ def test_gold_forms():
 @pytest.mark.parametrize("form", ["%s", " %s\n", r"\boxed{%s}", "Line\n5 is (not) it, 1/2: \\boxed{ %s }.\n"])
 def test_the_fast_path_gives_the_workers_verdict(gold, answer, form):
     fast = plain_verdict(gold, form % answer)
-    assert fast == (judge(gold, form % answer) if answer in ("0", "42", "-7", "999999999999") else None)
+    assert fast == (grade(gold, form % answer) if answer in ("0", "42", "-7", "999999999999") else None)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,10 @@ def test_the_budget_ends_a_call_of_many_slow_answers(tmp_path):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ([sys.executable, "-c", "import sys; sys.exit('no math-verify here')"], ["ended at once", "no math-verify"]),
+        (
+            [sys.executable, "-c", "import sys; sys.exit('no math-verify here')"],
+            ["exited immediately", "no math-verify"],
+        ),
         ([sys.executable, "-c", "import time; time.sleep(60)"], ["not ready within 0.3 s"]),
     ],
 )
@@ -194,7 +197,7 @@ def test_the_worker_does_not_outlive_its_parent(end):
         import os
         from cohort.rewards.math_client import MathWorker
         worker = MathWorker()
-        print(worker.judge("1/2", "0.5", deadline_s=20), worker.pid, flush=True)
+        print(worker.grade("1/2", "0.5", deadline_s=20), worker.pid, flush=True)
         {end}
     """
     done = subprocess.run(
@@ -210,10 +213,10 @@ def test_a_worker_busy_when_its_parent_is_killed_ends_after_its_deadline():
         import os, threading, time
         from cohort.rewards.math_client import MathWorker
         worker = MathWorker()
-        worker.judge("1/2", "0.5", deadline_s=20)
+        worker.grade("1/2", "0.5", deadline_s=20)
         print(worker.pid, flush=True)
         threading.Timer(0.3, os.kill, [os.getpid(), 9]).start()
-        worker.judge("1", "$9^{9^{9^{9}}}$", deadline_s=0.6)
+        worker.grade("1", "$9^{9^{9^{9}}}$", deadline_s=0.6)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False

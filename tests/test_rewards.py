@@ -164,7 +164,7 @@ def test_everything_else_is_an_error_with_the_place(returned, words):
 
 def test_nobody_judged_anything():
     runner = RewardRunner([reward(lambda completions: [None], name="a"), reward(lambda completions: [None], name="b")])
-    with pytest.raises(UserError, match="no reward judged any of the 1 completions of this step: 'a', 'b'"):
+    with pytest.raises(UserError, match="no reward scored any of the 1 completions of this step: 'a', 'b'"):
         runner.score([group("p", ["x"])])
 
 

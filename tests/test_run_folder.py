@@ -8,7 +8,7 @@ import pytest
 
 from cohort.config import load_config, to_yaml
 from cohort.errors import UserError
-from cohort.run_folder import check_folder_is_free, holds_run
+from cohort.run_folder import check_folder_is_free, is_run_folder
 from forked import fork
 from run_folders import config_for, hold_folder, open_folder
 from waiting import until
@@ -48,7 +48,7 @@ def test_a_new_folder_is_made_and_gets_its_configuration_when_the_run_begins(tmp
     assert [p.name for p in path.iterdir()] == [".lock"]
     folder.rewind(0)
     assert (path / "config.yaml").read_text() == to_yaml(config_for(path))
-    assert holds_run(path)
+    assert is_run_folder(path)
     assert folder.finished_steps() is None
     folder.close()
 
@@ -83,11 +83,11 @@ def test_files_that_are_no_run_are_refused_and_left(tmp_path):
     (tmp_path / "notes.txt").touch()
     (tmp_path / "final").mkdir()
     (tmp_path / "logs").mkdir()
-    expected = f"run.dir: '{tmp_path}' is not empty and holds no run (final, notes.txt); give a new folder"
+    expected = f"run.dir: '{tmp_path}' is not empty and holds no run (final, notes.txt); use a new folder"
     assert refusal(tmp_path) == expected
     # a configuration that a person wrote is not a run's
     (tmp_path / "config.yaml").write_text("model: {path: m}  # mine\n")
-    expected = f"run.dir: '{tmp_path}' is not empty and holds no run (config.yaml, final, notes.txt); give a new folder"
+    expected = f"run.dir: '{tmp_path}' is not empty and holds no run (config.yaml, final, notes.txt); use a new folder"
     assert refusal(tmp_path) == expected
     with pytest.raises(UserError, match="holds no run"):
         check_folder_is_free(tmp_path)
@@ -96,8 +96,8 @@ def test_files_that_are_no_run_are_refused_and_left(tmp_path):
 
 def test_places_where_no_folder_can_be(tmp_path):
     (tmp_path / "file").touch()
-    assert refusal(tmp_path / "file") == f"run.dir: '{tmp_path}/file' is a file; give a folder"
-    assert refusal(tmp_path / "file" / "a") == f"run.dir: '{tmp_path}/file/a' cannot be made: Not a directory"
+    assert refusal(tmp_path / "file") == f"run.dir: '{tmp_path}/file' is a file; use a folder"
+    assert refusal(tmp_path / "file" / "a") == f"run.dir: '{tmp_path}/file/a' cannot be created: Not a directory"
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     assert refusal(tmp_path / "run") == f"run.dir: '{tmp_path}/run' cannot be written to: Is a directory"
 
@@ -117,7 +117,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
         f"run.dir: '{path}' already holds another run. It differs in\n"
         f"  rollout.temperature: 1.0 there, 0.5 here\n"
         f"  train.seed: 0 there, 1 here\n"
-        f"Give a new run.dir to start a new run, or the same configuration to go on with that one"
+        f"Use a new run.dir to start a new run, or the same configuration to resume that one"
     )
     open_folder(path).close()  # the same run
     assert json.loads((path / "metrics.jsonl").read_text())["step"] == 1
@@ -141,8 +141,8 @@ def test_a_configuration_of_another_version_is_refused(tmp_path):
     file = tmp_path / "a" / "config.yaml"
     file.write_text(file.read_text() + "flux: 1\n")
     text = refusal(tmp_path / "a")
-    assert text.startswith(f"run.dir: '{tmp_path}/a' already holds a run, whose config.yaml this version cannot read;")
-    assert "It says: flux: unknown key" in text
+    assert text.startswith(f"run.dir: '{tmp_path}/a' holds a run whose config.yaml this version cannot read;")
+    assert "Error: flux: unknown key" in text
 
 
 def test_a_run_without_checkpoints_can_be_started_again(tmp_path):
@@ -155,7 +155,7 @@ def test_one_process_at_a_time(tmp_path):
     said = tmp_path / "said"
     other = fork(hold_folder, path, out=said)
     until(lambda: said.exists() and said.read_text() == "locked\n")
-    expected = f"run.dir: '{path}' is in use by process {other.pid}; wait for it, stop it, or give another folder"
+    expected = f"run.dir: '{path}' is in use by process {other.pid}; wait for it, stop it, or use another folder"
     assert refusal(path) == expected
     other.kill()
     other.join()
@@ -224,7 +224,7 @@ def test_a_finished_run_without_checkpoints_is_not_deleted(tmp_path):
     with pytest.raises(UserError) as caught:
         folder.rewind(0)
     assert str(caught.value) == (
-        f"run.dir: '{path}' holds a finished run of 4 steps and no checkpoint to go on from; give a new run.dir"
+        f"run.dir: '{path}' holds a finished run of 4 steps and no checkpoint to resume from; use a new run.dir"
     )
     assert (path / "final").exists()
     assert len((path / "metrics.jsonl").read_text().splitlines()) == 4
@@ -245,5 +245,5 @@ def test_a_link_to_nowhere_is_named(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     link = tmp_path / "link"
     assert refusal(link / "run") == (
-        f"run.dir: '{link}/run' cannot be made: {link} is a link to {tmp_path}/gone, which is not there"
+        f"run.dir: '{link}/run' cannot be created: {link} is a link to {tmp_path}/gone, which does not exist"
     )

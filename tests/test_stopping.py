@@ -181,7 +181,7 @@ def test_with_nothing_new_nothing_is_saved(config, tmp_path):
     own = of_its_own(config, tmp_path)
     code, said = ended(trained_with, own, "sampling", 0, signal.SIGTERM, then=go_on)
     assert code == 143
-    assert "stopped by SIGTERM, with nothing new to save; there is no checkpoint to continue from" in said
+    assert "stopped by SIGTERM, with nothing new to save; there is no checkpoint to resume from" in said
     assert not checkpoints(tmp_path / "run" / "checkpoints")
 
 
@@ -216,7 +216,7 @@ def test_a_second_signal_ends_it_at_once(config, tmp_path):
     own = of_its_own(config, tmp_path, checkpoint_every=2)
     code, said = ended(trained_with, own, "before the update", 3, signal.SIGINT, signal.SIGINT, then=hang)
     assert code == 130
-    assert said.endswith("ended at once by a second SIGINT; the same command goes on from step-2\n")
+    assert said.endswith("stopped immediately by a second SIGINT; run the same command to resume from step-2\n")
 
 
 def test_there_is_an_end_to_the_grace(config, tmp_path):
@@ -224,7 +224,7 @@ def test_there_is_an_end_to_the_grace(config, tmp_path):
     code, said = ended(trained_with, own, "before the update", 3, signal.SIGTERM, then=hang)
     assert code == 143
     assert said.endswith(
-        "stopped: it did not finish saving within hardware.grace_s (0.5 s); the same command goes on from step-2\n"
+        "stopped: saving did not finish within hardware.grace_s (0.5 s); run the same command to resume from step-2\n"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.algorithms import Control, assign_advantages, build_algorithm, mean_reference_kl, with_gradient
+from cohort.algorithms import CoefficientState, assign_advantages, build_algorithm, mean_reference_kl, with_gradient
 from cohort.algorithms.assign import advantage_inputs, high_entropy
 from cohort.algorithms.control import adapted_entropy, adapted_kl
 from cohort.algorithms.terms import k1, k2, k3, with_off_policy_mask
@@ -209,7 +209,7 @@ def test_kl_in_the_reward():
     penalties = {i: 0.5 * (estimates.logprobs[i] - estimates.reference_logprobs[i]) for i in range(3)}
     x = advantage_inputs(groups, sequences, estimates, {}, penalties)
     assert x.token_rewards.tolist() == [[[-0.5, 1.5], [0.0, 0.0], [0.0, 0.0]]]
-    later = algorithm.coefficients(Control(kl=0.25, entropy=0.0))
+    later = algorithm.coefficients(CoefficientState(kl=0.25, entropy=0.0))
     first = assign_advantages(groups, algorithm, estimates, coefficients=later)[0]
     assert first.advantages.tolist() == [0, 0, 1.0, 1.0]
 
@@ -219,12 +219,12 @@ def test_the_coefficient_of_kl_adapts():
     assert adapted_kl(0.1, 9.0, target=0.2, horizon=1000, num_completions=100) == pytest.approx(0.1 * 1.02)
     assert adapted_kl(0.1, 0.0, target=0.2, horizon=1000, num_completions=100) == pytest.approx(0.1 * 0.98)
     algorithm = build(beta=0.1, kl_target=0.2, kl_horizon=1000)
-    control = algorithm.updated(algorithm.first_control, {"kl": 0.22, "entropy": 1.0}, 100)
-    assert control == Control(kl=pytest.approx(0.101), entropy=0.0)
-    assert algorithm.as_metrics(algorithm.coefficients(control)) == {"kl_coef": pytest.approx(0.101)}
-    assert algorithm.updated(control, {}, 100) == control  # a step in which nothing was computed
+    control = algorithm.update_coefficients(algorithm.initial_coefficients, {"kl": 0.22, "entropy": 1.0}, 100)
+    assert control == CoefficientState(kl=pytest.approx(0.101), entropy=0.0)
+    assert algorithm.coefficient_metrics(algorithm.coefficients(control)) == {"kl_coef": pytest.approx(0.101)}
+    assert algorithm.update_coefficients(control, {}, 100) == control  # a step in which nothing was computed
     fixed = build(beta=0.1)
-    assert fixed.updated(fixed.first_control, {"kl": 9.0}, 100) == fixed.first_control
+    assert fixed.update_coefficients(fixed.initial_coefficients, {"kl": 9.0}, 100) == fixed.initial_coefficients
 
 
 def test_the_coefficient_of_entropy_adapts():
@@ -235,20 +235,20 @@ def test_the_coefficient_of_entropy_adapts():
     assert adapted_entropy(0.1, 0.6, **keys) == 0.0
     algorithm = build(entropy_coef=0.5, entropy_target=0.5, entropy_coef_delta=0.25)
     in_force = []
-    control = algorithm.first_control
+    control = algorithm.initial_coefficients
     for entropy in (0.4, 0.6, 0.6, 0.6, 0.5):
         in_force.append(algorithm.coefficients(control).entropy)
-        control = algorithm.updated(control, {"entropy": entropy}, 1)
+        control = algorithm.update_coefficients(control, {"entropy": entropy}, 1)
     assert in_force == [0.0, 0.75, 0.0, 0.0, 0.0]  # not before it was measured, and not above the target
     assert algorithm.coefficients(control).entropy == 0.25  # it was 0.75, 0.5, 0.25, 0
-    assert algorithm.as_metrics(algorithm.coefficients(control)) == {"entropy_coef": 0.25}
+    assert algorithm.coefficient_metrics(algorithm.coefficients(control)) == {"entropy_coef": 0.25}
 
 
 def test_the_loss_has_the_coefficients_of_the_moment():
     algorithm = build(beta=0.5, kl_target=1.0)
     x = loss_inputs([1.0], [1.0], reference=[LN2])
-    later = algorithm.coefficients(Control(kl=2.0, entropy=0.0))
-    assert algorithm.loss_at(later)(x).per_token_loss.item() == pytest.approx(-1 + 2 * (1 - LN2))
+    later = algorithm.coefficients(CoefficientState(kl=2.0, entropy=0.0))
+    assert algorithm.loss_with(later)(x).per_token_loss.item() == pytest.approx(-1 + 2 * (1 - LN2))
 
 
 @pytest.mark.parametrize(
@@ -267,21 +267,21 @@ def test_the_loss_has_the_coefficients_of_the_moment():
         ({"entropy_coef": 2.0, "entropy_target": 1.0}, "entropy_coef: 2.0 is above entropy_coef_max: 1.0"),
         (
             {"name": "gdpo", "beta": 0.1, "kl_in": "reward"},
-            "kl_in: reward does not go with advantage: per_reward_mean_std: it looks at each reward by itself",
+            "kl_in: reward does not go with advantage: per_reward_mean_std: it whitens each reward separately",
         ),
         (
             {"name": "maxrl", "beta": 0.1, "kl_in": "reward"},
-            "kl_in: reward does not go with advantage: max_likelihood: it takes rewards of at least 0",
+            "kl_in: reward does not go with advantage: max_likelihood: it needs rewards of at least 0",
         ),
         (
             {"name": "luspo", "top_entropy_quantile": 0.2},
-            "policy_loss: gspo has one ratio for a whole completion, where the advantages of its tokens come to their "
-            "mean, and with top_entropy_quantile: 0.2 they differ; use policy_loss: gspo_token",
+            "policy_loss: gspo has one ratio per completion and needs one advantage for all its tokens, but with "
+            "top_entropy_quantile: 0.2 they differ; use policy_loss: gspo_token",
         ),
-        ({"name": "ppo", "policy_loss": "gmpo"}, "and with advantage: gae they differ; use policy_loss: gspo_token"),
+        ({"name": "ppo", "policy_loss": "gmpo"}, "but with advantage: gae they differ; use policy_loss: gspo_token"),
         (
             {"name": "reinforce_pp_baseline", "policy_loss": "gspo", "beta": 0.1, "kl_in": "reward"},
-            "and with advantage: group_mean_whitened and kl_in: reward they differ; use policy_loss: gspo_token",
+            "but with advantage: group_mean_whitened and kl_in: reward they differ; use policy_loss: gspo_token",
         ),
     ],
 )

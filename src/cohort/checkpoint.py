@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import TrainingError, UserError
-from cohort.run_files import STATE, Checksums, checkpoints, checksums_of, write_manifest
+from cohort.run_files import STATE, Checksums, checkpoints, checksums_in_background, write_manifest
 
 if TYPE_CHECKING:  # code that only inspects checkpoints should not import transformers
     from cohort.policy import Critic, Policy, SaveOptions
@@ -59,7 +59,7 @@ class TrainerState:
     micro_batch_tokens: int  # token budget as measured, or halved after out-of-memory
     micro_batch_tokens_wanted: int | Literal["auto"]  # as configured
     processes: int  # the number of ranks it was measured with
-    control: Mapping[str, Any]  # state of adaptive coefficients, see `Control`
+    control: Mapping[str, Any]  # state of adaptive coefficients, see `CoefficientState`
 
 
 def save_model(
@@ -285,7 +285,7 @@ def _flush_own_files(folder: Path, ranks: Ranks) -> Checksums:
         for path in folder.rglob("*")
         if path.is_file() and (not others.fullmatch(path.name) if ranks.is_first else own.fullmatch(path.name))
     ]
-    with checksums_of(folder, files) as checksums:
+    with checksums_in_background(folder, files) as checksums:
         for file in files:
             _flush(file)
     return checksums()

@@ -11,7 +11,7 @@ from cohort.placement import num_gpus, vllm_memory_shortfall
 from cohort.plan.rollout_engine import set_engine, vllm_incompatibility
 from cohort.rollout.vllm.options import vllm_python
 from cohort.rollout.vllm.server import check_vllm
-from cohort.run_files import has_begun, holds_run
+from cohort.run_files import has_progress, is_run_folder
 
 
 def choose_engine(config: Config, note: Callable[[str], None]) -> Config:
@@ -59,7 +59,7 @@ def _chosen(config: Config) -> tuple[str, str | None]:
 
 def _engine_of_run(folder: Path) -> str | None:
     """Engine that the run in `folder` started with; None without a readable run."""
-    if not holds_run(folder) or not has_begun(folder):
+    if not is_run_folder(folder) or not has_progress(folder):
         return None
     try:
         engine = load_config(folder / "config.yaml").rollout.engine

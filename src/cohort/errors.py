@@ -1,20 +1,20 @@
-"""What a user can mend, as one exception type."""
+"""Exceptions for user errors and failed runs."""
 
 
 class UserError(ValueError):
-    """Something the user gave does not work: the message names the field, the value, the rule and what works.
+    """An error in what the user gave. The message names the field, the value, the rule and what works.
 
-    The command line prints the message alone and exits with code 2.
+    The command line prints only the message and exits with code 2.
     """
 
 
 class TrainingError(RuntimeError):
-    """A run cannot go on, and nothing in its configuration was wrong to begin with. Exit code 1."""
+    """The run cannot continue, but its configuration was valid. Exit code 1."""
 
 
 class StopRequested(TrainingError):  # noqa: N818
-    """The run was asked to end, and this is a place where it can. The training loop catches it."""
+    """A requested stop of the run, raised where it is safe. The training loop catches it."""
 
 
 class OutOfStepError(TrainingError):
-    """This rank alone has failed, in the midst of something that all do together: only the end of the process helps."""
+    """Only this rank failed, in the middle of a collective operation; the process must exit."""

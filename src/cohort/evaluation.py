@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: mean@k, pass@k and the reward parts, with sampling settings of its own.
+"""Evaluation on held-out prompts: mean@k, pass@k and reward parts, with its own sampling parameters.
 
 P prompts, k completions each.
 """
@@ -17,22 +17,22 @@ from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What is evaluated and how; the same for every evaluation of a run."""
+    """Prompts and settings of a run's evaluations."""
 
     prompts: Sequence[Prompt]
-    num_dropped_overlong: int  # prompts left out because they are too long
+    num_dropped_overlong: int  # prompts dropped because they are too long
     sampling: SamplingParams
     seed: int
-    success_reward: str  # the reward part that decides success
+    success_reward: str  # name of the reward that defines success
     success_threshold: float
     prompts_at_a_time: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """The numbers of one evaluation, and what they were made from."""
+    """Metrics of one evaluation, with the scored completions behind them."""
 
-    accuracy: float  # share of completions that succeed (mean@k), of those that infrastructure did not break
+    accuracy: float  # fraction of completions that succeed (mean@k), without those that infrastructure broke
     metrics: Mapping[str, float]  # names begin with eval/
     groups: Sequence[ScoredGroup]
 
@@ -46,13 +46,13 @@ def evaluate(
 ) -> EvalResult:
     """Sample k completions for every prompt and score them.
 
-    The random streams are the same at every step of a run, so that two evaluations differ by the policy alone.
+    Random streams are the same at every step, so that two evaluations differ only by the policy.
 
     Args:
-        evaluation: what and how.
+        evaluation: prompts and settings.
         collector: samples from the current policy.
-        rewards: scores; must have the part that decides success.
-        on_progress: called with prompts done and prompts in all.
+        rewards: must include the reward that defines success.
+        on_progress: called with the number of prompts done and the total.
     """
     key = StreamKey(purpose="eval", seed=evaluation.seed, step=0)
     groups: list[ScoredGroup] = []
@@ -76,19 +76,19 @@ def evaluate(
 
 
 def success(groups: Sequence[ScoredGroup], reward: str, threshold: float) -> np.ndarray:
-    """Which completions succeed, bool [P, k]: those whose part `reward` is at least `threshold`. Unjudged ones fail."""
+    """Return which completions succeed, bool [P, k]: `reward` is at least `threshold`. Unscored ones fail."""
     part_PK = np.stack([group.reward_parts[reward] for group in groups])
     return np.nan_to_num(part_PK, nan=-np.inf) >= threshold
 
 
 def pick_success_reward(wanted: str | None, names: Sequence[str], *, field: str = "eval.success_reward") -> str:
-    """The reward that decides success: the one named, else the first.
+    """Return the name of the reward that defines success: `wanted`, or the first.
 
     Raises:
-        UserError: no reward has the name.
+        UserError: there is no such reward.
     """
     if wanted is None:
         return names[0]
     if wanted not in names:
-        raise UserError(f"{field}: {wanted!r} is not the name of a reward; the rewards are {', '.join(names)}")
+        raise UserError(f"{field}: {wanted!r} is not a reward; must be one of {', '.join(names)}")
     return wanted

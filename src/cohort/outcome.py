@@ -1,4 +1,4 @@
-"""How a run ended: for who asked for it, and for the process that started rank 0."""
+"""How a run ended: its result, and the exit status that rank 0 leaves for the launcher."""
 
 import json
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from cohort.errors import TrainingError, UserError
 
-OUTCOME_FILE = "COHORT_OUTCOME_FILE"  # environment variable: where to write it
+EXIT_STATUS_FILE = "COHORT_OUTCOME_FILE"  # environment variable with the path to write to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """A finished run."""
+    """Result of a finished run."""
 
     run_dir: Path
     final_dir: Path  # the trained model, in Hugging Face format
@@ -21,20 +21,20 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The end of a run that was an orderly one."""
+class ExitStatus:
+    """How a run that ended in good order ended."""
 
     kind: Literal["finished", "stopped", "user error", "training error"]
     message: str = ""
-    code: int = 0  # exit code, where a signal stopped the run
+    code: int = 0  # exit code, if a signal stopped the run
 
     def raise_error(self) -> None:
-        """Raise in this process what ended the run.
+        """Raise the error that ended the run in this process.
 
         Raises:
-            UserError: as rank 0 did.
-            TrainingError: as rank 0 did.
-            SystemExit: a signal stopped the run, which rank 0 has told.
+            UserError: raised on rank 0.
+            TrainingError: raised on rank 0.
+            SystemExit: a signal stopped the run, which rank 0 has reported.
         """
         if self.kind == "stopped":
             raise SystemExit(self.code)
@@ -44,14 +44,14 @@ class Outcome:
             raise TrainingError(self.message)
 
     def write(self, file: Path) -> None:
-        """Leave it in `file`."""
-        partial = file.with_name(f".{file.name}.partial")  # the process may be ended at any moment
+        """Write the status to `file` atomically."""
+        partial = file.with_name(f".{file.name}.partial")  # the process may be killed at any time
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.replace(file)
 
     @classmethod
-    def read(cls, file: Path) -> "Outcome | None":
-        """What was left in `file`; None if rank 0 did not get that far."""
+    def read(cls, file: Path) -> "ExitStatus | None":
+        """Read the status from `file`; None if rank 0 did not write one."""
         try:
             return cls(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:

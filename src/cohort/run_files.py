@@ -1,7 +1,7 @@
-"""The files of a run, as they are found: which checkpoints there are, whether they are whole, and the metrics.
+"""Files of a run: find checkpoints, verify their integrity, read metrics.
 
-A checkpoint has a manifest of the sizes and checksums (XXH3, 128 bits) of its files, so that a byte that has changed
-since is noticed before anything is made of it. No torch here: what only looks at a run should start at once.
+A checkpoint has a manifest with the sizes and checksums (XXH3, 128 bits) of its files, so that corruption is noticed
+before anything is loaded. No torch here, so that commands which only inspect a run start fast.
 """
 
 import json
@@ -11,34 +11,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cohort.config import WRITTEN_BY_COHORT
+from cohort.config import CONFIG_HEADER
 
 STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
-DAMAGED = "damaged-"  # before the name of a checkpoint that is
+DAMAGED = "damaged-"  # prefix of damaged checkpoints
 _THREADS = 4
 _CHUNK_BYTES = 4 << 20
 
 Checksums = Mapping[str, tuple[int, str]]  # path inside of the folder -> size in bytes, checksum in hexadecimal
 
 
-def holds_run(path: Path) -> bool:
-    """Whether the folder is a run's: its `config.yaml` was written by a run, and not by a person."""
+def is_run_folder(path: Path) -> bool:
+    """Whether `path` is a run folder: its `config.yaml` was written by a run, not by a person."""
     try:
         with (path / "config.yaml").open(encoding="utf-8") as file:
-            return file.readline() == WRITTEN_BY_COHORT
+            return file.readline() == CONFIG_HEADER
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return False
 
 
-def has_begun(run_dir: Path) -> bool:
-    """Whether a run has got to its first number; nothing is lost by starting another one where it has not."""
+def has_progress(run_dir: Path) -> bool:
+    """Whether a run has saved metrics or a checkpoint; otherwise nothing is lost by starting over."""
     metrics = run_dir / "metrics.jsonl"
     return bool(checkpoints(run_dir / "checkpoints")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The checkpoints under `root`, oldest first, whole or not."""
+    """Return the checkpoints under `root`, oldest first, damaged or not."""
     found = [
         p
         for p in root.glob("step-*")
@@ -47,21 +47,21 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
-def goes_on_from(run_dir: Path) -> str:
-    """What the same command would go on from, in words."""
+def resume_hint(run_dir: Path) -> str:
+    """Say what the same command would resume from."""
     found = checkpoints(run_dir / "checkpoints")
     if found:
-        return f"the same command goes on from {found[-1].name}"
-    return "there is no checkpoint to continue from: the same command begins anew"
+        return f"run the same command to resume from {found[-1].name}"
+    return "there is no checkpoint to resume from: the same command starts over"
 
 
 @contextmanager
-def checksums_of(folder: Path, files: Collection[Path]) -> Iterator[Callable[[], Checksums]]:
-    """Take the checksums of files in threads, beside what is done inside; what this gives waits for them.
+def checksums_in_background(folder: Path, files: Collection[Path]) -> Iterator[Callable[[], Checksums]]:
+    """Compute checksums in threads while the body runs; call the yielded function to wait for them.
 
     Args:
-        folder: that their names are to be relative to.
-        files: in it.
+        folder: folder that names are relative to.
+        files: files in it.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums") as pool:
         futures: dict[str, Future[tuple[int, str]]] = {
@@ -71,16 +71,16 @@ def checksums_of(folder: Path, files: Collection[Path]) -> Iterator[Callable[[],
 
 
 def write_manifest(folder: Path, checksums: Checksums) -> None:
-    """Write the manifest of a checkpoint's folder."""
+    """Write a checkpoint's manifest."""
     files = {name: {"bytes": size, "xxh3": checksum} for name, (size, checksum) in sorted(checksums.items())}
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Checksums | None:
-    """The manifest of a checkpoint's folder; None where it has none, as those of earlier versions.
+    """Read a checkpoint's manifest; None if it has none, as in earlier versions.
 
     Raises:
-        ValueError: it says nothing that could be.
+        ValueError: the manifest is invalid.
     """
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -91,8 +91,8 @@ def read_manifest(folder: Path) -> Checksums | None:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
 
 
-def shared_out(checksums: Checksums, num_shares: int) -> Sequence[Checksums]:
-    """A manifest's files in shares of about the same size."""
+def split_by_size(checksums: Checksums, num_shares: int) -> Sequence[Checksums]:
+    """Split a manifest's files into shares of similar total size."""
     shares: list[dict[str, tuple[int, str]]] = [{} for _ in range(num_shares)]
     sizes = [0] * num_shares
     for name, (size, checksum) in sorted(checksums.items(), key=lambda entry: (-entry[1][0], entry[0])):
@@ -103,7 +103,7 @@ def shared_out(checksums: Checksums, num_shares: int) -> Sequence[Checksums]:
 
 
 def find_damage(folder: Path, expected: Checksums) -> list[str]:
-    """What is wrong with the files of a checkpoint's folder, in words: a line for each file that is not as expected."""
+    """Compare a checkpoint's files with its manifest; returns one message per damaged file."""
     wrong, to_read = [], []
     for name, (size, _) in expected.items():
         try:
@@ -115,7 +115,7 @@ def find_damage(folder: Path, expected: Checksums) -> list[str]:
             wrong.append(f"{name} has {found:,} bytes instead of {size:,}")
         else:
             to_read.append(folder / name)
-    with checksums_of(folder, to_read) as checksums:
+    with checksums_in_background(folder, to_read) as checksums:
         found_sums = _results(checksums)
     if isinstance(found_sums, OSError):
         return [*wrong, f"{found_sums.filename}: {found_sums.strerror}"]
@@ -123,9 +123,9 @@ def find_damage(folder: Path, expected: Checksums) -> list[str]:
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a `metrics.jsonl`, and the numbers of the lines that cannot be read; nothing where it is not there.
+    """Return the rows of a `metrics.jsonl` and the numbers of unreadable lines; both empty if there is no file.
 
-    A last line without an end is not counted among these: it was being written when the run was killed.
+    An incomplete last line is ignored: the run was killed while writing it.
     """
     try:
         lines = file.read_bytes().splitlines(keepends=True)
@@ -144,7 +144,7 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_summary(file: Path) -> dict[str, Any] | None:
-    """What a `summary.json` says; None where it is not there or does not say how many steps there were."""
+    """Read a `summary.json`; None if it is missing or has no number of steps."""
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
         return {**summary, "steps": int(summary["steps"])}
@@ -155,7 +155,7 @@ def read_summary(file: Path) -> dict[str, Any] | None:
 def _results(checksums: Callable[[], Checksums]) -> Checksums | OSError:
     try:
         return checksums()
-    except OSError as error:  # of a disk that is failing
+    except OSError as error:  # such as a failing disk
         return error
 
 
@@ -170,7 +170,7 @@ def _checksum(file: Path) -> tuple[int, str]:
     return total, checksum.hexdigest()
 
 
-def line_numbers(numbers: Sequence[int]) -> str:
-    """Numbers of lines in words, the first few of many."""
+def format_line_numbers(numbers: Sequence[int]) -> str:
+    """Format line numbers, shortening long lists."""
     shown = ", ".join(map(str, numbers[:5]))
     return f"line{'s' if len(numbers) > 1 else ''} {shown}{f' and {len(numbers) - 5} more' if len(numbers) > 5 else ''}"

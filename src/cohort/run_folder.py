@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, whether a run may start or go on there, and its files.
+"""The run folder: its layout, whether a run may start or resume there, and writing its files.
 
 config.yaml  metrics.jsonl  completions/step-N.parquet  checkpoints/step-N/  final/  summary.json  logs/  adapters/
 """
@@ -21,9 +21,9 @@ from cohort.checkpoint import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, token_sequences
-from cohort.run_files import has_begun, holds_run, line_numbers, read_metrics, read_summary
+from cohort.run_files import format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
 
-# Keys that may differ when a run goes on: they change neither what is learned nor in which order.
+# Keys that may change when a run resumes: they affect neither what is learned nor in which order.
 _MAY_CHANGE = (
     "hardware.",
     "run.",
@@ -33,30 +33,30 @@ _MAY_CHANGE = (
     "rollout.max_num_seqs",
     "optim.offload",
     "model.parameter_offload",
-    # a job that is started again has its servers on other machines
+    # a restarted job has its servers on other machines
     *(f"rollout.{key}" for key in ("urls", "urls.", "vllm_python", "servers", "tensor_parallel")),
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
     *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
 )
-ADAPTERS = "adapters"  # the one that servers sample with, where the run trains one
-REWARD_MARKER = ".reward"  # while a reward function runs
-LOGS = "logs"  # what the processes of the run printed; there before the run is
+ADAPTERS = "adapters"  # the trained adapter, for servers to load
+REWARD_MARKER = ".reward"  # exists while a reward function runs
+LOGS = "logs"  # output of the run's processes; created before the run starts
 _MAY_CHANGE_IF_CONSTANT_RATE = ("train.steps", "train.epochs")
 
 
 class RunFolder:
-    """An open run folder. Only one process holds it at a time; the lock goes with the process, however that ends."""
+    """An open run folder. Only one process can hold it; the lock is released when the process exits."""
 
     def __init__(self, config: Config, *, resume: bool):
-        """Open the folder `config.run.dir` for a new run, or for the run that is in it.
+        """Open `config.run.dir` for a new run, or for the run that is in it.
 
         Args:
-            config: of the run that wants to start.
-            resume: the user says that there is a run to go on with.
+            config: configuration of the run.
+            resume: require an existing run to resume.
 
         Raises:
-            UserError: the folder holds another run or other files, another process trains in it, or there is nothing
-                to resume.
+            UserError: the folder holds another run or other files, another process uses it, or there is nothing to
+                resume.
         """
         self.path = Path(config.run.dir)
         self._config = config
@@ -69,38 +69,38 @@ class RunFolder:
 
     @property
     def checkpoints_path(self) -> Path:
-        """Where the checkpoints are."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def final_path(self) -> Path:
-        """Where the trained model goes."""
+        """Folder of the trained model."""
         return self.path / "final"
 
     def finished_steps(self) -> int | None:
-        """How many steps the finished run in this folder has, or None if it is not finished."""
+        """Return the number of steps of the finished run in this folder; None if it is not finished."""
         summary = read_summary(self.path / "summary.json")
         return None if summary is None else summary["steps"]
 
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` says."""
+        """Read `summary.json`."""
         return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
 
     def rewind(self, steps_done: int, note: Callable[[str], None] = lambda _: None) -> None:
-        """Write the run's `config.yaml`, and forget what was written after `steps_done` steps: a resumed run goes on.
+        """Write `config.yaml` and remove everything written after `steps_done` steps, before a run resumes.
 
         Args:
-            steps_done: of the checkpoint that it goes on from.
-            note: told of lines that cannot be read and are left out.
+            steps_done: steps of the checkpoint to resume from.
+            note: called with a message about unreadable lines.
 
         Raises:
-            UserError: starting anew would delete a finished run.
+            UserError: starting over would delete a finished run.
         """
         if steps_done == 0 and (self.final_path.exists() or self.finished_steps() is not None):
             finished = self.finished_steps()
             what = "a trained model" if finished is None else f"a finished run of {finished} steps"
             raise UserError(
-                f"run.dir: {str(self.path)!r} holds {what} and no checkpoint to go on from; give a new run.dir"
+                f"run.dir: {str(self.path)!r} holds {what} and no checkpoint to resume from; use a new run.dir"
             )
         with write_file_atomically(self.path / "config.yaml") as partial:
             partial.write_text(to_yaml(self._config), encoding="utf-8")
@@ -108,7 +108,7 @@ class RunFolder:
         if metrics.exists():
             rows, bad = read_metrics(metrics)
             if bad and steps_done > 0:
-                note(f"metrics.jsonl: {line_numbers(bad)} cannot be read, and left out")
+                note(f"metrics.jsonl: {format_line_numbers(bad)} cannot be read and will be dropped")
             kept = [json.dumps(row) + "\n" for row in rows if steps_done > 0 and row["step"] <= steps_done]
             with write_file_atomically(metrics) as partial:
                 partial.write_text("".join(kept), encoding="utf-8")
@@ -120,12 +120,12 @@ class RunFolder:
             shutil.rmtree(self.final_path)
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
-        """Write what was predicted of the run as `plan.json`."""
+        """Write the predicted plan as `plan.json`."""
         with write_file_atomically(self.path / "plan.json") as partial:
             partial.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
 
     def metric_history(self, name: str) -> dict[int, float]:
-        """One metric by step, from `metrics.jsonl`."""
+        """Return one metric by step, from `metrics.jsonl`."""
         rows, _ = read_metrics(self.path / "metrics.jsonl")
         return {row["step"]: row[name] for row in rows if row.get(name) is not None}
 
@@ -148,44 +148,44 @@ class RunFolder:
         write_completions_file(file, step=step, groups=groups, sequences=sequences)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, which also marks the run as finished."""
+        """Write `summary.json`, which marks the run as finished."""
         with write_file_atomically(self.path / "summary.json") as partial:
             partial.write_text(json.dumps(dict(summary), indent=1) + "\n", encoding="utf-8")
 
     def check_is_there(self) -> None:
-        """Look whether the folder still is what was opened: files would be written into nothing, or into another one.
+        """Check that the folder still exists: files would be written nowhere, or to a new folder.
 
         Raises:
             TrainingError: it was deleted.
         """
         if os.fstat(self._lock).st_nlink == 0:
             raise TrainingError(
-                f"run.dir: {str(self.path)!r} was deleted while the run was under way, with all that it had saved. The "
-                f"same command begins anew"
+                f"run.dir: {str(self.path)!r} was deleted during the run, with everything saved in it. The same "
+                f"command starts over"
             )
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder."""
         os.close(self._lock)
 
     def _refuse_other_contents(self, config: Config) -> None:
-        if not holds_run(self.path):
+        if not is_run_folder(self.path):
             return
-        if not has_begun(self.path):
+        if not has_progress(self.path):
             return
         try:
             saved = load_config(self.path / "config.yaml")
         except UserError as error:
             raise UserError(
-                f"run.dir: {str(self.path)!r} already holds a run, whose config.yaml this version cannot read; give a "
-                f"new run.dir. It says: {error}"
+                f"run.dir: {str(self.path)!r} holds a run whose config.yaml this version cannot read; use a "
+                f"new run.dir. Error: {error}"
             ) from error
         changes = config_changes(saved, config)
         if changes:
             listed = "\n".join(f"  {key}: {old!r} there, {new!r} here" for key, (old, new) in changes.items())
             raise UserError(
                 f"run.dir: {str(self.path)!r} already holds another run. It differs in\n{listed}\n"
-                f"Give a new run.dir to start a new run, or the same configuration to go on with that one"
+                f"Use a new run.dir to start a new run, or the same configuration to resume that one"
             )
 
     def _take_lock(self) -> int:
@@ -200,63 +200,63 @@ class RunFolder:
             os.close(descriptor)
             raise UserError(
                 f"run.dir: {str(self.path)!r} is in use by process {owner or '(unknown)'}; wait for it, stop it, or "
-                f"give another folder"
+                f"use another folder"
             ) from None
-        with suppress(OSError):  # on a full disk nobody learns who holds the folder
+        with suppress(OSError):  # on a full disk the owner's id is not recorded
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
         return descriptor
 
 
 def check_folder(path: Path, *, resume: bool) -> None:
-    """Look at a run folder before anything is made in it.
+    """Check a run folder before anything is written to it.
 
     Args:
-        path: of the folder, which need not exist.
-        resume: the user says that there is a run to go on with.
+        path: the folder, which may not exist yet.
+        resume: require an existing run to resume.
 
     Raises:
-        UserError: it is no folder, holds other files, or holds no run to go on with.
+        UserError: not a folder, holds other files, or holds no run to resume.
     """
     if path.exists() and not path.is_dir():
-        raise UserError(f"run.dir: {str(path)!r} is a file; give a folder")
-    if resume and not holds_run(path):
+        raise UserError(f"run.dir: {str(path)!r} is a file; use a folder")
+    if resume and not is_run_folder(path):
         raise UserError(f"run.dir: {str(path)!r} holds no run to resume; leave out --resume to start one")
     check_folder_is_free(path)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of the run, and those above it.
+    """Create a folder of the run, with its parents.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         link = next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
-        why = error.strerror if link is None else f"{link} is a link to {link.readlink()}, which is not there"
-        raise UserError(f"run.dir: {str(path)!r} cannot be made: {why}") from error
+        why = error.strerror if link is None else f"{link} is a link to {link.readlink()}, which does not exist"
+        raise UserError(f"run.dir: {str(path)!r} cannot be created: {why}") from error
 
 
 def check_folder_is_free(path: Path) -> None:
-    """Refuse a folder with files in it that are not a run's.
+    """Reject a folder with files that do not belong to a run.
 
     Raises:
         UserError: names some of the files.
     """
-    if not path.is_dir() or holds_run(path):
+    if not path.is_dir() or is_run_folder(path):
         return
     contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", LOGS))
     if contents:
         raise UserError(
-            f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); give a new folder"
+            f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); use a new folder"
         )
 
 
 def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys by which two configurations are different runs, with both values."""
-    # `algorithm` with all its keys, of which its dump leaves out what the name says
+    """Return the keys that make two configurations different runs, with both values."""
+    # `algorithm` with all its keys: its dump leaves out what the name implies
     before, after = (_flat({**c.model_dump(mode="json"), "algorithm": dict(c.algorithm)}) for c in (old, new))
     allowed: tuple[str, ...] = _MAY_CHANGE
     if old.train.lr_schedule == new.train.lr_schedule == "constant":
@@ -273,7 +273,7 @@ def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def write_completions_file(
     file: Path, *, step: int, groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence] | None = None
 ) -> None:
-    """Write completions as one Parquet file: a row each, with prompt, tokens, rewards and, if known, advantage.
+    """Write completions as a Parquet file: one row each, with prompt, tokens, rewards and, if given, advantage.
 
     A file with trajectories of several turns, or broken ones, has their sequences and loss masks too.
     """

@@ -1,4 +1,4 @@
-"""How long commands take to start and to end: most of it is for the many objects that torch and transformers make."""
+"""Faster start and exit of commands: no garbage collection during imports, no teardown at the end."""
 
 import atexit
 import gc
@@ -10,28 +10,28 @@ from contextlib import suppress
 _paused = False
 
 
-def pause_collection() -> None:
-    """No garbage collection while libraries are imported, which makes that a quarter shorter: there is no garbage."""
+def pause_gc() -> None:
+    """Disable garbage collection while libraries are imported: a quarter faster, and there is no garbage."""
     global _paused
     _paused = gc.isenabled()
     gc.disable()
 
 
-def resume_collection() -> None:
-    """To be called once all is imported, before anything is computed."""
+def resume_gc() -> None:
+    """Enable garbage collection again, after imports and before any computation."""
     if _paused:
         gc.enable()
 
 
-def loading() -> None:
-    """Tell a person at a terminal why nothing happens for some seconds."""
+def print_loading_notice() -> None:
+    """Tell an interactive user why nothing happens for a few seconds."""
     if sys.stderr is not None and sys.stderr.isatty():
         print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)
 
 
-def run_and_leave(main: Callable[[], None]) -> None:
-    """Run a command, and end the process without taking it apart object by object, which takes a second."""
-    pause_collection()
+def run_and_exit(main: Callable[[], None]) -> None:
+    """Run a command and exit without interpreter teardown, which takes a second."""
+    pause_gc()
     code: object = 0
     try:
         main()

@@ -1,9 +1,9 @@
-"""How a run is asked to end: by signals, which are remembered until it comes to where it can save.
+"""Stop runs on signals: remember the signal until the run reaches a point where it can save.
 
-A handler that raises does so between any two instructions: in a callback of a library, which drops the exception, or
-halfway through a file. Those of a run do not raise. The system writes a signal's number into a pipe as it arrives
-(`signal.set_wakeup_fd`), even while the main thread is in a long call of a library, and a thread reads it there. The
-run asks (`check`) wherever it waits, and between the parts of a step.
+A handler that raises does so between any two instructions: in a library's callback, which swallows the exception, or
+halfway through a file. A run's handlers do not raise. The system writes a signal's number into a pipe as it arrives
+(`signal.set_wakeup_fd`), even while the main thread is in a long library call, and a thread reads it from there. The
+run calls `check` wherever it waits, and between the parts of a step.
 """
 
 import ctypes
@@ -21,17 +21,17 @@ from types import FrameType
 from typing import Any, Literal
 
 from cohort.errors import StopRequested
-from cohort.outcome import OUTCOME_FILE
+from cohort.outcome import EXIT_STATUS_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-LAUNCHER = "COHORT_LAUNCHER"  # environment variable of ranks: the process id of `cohort train`
-CODES = frozenset(128 + number for number in SIGNALS)  # exit codes of processes that a signal has ended in good order
+LAUNCHER = "COHORT_LAUNCHER"  # environment variable of ranks: process id of `cohort train`
+CODES = frozenset(128 + number for number in SIGNALS)  # exit codes of processes that stopped cleanly on a signal
 
-LATER_S = 5  # than the end of the grace, which ranks keep themselves, a launcher kills them
-# Between the end of a server or a worker and the news of the signal that has ended it and asked the run to end.
+LAUNCHER_GRACE_S = 5  # after the grace period, which ranks enforce themselves, until the launcher kills them
+# A signal to the process group may end a server or worker slightly before it is noticed here.
 SAME_SIGNAL_S = 0.5
 _TICK_S = 0.2
-_OTHERS_LATER_S = 2.0  # after rank 0, which tells what has become of the run
+_OTHERS_LATER_S = 2.0  # deadline of other ranks after that of rank 0, which reports how the run ended
 _KEY = "cohort/stop"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -39,31 +39,31 @@ Role = Literal["run", "rank", "launcher"]
 
 
 class RunStopped(SystemExit):
-    """A signal has ended the run in good order. The exit code is 128 + the signal's number."""
+    """A signal stopped the run cleanly. The exit code is 128 + the signal's number."""
 
     def __init__(self, number: int):
-        """`number` is the signal's."""
+        """`number` is the signal's number."""
         super().__init__(128 + number)
 
 
-_watch: "_Watch | None" = None
-_process_is_ours = False
-_clean_up: list[Callable[[], None]] = []
+_watch: "_SignalWatcher | None" = None
+_is_dedicated = False
+_kill_callbacks: list[Callable[[], None]] = []
 
 
-def own_process() -> None:
-    """This process is there for the run alone: it may be ended wherever it is while there is nothing to save."""
-    global _process_is_ours
-    _process_is_ours = True
+def dedicate_process() -> None:
+    """Declare that this process only serves the run: it may exit anywhere while there is nothing to save."""
+    global _is_dedicated
+    _is_dedicated = True
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        faulthandler.enable()  # whoever segfaults shows where
+        faulthandler.enable()  # print a traceback on segfaults
 
 
 def requested(*, within_s: float = 0.0) -> signal.Signals | None:
-    """The signal that has asked the run to end; None while none has.
+    """Return the signal that asked the run to stop, or None.
 
     Args:
-        within_s: how long to wait for it. What ends with this process by the same signal may be noticed earlier.
+        within_s: how long to wait for it. Processes that end by the same signal may be noticed before it.
     """
     if _watch is None:
         return None
@@ -73,34 +73,34 @@ def requested(*, within_s: float = 0.0) -> signal.Signals | None:
 
 
 def check() -> None:
-    """To be called where the run can end.
+    """Raise if the run was asked to stop. Called where it can stop.
 
     Raises:
-        StopRequested: it was asked to.
+        StopRequested: a signal has arrived.
     """
     if (number := requested()) is not None:
         raise StopRequested(f"asked to end by {number.name}")
 
 
 @contextmanager
-def cleaning_up(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Inside, this is called where a signal ends the process at once."""
-    _clean_up.append(clean_up)
+def on_kill(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Call `clean_up` if a signal ends the process immediately while inside."""
+    _kill_callbacks.append(clean_up)
     try:
         yield
     finally:
-        _clean_up.remove(clean_up)
+        _kill_callbacks.remove(clean_up)
 
 
-def patiently(wait: Callable[[float], bool], timeout_s: float) -> bool:
-    """Whether something came within a time.
+def wait_or_stop(wait: Callable[[float], bool], timeout_s: float) -> bool:
+    """Wait for an event, up to a timeout; return whether it happened.
 
     Args:
-        wait: waits for it, so many seconds at most; whether it came.
-        timeout_s: for all of it.
+        wait: waits for the event up to the given number of seconds; returns whether it happened.
+        timeout_s: total timeout.
 
     Raises:
-        StopRequested: the run was asked to end meanwhile.
+        StopRequested: the run was asked to stop meanwhile.
     """
     deadline = time.monotonic() + timeout_s
     while not wait(max(0.0, min(_TICK_S, deadline - time.monotonic()))):
@@ -111,32 +111,34 @@ def patiently(wait: Callable[[float], bool], timeout_s: float) -> bool:
 
 
 def can_save(yes: bool = True) -> None:
-    """Whether the run has something to save; before that, a signal ends a process of ours wherever it is."""
+    """Set whether the run has something to save. If not, a signal ends a dedicated process immediately."""
     if _watch is not None:
         _watch.can_save = yes
 
 
 def share(store: Any, neighbours: Collection[int]) -> None:
-    """From here on, a signal to one rank is a signal to all.
+    """From now on, a signal to one rank stops all ranks.
 
     Args:
-        store: that the ranks have in common.
-        neighbours: process ids of the others that the same launcher has started.
+        store: the ranks' shared store.
+        neighbours: process ids of the other ranks of the same launcher.
     """
-    if _watch is not None:  # a connection of its own: the run waits in the other one
+    if _watch is not None:  # a separate connection, since the run blocks in the other one
         _watch.store, _watch.neighbours = store.clone() if hasattr(store, "clone") else store, neighbours
 
 
 @contextmanager
-def watching(role: Role, *, grace_s: float, goes_on_from: Callable[[], str]) -> Iterator[None]:
-    """Inside, the signals of `SIGNALS` ask the run to end. One that is ignored, or has another handler, stays so.
+def handle_signals(role: Role, *, grace_s: float, resume_hint: Callable[[], str]) -> Iterator[None]:
+    """Let the signals in `SIGNALS` request a stop while inside.
 
-    A second one ends the process at once; so does the end of `grace_s`. Of ranks it is the launcher that counts.
+    Ignored signals and those with other handlers are left alone. A second signal ends the process immediately; so does
+    the
+    end of `grace_s`. For ranks, the launcher counts signals.
 
     Args:
-        role: of this process: "run", all of it; "rank", one of several; "launcher", which hands signals on to ranks.
-        grace_s: how long the run may take to end in good order.
-        goes_on_from: says in words what the same command would go on from.
+        role: of this process: "run", all of it; "rank", one of several; "launcher", which forwards signals to ranks.
+        grace_s: time the run may take to stop cleanly.
+        resume_hint: returns a message that says what the same command would resume from.
     """
     global _watch
     if _watch is not None or threading.current_thread() is not threading.main_thread():
@@ -147,11 +149,11 @@ def watching(role: Role, *, grace_s: float, goes_on_from: Callable[[], str]) -> 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watch = _Watch(reading, before, role=role, grace_s=grace_s, goes_on_from=goes_on_from)
+    watch = _SignalWatcher(reading, before, role=role, grace_s=grace_s, resume_hint=resume_hint)
     for number in before:
         signal.signal(number, _do_nothing)
-    if role == "rank" and OUTCOME_FILE in os.environ and signal.SIGTERM in before:
-        # whoever hangs, the interpreter's lock held or not, shows where when it is told to end; stderr is a log here
+    if role == "rank" and EXIT_STATUS_FILE in os.environ and signal.SIGTERM in before:
+        # a rank that hangs, even holding the GIL, dumps its stacks when it is terminated; stderr is a log file here
         faulthandler.register(signal.SIGTERM, chain=True)
     thread = threading.Thread(target=watch.run, name="signals", daemon=True)
     thread.start()
@@ -165,41 +167,41 @@ def watching(role: Role, *, grace_s: float, goes_on_from: Callable[[], str]) -> 
             faulthandler.unregister(signal.SIGTERM)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(writing)  # which ends the thread
+        os.close(writing)  # ends the thread
         thread.join()
         os.close(reading)
 
 
 def die_with_launcher() -> None:
-    """End this rank, as by SIGKILL, when the process that has started it ends. To be called in the main thread.
+    """Kill this rank when its launcher exits. Call in the main thread.
 
-    A rank that its launcher leaves behind would train on without a console, and keep the run folder.
+    An orphaned rank would keep training without a console, and keep the run folder locked.
     """
     launcher = int(os.environ.get(LAUNCHER, os.getppid()))
-    if sys.platform == "linux":  # elsewhere the watch looks from time to time
+    if sys.platform == "linux":  # elsewhere the watcher polls
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != launcher:  # it has ended before that
+    if os.getppid() != launcher:  # it has already exited
         os._exit(128 + signal.SIGKILL)
 
 
-class _Watch:
-    """What the thread knows that reads the pipe."""
+class _SignalWatcher:
+    """State of the thread that reads the signal pipe."""
 
     def __init__(
-        self, pipe: int, handlers: Mapping[Any, Any], *, role: Role, grace_s: float, goes_on_from: Callable[[], str]
+        self, pipe: int, handlers: Mapping[Any, Any], *, role: Role, grace_s: float, resume_hint: Callable[[], str]
     ):
-        self.number: int | None = None  # of the signal that came first
+        self.number: int | None = None  # first signal
         self.asked = threading.Event()
         self.can_save = False
-        self.store: Any = None  # of several ranks; None without, and when it has gone
+        self.store: Any = None  # shared by the ranks; None for a single process, or once it is lost
         self.neighbours: Collection[int] = ()
         self._pipe = pipe
-        self.handlers = handlers  # of the signals that it looks for, as they were before
-        self._missed = False  # the launcher's own handlers, which hand signals on, were not there yet
+        self.handlers = handlers  # previous handlers of the watched signals
+        self._missed = False  # the signal came before the launcher installed its handlers, which forward signals
         self._role = role
         self._grace_s = grace_s
-        self._goes_on_from = goes_on_from
-        self._speaks = os.environ.get("RANK", "0") == "0"
+        self._goes_on_from = resume_hint
+        self._reports = os.environ.get("RANK", "0") == "0"
         self._parent = os.getppid()
         self._deadline = math.inf
 
@@ -214,20 +216,20 @@ class _Watch:
                 for number in numbers:
                     if number in self.handlers:
                         self._arrived(number)
-            self._look()
+            self._poll()
 
     def _arrived(self, number: int) -> None:
         if self._role == "rank" and self._neighbour_is_gone():
-            # the launcher ends those that are left, and nothing can be saved without the one that is gone
-            if OUTCOME_FILE not in os.environ:  # else the handler has done it
+            # the launcher terminates the remaining ranks, and nothing can be saved without the missing one
+            if EXIT_STATUS_FILE not in os.environ:  # else the handler has dumped it
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
             os._exit(128 + number)
         if self.number is None:
             self._ask(number)
         elif self._missed:
-            self._missed = False  # it is the one that is sent again below
-        elif self._role != "rank":  # a rank may get one from a cluster and the same from its launcher
-            self._end(f"ended at once by a second {signal.Signals(number).name}")
+            self._missed = False  # this is the one sent again by `_poll`
+        elif self._role != "rank":  # a rank may get the same signal from the cluster and from its launcher
+            self._end(f"stopped immediately by a second {signal.Signals(number).name}")
 
     def _ask(self, number: int) -> None:
         self.number = number
@@ -235,39 +237,39 @@ class _Watch:
         if self._role == "launcher" and self.can_save:  # its ranks have a deadline
             self._missed = signal.getsignal(number) is _do_nothing
             return
-        self._deadline = time.monotonic() + self._grace_s + (0 if self._speaks else _OTHERS_LATER_S)
-        decides = self._speaks or self.store is None  # rank 0 knows whether there is something to save
+        self._deadline = time.monotonic() + self._grace_s + (0 if self._reports else _OTHERS_LATER_S)
+        decides = self._reports or self.store is None  # rank 0 knows whether there is something to save
         self._store_does("set", _KEY, str(number))
-        if decides and not self.can_save and (_process_is_ours or self._role != "run"):
+        if decides and not self.can_save and (_is_dedicated or self._role != "run"):
             self._end(f"stopped by {signal.Signals(number).name}, with nothing new to save")
 
-    def _look(self) -> None:
-        """What no signal of this process tells."""
+    def _poll(self) -> None:
+        """Check for events that do not arrive as signals of this process."""
         if self._role == "rank" and os.getppid() != self._parent:
             os._exit(128 + signal.SIGKILL)
         if self._missed and self.number is not None and signal.getsignal(self.number) is not _do_nothing:
             os.kill(os.getpid(), self.number)
         if self.number is None and self._store_does("check", [_KEY]):
             self._ask(int(self._store_does("get", _KEY) or signal.SIGTERM))
-        if self.number is not None and not self._speaks and self._neighbour_is_gone():
-            os._exit(128 + self.number)  # rank 0 has ended, or the launcher ends all
+        if self.number is not None and not self._reports and self._neighbour_is_gone():
+            os._exit(128 + self.number)  # rank 0 has exited, or the launcher is terminating all ranks
         if time.monotonic() > self._deadline:
             if self._role == "rank":
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
-            self._end(f"stopped: it did not finish saving within hardware.grace_s ({self._grace_s:g} s)")
+            self._end(f"stopped: saving did not finish within hardware.grace_s ({self._grace_s:g} s)")
 
     def _store_does(self, method: str, *arguments: Any) -> Any:
-        """The answer of the store that the ranks share."""
+        """Call a method of the shared store; None if there is none or it is lost."""
         if self.store is None:
             return None
         try:
             return getattr(self.store, method)(*arguments)
         except RuntimeError:
-            self.store = None  # it went with the process that held it
+            self.store = None  # the process that hosted it has exited
             return None
 
     def _neighbour_is_gone(self) -> bool:
-        """Whether another rank of this machine has ended."""
+        """Whether another rank on this machine has exited."""
         for process in self.neighbours:
             try:
                 os.kill(process, 0)
@@ -276,13 +278,13 @@ class _Watch:
         return False
 
     def _end(self, how: str) -> None:
-        """End this process wherever it is."""
+        """Exit the process immediately."""
         assert self.number is not None
         try:
-            for clean_up in list(_clean_up):
+            for clean_up in list(_kill_callbacks):
                 clean_up()
-            # past sys.stdout, which the main thread may hold; and a console that is gone or paused is no reason to stay
-            if self._speaks and select.select([], [1], [], 1.0)[1]:
+            # bypass sys.stdout, which the main thread may hold, and do not block on a closed or paused console
+            if self._reports and select.select([], [1], [], 1.0)[1]:
                 shown = "\x1b[?25h" if os.isatty(1) else ""  # a progress bar hides the cursor
                 os.write(1, f"{shown}\n{how}; {self._goes_on_from()}\n".encode())
         finally:
@@ -290,7 +292,7 @@ class _Watch:
 
 
 def _forget_in_child() -> None:
-    """A process that is forked, as multiprocessing does on Linux, has signals of its own: they are not the run's."""
+    """Restore default signal handling in forked processes, such as those of multiprocessing."""
     global _watch
     if _watch is not None:
         signal.set_wakeup_fd(-1)
@@ -304,4 +306,4 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Python writes to the pipe for signals that have a handler."""
+    """A handler that does nothing: Python writes to the wakeup pipe only for signals with a handler."""

@@ -1,8 +1,8 @@
-"""`python -m cohort.train CONFIG [KEY.SUB=VALUE ...] [--resume]`: one rank of a run that torchrun has started.
+"""`python -m cohort.train CONFIG [KEY.SUB=VALUE ...] [--resume]`: one rank of a run started by torchrun.
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m cohort.train CONFIG
 
-Not to be imported: `cohort.train` is the function.
+Do not import this module: `cohort.train` is the function.
 """
 
 import argparse
@@ -12,13 +12,13 @@ from pathlib import Path
 import cohort.cli  # noqa: F401  (sets the environment before torch is imported)
 from cohort.config import load_config
 from cohort.errors import TrainingError, UserError
-from cohort.startup import run_and_leave
-from cohort.stopping import own_process
-from cohort.unforeseen import belongs_to, told
+from cohort.startup import run_and_exit
+from cohort.stopping import dedicate_process
+from cohort.unforeseen import report_crash, set_run_dir
 
 
 def main() -> None:
-    """Run one rank. Exit codes: as of `cohort`."""
+    """Run one rank. Exit codes are those of `cohort`."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     parser = argparse.ArgumentParser(prog="python -m cohort.train", description=__doc__)
@@ -26,9 +26,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
-    own_process()
+    dedicate_process()
     try:
-        with told(UserError, TrainingError):
+        with report_crash(UserError, TrainingError):
             record(_train)(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    config = load_config(arguments.config, arguments.overrides)  # a mistake in it is told before torch is imported
-    belongs_to(Path(config.run.dir))
+    config = load_config(arguments.config, arguments.overrides)  # report configuration errors before importing torch
+    set_run_dir(Path(config.run.dir))
 
     from cohort.distributed import started_by_torchrun
     from cohort.launch import train
@@ -51,4 +51,4 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -1,4 +1,4 @@
-"""The last line of defence: an exception that nobody foresaw ends with one message, and its traceback in a file."""
+"""Report unexpected exceptions: a short message on the console, the traceback in a file."""
 
 import os
 import platform
@@ -16,18 +16,18 @@ CODE = 70  # exit code: EX_SOFTWARE of sysexits.h
 _run_dir: Path | None = None
 
 
-def belongs_to(run_dir: Path) -> None:
-    """What happens from here on happens in this run: its folder gets the file, where it is there."""
+def set_run_dir(run_dir: Path) -> None:
+    """Write crash reports of this process to this run's folder, if it exists."""
     global _run_dir
     _run_dir = run_dir
 
 
 @contextmanager
-def told(*others: type[Exception]) -> Iterator[None]:
-    """End the process with a message and exit code 70 where something raises that nobody foresaw.
+def report_crash(*others: type[Exception]) -> Iterator[None]:
+    """Turn unexpected exceptions into a message and exit code 70.
 
     Args:
-        others: exceptions that somebody else foresees.
+        others: exceptions to let through; the caller handles them.
     """
     try:
         yield
@@ -44,13 +44,13 @@ def _message(error: Exception, file: Path | None) -> str:
     last = traceback.format_exception_only(error)[-1].strip()
     where = f"The traceback is in {file}" if file else "--debug shows the traceback"
     return (
-        f"error: internal error: {last[:500]}\nThis is a bug in Cohort. {where}. Please report it with that, "
-        f"the command and the configuration, as an issue of the project"
+        f"error: internal error: {last[:500]}\nThis is a bug in Cohort. {where}. Please open an issue with the "
+        f"traceback, the command and the configuration"
     )
 
 
 def _write(error: Exception) -> Path | None:
-    """The file with the traceback: in the run's folder, or among the temporary files; None where there is no room."""
+    """Write the traceback to the run's folder or the temporary folder; None if neither is writable."""
     name = f"internal-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     versions = [f"python {platform.python_version()}, {platform.platform()}"]
     for package in ("cohort-rl", "torch", "transformers", "vllm"):

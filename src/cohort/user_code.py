@@ -1,4 +1,4 @@
-"""Functions that a user brings: found by file or module, and the line of his code where something happened."""
+"""Load user functions by file or module, and locate errors in user code."""
 
 import difflib
 import importlib
@@ -20,22 +20,22 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def load_function(use: str, *, base_dir: Path, field: str) -> Callable[..., Any]:
-    """The callable that `use` names.
+    """Return the callable named by `use`.
 
     Args:
         use: `path/to/file.py:name` or `package.module:name`.
-        base_dir: folder of the configuration file; a file is looked up there and then in the working directory.
-        field: what to call this setting in messages.
+        base_dir: folder of the configuration file; files are resolved against it, then the working directory.
+        field: name of this setting in messages.
 
     Raises:
-        UserError: no such file, module or name in it; it does not import; or it is not callable.
+        UserError: no such file, module or name; an import error; or the object is not callable.
     """
     where, _, name = use.rpartition(":")
     is_file = where.endswith(".py") or "/" in where
     module = _module_of_file(where, base_dir, use, field) if is_file else _module(where, use, field)
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"{field}: {use!r}: {where} has no {name!r}. {nearest(name, public, 'Callable in it')}")
+        raise UserError(f"{field}: {use!r}: {where} has no {name!r}. {suggest(name, public, 'Callable in it')}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{field}: {use!r} is not callable, it is {function!r} ({type(function).__name__})")
@@ -48,28 +48,28 @@ def load_function(use: str, *, base_dir: Path, field: str) -> Callable[..., Any]
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """`file:line` of the innermost frame that is the user's own code, else of the innermost frame, else None."""
+    """Return `file:line` of the innermost frame in user code, else of the innermost frame, else None."""
     own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_MACHINERY, *_LIBRARIES))]
     return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(own or list(frames))), None)
 
 
-def raised_at(error: BaseException) -> str:
-    """`file:line` in the user's code where `error` was raised; for a syntax error, the line that does not parse."""
+def error_location(error: BaseException) -> str:
+    """Return `file:line` in user code where `error` was raised; for a syntax error, the line that does not parse."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     return user_line(traceback.extract_tb(error.__traceback__)) or "an unknown line"
 
 
-def words_of(error: BaseException) -> str:
-    """The type and the message of an exception, whose own code makes the message and may fail."""
+def describe_error(error: BaseException) -> str:
+    """Return the exception's type and message, even if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as another:
         return f"{type(error).__name__} (whose message cannot be shown: its __str__ raises {type(another).__name__})"
 
 
-def nearest(wrong: str, right: Iterable[str], what: str) -> str:
-    """`Did you mean 'x'? What: a, b, c.`"""
+def suggest(wrong: str, right: Iterable[str], what: str) -> str:
+    """Return `Did you mean 'x'? What: a, b, c.`"""
     known = sorted(right)
     close = difflib.get_close_matches(wrong, known, n=1)
     return (f"Did you mean {close[0]!r}? " if close else "") + f"{what}: {', '.join(known) or 'none'}."
@@ -81,8 +81,8 @@ def _module_of_file(path: str, base_dir: Path, use: str, field: str) -> ModuleTy
     if found is None:
         tried = " and ".join(dict.fromkeys(str(candidate) for candidate in candidates))
         beside = sorted({file.name for candidate in candidates for file in candidate.parent.glob("*.py")})
-        raise UserError(f"{field}: {use!r}: no such file. Tried {tried}. {nearest(path, beside, 'Files there')}")
-    # One module per file, so that two functions from one file share its state and its code runs once.
+        raise UserError(f"{field}: {use!r}: no such file. Tried {tried}. {suggest(path, beside, 'Files there')}")
+    # Import each file once, so that two functions from one file share its state.
     module_name = f"cohort_user_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -105,7 +105,7 @@ def _module(name: str, use: str, field: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The module itself or a package that holds it, and not something that it imports.
+        # The module itself or a parent package is missing, not something that it imports.
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"{field}: {use!r}: there is no module {error.name!r} among the installed packages or in the working "
@@ -119,10 +119,10 @@ def _module(name: str, use: str, field: str) -> ModuleType:
 def _import_error(error: BaseException, use: str, field: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
-    return UserError(f"{field}: {use!r} does not import: {words_of(error)} (at {raised_at(error)})")
+    return UserError(f"{field}: {use!r} does not import: {describe_error(error)} (at {error_location(error)})")
 
 
 def _importable(folder: Path) -> None:
-    """Lets the code import its neighbours; last in line, so that no neighbour hides an installed package."""
+    """Let the code import its neighbors; appended to sys.path, so that no neighbor shadows an installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,7 +1,7 @@
-"""Scored groups to training sequences: advantages over whole groups, loss weights over the whole step.
+"""Turn scored groups into training sequences: advantages over groups, loss weights over the whole step.
 
-P prompts, G generations, N = P x G completions, K rewards, L loss tokens of the longest completion. Tokens that are not
-trained take part in nothing here.
+P prompts, G generations, N = P x G completions, K rewards, L loss tokens of the longest completion. Tokens outside the
+loss mask are ignored here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,12 @@ from cohort.records import (
 
 
 def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> list[TrainSequence]:
-    """The sequences whose loss has a gradient; the others need not be computed, and the step's gradient is the same.
+    """Drop sequences without a gradient; the step's gradient does not change.
 
-    Without a gradient are sequences of loss weight 0, and those of advantage 0 where nothing else pulls at them: the
-    policy losses are all of the form advantage times something. They still count in the loss weights' denominators.
-    A trajectory whose loss sums over all of its tokens is kept whole.
+    These are sequences with loss weight 0, and those with advantage 0 if the loss has no other term: all policy losses
+    are
+    proportional to the advantage. They still count in the denominators of the loss weights. If the loss is
+    sequence-level, a trajectory is kept or dropped as a whole.
     """
 
     def unit(s: TrainSequence) -> int:
@@ -48,12 +49,12 @@ def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> l
 
 
 def bare_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
-    """Make the sequences of all trajectories, group after group, of loss weight and advantage 0.
+    """Build the sequences of all trajectories, in order of groups, with loss weights and advantages of 0.
 
     Trajectories that infrastructure broke have none.
 
     Raises:
-        TrainingError: a model call has sampled no tokens.
+        TrainingError: a model call sampled no tokens.
     """
     members = [(g, group.prompt, t) for g, group in enumerate(groups) for t in group.trajectories]
     sequences: list[TrainSequence] = []
@@ -92,22 +93,23 @@ def assign_advantages(
     *,
     bare: Sequence[TrainSequence] | None = None,
 ) -> list[TrainSequence]:
-    """Make the training sequences of a step, group after group.
+    """Build the training sequences of a step, in order of groups.
 
     Args:
         groups: P scored groups of G completions each.
-        algorithm: gives the advantage and the loss weight.
-        estimates: what the algorithm asks for, of all completions.
-        reward_weights: of each part of the reward, for advantages that look at them one by one.
-        coefficients: of a KL divergence that is taken from the rewards; by default those that a run begins with.
-        bare: `bare_sequences(groups)`, if they are made already.
+        algorithm: provides the advantage and the loss weight.
+        estimates: the forward-only estimates that the algorithm needs, for all completions.
+        reward_weights: weight of each reward, for advantages that treat rewards separately.
+        coefficients: KL coefficient for KL in the reward; default: the initial one.
+        bare: `bare_sequences(groups)`, if already computed.
 
     Returns:
-        The sequences of P x G trajectories. Those that no reward judged, truncated ones where the algorithm masks them,
-        and those without a trained token have loss weight 0.
+        The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, truncated ones
+        if
+        the algorithm masks them, and those without loss tokens.
     """
     estimates = estimates or Estimates()
-    now = coefficients or algorithm.coefficients(algorithm.first_control)
+    now = coefficients or algorithm.coefficients(algorithm.initial_coefficients)
     penalties = {index: now.kl * kl for index, kl in reference_kl(algorithm, estimates).items()}
     sequences = bare_sequences(groups) if bare is None else bare
     x = advantage_inputs(groups, sequences, estimates, reward_weights or {}, penalties)
@@ -136,7 +138,7 @@ def assign_advantages(
 
 
 def reference_kl(algorithm: Algorithm, estimates: Estimates) -> dict[int, FloatArray]:
-    """The KL divergence from the reference that is taken from the rewards, by sequence index; empty if none is."""
+    """Return the KL penalty on rewards, before its coefficient, by sequence index; empty if there is none."""
     if algorithm.reward_kl is None:
         return {}
     return {
@@ -150,19 +152,19 @@ def reference_kl(algorithm: Algorithm, estimates: Estimates) -> dict[int, FloatA
 def mean_reference_kl(
     algorithm: Algorithm, estimates: Estimates, sequences: Sequence[TrainSequence]
 ) -> dict[str, float]:
-    """The metric `kl`: the mean of what is taken from the rewards, before its coefficient, over the step's tokens."""
+    """Return the metric `kl` for KL in the reward: its mean over the step's tokens, before the coefficient."""
     masks = {s.index: s.loss_mask for s in sequences}
     of_tokens = [kl[masks[index]] for index, kl in reference_kl(algorithm, estimates).items()]
     return {"kl": float(np.concatenate(of_tokens).mean())} if of_tokens else {}
 
 
 def high_entropy(entropies_NL: FloatArray, counted_NL: np.ndarray, *, share: float) -> np.ndarray:
-    """Which tokens of the step are among those of highest entropy ("Beyond the 80/20 rule", arXiv:2506.01939).
+    """Return the mask [N, L] of the step's highest-entropy tokens ("Beyond the 80/20 rule", arXiv:2506.01939).
 
     Args:
         entropies_NL: [N, L] in nats.
-        counted_NL: [N, L] bool, tokens of completions that are not left out; the others are never among them.
-        share: of the counted tokens; those at or above the quantile 1 - share, one at least.
+        counted_NL: [N, L] bool, tokens of included completions; others are never selected.
+        share: fraction of the counted tokens: those at or above the quantile 1 - share, at least one.
     """
     if not counted_NL.any():
         return counted_NL
@@ -176,7 +178,7 @@ def advantage_inputs(
     reward_weights: Mapping[str, float],
     penalties: Mapping[int, FloatArray],
 ) -> AdvantageInputs:
-    """What the advantage looks at, of P groups of G completions each.
+    """Collect the inputs of the advantage for P groups of G completions each.
 
     Args:
         groups: scored.

@@ -1,4 +1,4 @@
-"""Coefficients that adapt to what the updates measure. Rank 0's: the others are told with every command."""
+"""Adaptive KL and entropy coefficients. They live on rank 0, which sends them to the other ranks with every update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,62 +8,65 @@ from cohort.config import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
-    """Where the coefficients stand between two updates; saved with the run."""
+class CoefficientState:
+    """State of the adaptive coefficients between updates; saved in checkpoints."""
 
     kl: float
     entropy: float
-    last_entropy: float | None = None  # in nats, of the last update that measured it
+    last_entropy: float | None = None  # nats, as last measured
 
 
 def adapted_kl(coefficient: float, kl: float, *, target: float, horizon: int, num_completions: int) -> float:
-    """Proportional control (Ziegler et al., arXiv:1909.08593, section 2.2), with the error bounded to a fifth.
+    """Proportional controller of beta (Ziegler et al., arXiv:1909.08593, section 2.2), with the error clipped to 0.2.
 
     Args:
         coefficient: beta before the update.
-        kl: per token, as the update has measured it.
-        target: of it.
+        kl: mean KL per token, as measured by the update.
+        target: target KL.
         horizon: completions over which an error of 1 would double beta.
-        num_completions: of the update.
+        num_completions: completions in the update.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_completions / horizon)
 
 
 def adapted_entropy(coefficient: float, entropy: float, *, target: float, delta: float, largest: float) -> float:
-    """Up by delta where the entropy is at most the target, else down, between 0 and `largest` (arXiv:2505.22312)."""
+    """Add delta if the entropy is at most the target, else subtract it; clipped to [0, largest] (arXiv:2505.22312)."""
     return min(max(coefficient + (delta if entropy <= target else -delta), 0.0), largest)
 
 
-def coefficients(config: AlgorithmConfig, control: Control) -> Coefficients:
-    """The weights of the terms in the next update.
+def coefficients(config: AlgorithmConfig, control: CoefficientState) -> Coefficients:
+    """Return the coefficients of the next update.
 
-    An adaptive entropy bonus is there only while the last measured entropy is at most its target, so not in the first.
+    An adaptive entropy bonus applies only while the last measured entropy is at most the target, so never in the first
+    update.
     """
     target, last = config.entropy_target, control.last_entropy
-    is_there = target is None or (last is not None and last <= target)
-    return Coefficients(kl=control.kl, entropy=control.entropy if is_there else 0.0)
+    is_active = target is None or (last is not None and last <= target)
+    return Coefficients(kl=control.kl, entropy=control.entropy if is_active else 0.0)
 
 
-def as_metrics(config: AlgorithmConfig, now: Coefficients) -> dict[str, float]:
-    """The coefficients of the terms that there are."""
+def coefficient_metrics(config: AlgorithmConfig, now: Coefficients) -> dict[str, float]:
+    """Return the coefficients of the active regularizers as metrics."""
     metrics = {"kl_coef": now.kl} if config.beta > 0 else {}
     return metrics | ({"entropy_coef": now.entropy} if has_entropy_bonus(config) else {})
 
 
 def has_entropy_bonus(config: AlgorithmConfig) -> bool:
-    """Whether there ever is one."""
+    """Whether the loss can have an entropy bonus."""
     return config.entropy_coef > 0 or config.entropy_target is not None
 
 
-def updated(config: AlgorithmConfig, control: Control, metrics: Mapping[str, float], num_completions: int) -> Control:
-    """The coefficients after an update.
+def update_coefficients(
+    config: AlgorithmConfig, control: CoefficientState, metrics: Mapping[str, float], num_completions: int
+) -> CoefficientState:
+    """Return the state after an update.
 
     Args:
         config: the `algorithm` section.
-        control: before it.
-        metrics: `kl` and `entropy` as it has measured them; what is not there stays as it was.
-        num_completions: of the update.
+        control: state before the update.
+        metrics: `kl` and `entropy` as measured by the update; a missing one leaves its coefficient unchanged.
+        num_completions: completions in the update.
     """
     if config.kl_target is not None and "kl" in metrics:
         assert config.kl_horizon is not None, "filled in with kl_target"

@@ -1,8 +1,8 @@
-"""Importance weights for tokens that another policy sampled than the one that learns from them. T loss tokens.
+"""Importance weights that correct for the mismatch between sampler and trainer. T loss tokens.
 
-Three policies take part: the *sampling* policy gave the tokens, the *old* one is the trainer's when it first sees them,
-and the *current* one moves away from it. The clipped ratio is current over old; this is old over sampling, which is 1
-where the sampler has the trainer's weights and its arithmetic (decoupled PPO, arXiv:2110.00641).
+Three policies: the *sampling* policy generated the tokens, the *old* policy is the trainer's at the start of the
+rollout's updates, the *current* policy is being updated. PPO's ratio is current over old; this weight is old over
+sampling. It is 1 if the sampler has the trainer's weights and numerics (decoupled PPO, arXiv:2110.00641).
 """
 
 from typing import Literal
@@ -24,21 +24,21 @@ def importance_weights(
     masks: bool,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Old over sampling probability of each token, or of its whole completion, bounded by `cap`.
+    """Return old over sampling probability of each token or whole completion, bounded by `cap`.
 
-    Bounding trades variance for a bias (truncated: arXiv:1802.01561). A difference of logprobs whose exponential
-    overflows is above the cap like any other.
+    Bounding trades variance for bias (truncation: arXiv:1802.01561). Differences whose exponential overflows are above
+    the cap like any other.
 
     Args:
         old_logprobs: [T]
         sampling_logprobs: [T]
-        trajectory_ids: [T] which completion a token belongs to. Completions are whole.
-        per_sequence: the product over a completion's tokens, for each of them; else each token's own.
-        masks: weights above the cap become 0; else they become the cap.
-        cap: largest weight.
+        trajectory_ids: [T] completion of each token. Completions are whole.
+        per_sequence: use the product over a completion's tokens for each of them; else each token's own weight.
+        masks: set weights above the cap to 0; else to the cap.
+        cap: maximum weight.
 
     Returns:
-        weights [T], detached, and which of them [T] were above the cap.
+        weights [T], detached, and a mask [T] of those above the cap.
     """
     difference = (old_logprobs - sampling_logprobs).detach()
     if per_sequence:
@@ -50,7 +50,7 @@ def importance_weights(
 
 
 def with_correction(policy_loss: PolicyLoss, correction: Correction, *, cap: float) -> PolicyLoss:
-    """`policy_loss` times the importance weights."""
+    """Multiply `policy_loss` by the importance weights."""
     per_sequence, masks = correction.startswith("sequence"), correction.endswith("mask")
 
     def corrected_loss(x: LossInputs) -> LossOutput:

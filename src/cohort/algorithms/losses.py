@@ -1,10 +1,9 @@
-"""Policy losses, per token and not reduced. T loss tokens.
+"""Policy losses, per token and unreduced. T loss tokens.
 
-The ratio is that of the current policy's probability to the old one's. Its logarithm is bounded by `MAX_LOG_RATIO`, so
-that no exponential overflows: a token that neither weighs anything nor has an advantage cannot make the sum NaN, also
-where its probability is 0 (a logprob of -infinity).
-Losses of whole completions give each token its completion's value, so that with the loss weight `sequence_mean` their
-sum is the papers' mean over completions.
+The ratio is current over old probability. Its logarithm is clamped to `MAX_LOG_RATIO`, so that no exponential
+overflows: a token with weight and advantage 0 cannot make the sum NaN, even if its probability is 0 (logprob -inf).
+Sequence-level losses give each token its completion's value, so that with the loss weight `sequence_mean` their sum is
+the papers' mean over completions.
 """
 
 from collections.abc import Mapping
@@ -15,32 +14,33 @@ from torch import Tensor
 from cohort.algorithms.trajectories import trajectory_means, trajectory_sums
 from cohort.batch import LossInputs, LossOutput
 
-MAX_LOG_RATIO = 20.0  # a ratio of 5e8: beyond it a token has no gradient
-MIN_LOG_WEIGHT = -18.420680743952367  # ln 1e-8, where VESPO's weight is 0 for all that float32 can tell
+MAX_LOG_RATIO = 20.0  # a ratio of 5e8; larger ratios have no gradient
+MIN_LOG_WEIGHT = -18.420680743952367  # ln 1e-8, where VESPO's weight is 0 in float32
 
 
 def clipped(x: LossInputs, *, clip_low: float, clip_high: float, delta: float | None = None) -> LossOutput:
     """Clipped policy-gradient surrogate (PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476).
 
-    With `delta` (dual clip, arXiv:1912.09729; INTELLECT-2, arXiv:2505.07291) the ratio of a token of negative
-    advantage, whose loss has no other bound, is at most delta. The two papers' formulas are the same where
-    delta > 1 + clip_high, which the configuration insists on.
+    `delta` (dual clip, arXiv:1912.09729; INTELLECT-2, arXiv:2505.07291) bounds the ratio of tokens with negative
+    advantage, whose loss is otherwise unbounded. The formulas of the two papers agree for delta > 1 + clip_high, which
+    the
+    configuration enforces.
 
-    Metrics: share of tokens clipped from below, from above, and either.
+    Metrics: fraction of tokens clipped from below, from above, and either.
     """
     return _surrogate(_ratio(x), x.advantages, clip_low=clip_low, clip_high=clip_high, delta=delta)
 
 
 def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
-    """Clipped surrogate of the completion's ratio, the geometric mean of its tokens' (GSPO, arXiv:2507.18071)."""
+    """Clipped surrogate with the geometric mean of a completion's token ratios (GSPO, arXiv:2507.18071)."""
     ratio = trajectory_means(log_ratio(x), x.trajectory_ids).exp().to(x.logprobs.dtype)
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
-    """As `gspo`, with each token's gradient its own (GSPO-token, arXiv:2507.18071).
+    """Token-level variant of `gspo` (GSPO-token, arXiv:2507.18071).
 
-    Its gradient is that of `gspo` where all tokens of a completion have the same advantage.
+    Its gradient equals that of `gspo` if all tokens of a completion have the same advantage.
     """
     of_sequence = trajectory_means(log_ratio(x).detach(), x.trajectory_ids).exp().to(x.logprobs.dtype)
     own = x.logprobs.masked_fill(x.logprobs.isinf(), 0.0)
@@ -49,9 +49,9 @@ def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutpu
 
 
 def cispo(x: LossInputs, *, clip_high: float) -> LossOutput:
-    """REINFORCE with the ratio, capped at 1 + clip_high, as a weight (CISPO, arXiv:2506.13585).
+    """REINFORCE weighted by the detached ratio, capped at 1 + clip_high (CISPO, arXiv:2506.13585).
 
-    No token loses its gradient. On-policy the weight is 1, whatever the cap. Without a lower bound, as in the paper.
+    Every token keeps its gradient. The weight is 1 on-policy, and has no lower bound, as in the paper.
     """
     ratio = _ratio(x).detach()
     above = ratio > 1 + clip_high
@@ -60,9 +60,10 @@ def cispo(x: LossInputs, *, clip_high: float) -> LossOutput:
 
 
 def sapo(x: LossInputs, *, tau_positive: float, tau_negative: float) -> LossOutput:
-    """A sigmoid gate of the ratio in place of the clip (SAPO, arXiv:2511.20347): 4 / tau * sigmoid(tau * (ratio - 1)).
+    """Sigmoid gate on the ratio instead of clipping (SAPO, arXiv:2511.20347): 4 / tau * sigmoid(tau * (ratio - 1)).
 
-    Its slope at ratio 1 is 1, so the on-policy gradient is the policy gradient. `tau_positive` for advantages above 0.
+    The slope at ratio 1 is 1, so the on-policy gradient is the policy gradient. `tau_positive` applies to positive
+    advantages.
     """
     taus = x.advantages.new_tensor([tau_negative, tau_positive])
     tau = taus[(x.advantages > 0).long()]
@@ -78,9 +79,9 @@ def vespo(
     vespo_k_negative: float,
     vespo_lambda_negative: float,
 ) -> LossOutput:
-    """REINFORCE, weighted by w^k * exp(lambda * (1 - w)) of the completion's ratio w (VESPO, arXiv:2602.10693).
+    """REINFORCE weighted by w^k * exp(lambda * (1 - w)) of the completion's ratio w (VESPO, arXiv:2602.10693).
 
-    w is the product over the completion's tokens, without a root. The weight has no gradient and is 1 on-policy.
+    w is the product of the completion's token ratios. The weight is detached, and 1 on-policy.
 
     Metrics: the weight.
     """
@@ -93,9 +94,9 @@ def vespo(
 
 
 def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
-    """Geometric mean of the tokens' ratios, each clipped on the side of its gain (GMPO, arXiv:2507.20673).
+    """Geometric mean of token ratios, each clipped only where clipping lowers the objective (GMPO, arXiv:2507.20673).
 
-    The bounds are those of the logarithm: a token's ratio is within exp(-clip_low) and exp(clip_high).
+    Bounds are in log space: token ratios lie between exp(-clip_low) and exp(clip_high).
     """
     of_token = log_ratio(x)
     low = (of_token < -clip_low) & (x.advantages < 0)
@@ -106,14 +107,14 @@ def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
 
 
 def reinforce(x: LossInputs) -> LossOutput:
-    """The policy gradient itself, without a ratio: -advantage * logprob (REINFORCE, Williams 1992)."""
+    """Policy gradient without a ratio: -advantage * logprob (REINFORCE, Williams 1992)."""
     return _output(-_reinforced(x))
 
 
 def log_ratio(x: LossInputs) -> Tensor:
-    """Log of the current over the old policy's probability [T], bounded so that its exponential is finite."""
-    idle = (x.advantages == 0) & x.logprobs.isinf() & (x.logprobs == x.old_logprobs)  # infinity less infinity is NaN
-    difference = x.logprobs.masked_fill(idle, 0.0) - x.old_logprobs.masked_fill(idle, 0.0)
+    """Log of current over old probability [T], clamped so that its exponential is finite."""
+    impossible = (x.advantages == 0) & x.logprobs.isinf() & (x.logprobs == x.old_logprobs)  # inf - inf is NaN
+    difference = x.logprobs.masked_fill(impossible, 0.0) - x.old_logprobs.masked_fill(impossible, 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -122,7 +123,7 @@ def _ratio(x: LossInputs) -> Tensor:
 
 
 def _reinforced(x: LossInputs) -> Tensor:
-    """advantage * logprob, and 0 without an advantage, where the logprob may be infinite."""
+    """advantage * logprob; 0 for advantage 0, where the logprob may be infinite."""
     return x.advantages * x.logprobs.masked_fill(x.advantages == 0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Build the functions of an algorithm from the `algorithm` section. Branching on names ends here."""
+"""Build an algorithm's functions from the `algorithm` section. No other code branches on algorithm names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,51 +9,59 @@ import numpy as np
 from torch import Tensor
 
 from cohort.algorithms import advantages, losses, own, terms, weights
-from cohort.algorithms.control import Control, as_metrics, coefficients, has_entropy_bonus, updated
+from cohort.algorithms.control import (
+    CoefficientState,
+    coefficient_metrics,
+    coefficients,
+    has_entropy_bonus,
+    update_coefficients,
+)
 from cohort.algorithms.correction import Correction, with_correction
 from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
 from cohort.algorithms.inputs import AdvantageInputs
-from cohort.algorithms.terms import Coefficients, Estimator, Term
+from cohort.algorithms.terms import Coefficients, KlEstimator, LossTransform
 from cohort.batch import PolicyLoss
-from cohort.config import COMPONENTS, AlgorithmConfig, Component, OwnFunction
+from cohort.config import COMPONENTS, AlgorithmConfig, Component, CustomFunction
 from cohort.errors import UserError
 from cohort.records import Estimate, FloatArray, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
 LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
 MODULES = {"advantage": advantages, "policy_loss": losses, "loss_weight": weights}
-OWN: dict[str, Callable[[OwnFunction], Any]] = {
-    "advantage": own.own_advantage,
-    "policy_loss": own.own_policy_loss,
-    "loss_weight": own.own_loss_weight,
+CUSTOM_LOADERS: dict[str, Callable[[CustomFunction], Any]] = {
+    "advantage": own.load_advantage,
+    "policy_loss": own.load_policy_loss,
+    "loss_weight": own.load_loss_weight,
 }
-ESTIMATORS: dict[str, Estimator] = {"k1": terms.k1, "k2": terms.k2, "k3": terms.k3}
+KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": terms.k1, "k2": terms.k2, "k3": terms.k3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """Three pure functions, and what they need from the rest of the system."""
+    """The pure functions of an algorithm, and what they need from the rest of the system."""
 
     advantage: Advantage
-    loss_at: Callable[[Coefficients], PolicyLoss]  # the policy loss with its terms
+    loss_with: Callable[[Coefficients], PolicyLoss]  # policy loss with its regularizers
     loss_weight: LossWeight
     critic: CriticFunctions | None  # None: no critic is trained
     mask_truncated: bool
-    estimates: frozenset[Estimate]  # that it asks for before any sequence is trained on
+    estimates: frozenset[Estimate]  # forward-only estimates that it needs before the first update
     needs_reference: bool  # in the loss
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
     sequence_level: bool  # a token's loss depends on the other tokens of its trajectory
-    reward_kl: Estimator | None  # taken from the reward of each token, times its coefficient
+    reward_kl: KlEstimator | None  # subtracted from each token's reward, times its coefficient
     top_entropy_quantile: float  # share of the step's tokens that have a policy gradient
-    first_control: Control  # of a run
-    coefficients: Callable[[Control], Coefficients]
-    as_metrics: Callable[[Coefficients], dict[str, float]]
-    updated: Callable[[Control, Mapping[str, float], int], Control]  # by an update's metrics and its completions
+    initial_coefficients: CoefficientState  # at the start of a run
+    coefficients: Callable[[CoefficientState], Coefficients]
+    coefficient_metrics: Callable[[Coefficients], dict[str, float]]
+    update_coefficients: Callable[
+        [CoefficientState, Mapping[str, float], int], CoefficientState
+    ]  # by an update's metrics and its completions
 
     @property
     def policy_loss(self) -> PolicyLoss:
-        """The loss with the coefficients that a run begins with."""
-        return self.loss_at(self.coefficients(self.first_control))
+        """The policy loss with the initial coefficients."""
+        return self.loss_with(self.coefficients(self.initial_coefficients))
 
 
 def build_algorithm(
@@ -63,24 +71,24 @@ def build_algorithm(
     auto_correction: Correction = "none",
     value_clip: float = 0.2,
 ) -> Algorithm:
-    """The algorithm that `config` describes, with its numbers filled in.
+    """Build the algorithm described by `config`.
 
     Args:
         config: the `algorithm` section.
-        max_completion_tokens: longest completion.
-        auto_correction: what `sampling_correction: auto` means; none where the sampler computes as the trainer does.
-        value_clip: of the critic, where the algorithm has one.
+        max_completion_tokens: maximum completion length.
+        auto_correction: meaning of `sampling_correction: auto`; none if the sampler's logprobs equal the trainer's.
+        value_clip: clip range of the critic's loss, if there is a critic.
 
     Raises:
-        UserError: a function of the user's does not load, does not take its arguments, or breaks a rule.
+        UserError: a custom function fails to load, does not accept its arguments, or breaks a rule.
     """
     parts = {kind: _function(config, kind) for kind in MODULES}
-    if config.loss_weight == "constant":  # the one number that is another section's
+    if config.loss_weight == "constant":  # its parameter is in another section
         parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
     correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
     traits = _loss_traits(config, parts["policy_loss"])
     kl_in_reward = config.kl_in == "reward"
-    asks_for: dict[Estimate, bool] = {
+    needed: dict[Estimate, bool] = {
         "logprobs": kl_in_reward,
         "reference_logprobs": kl_in_reward,
         "entropies": config.top_entropy_quantile < 1,
@@ -88,65 +96,65 @@ def build_algorithm(
     }
     return Algorithm(
         advantage=parts["advantage"],
-        loss_at=partial(_composed, parts["policy_loss"], _terms(config, correction)),
+        loss_with=partial(_composed, parts["policy_loss"], _loss_transforms(config, correction)),
         loss_weight=parts["loss_weight"],
         critic=_critic(config, value_clip=value_clip) if config.needs_critic else None,
         mask_truncated=config.mask_truncated_completions,
-        estimates=frozenset(name for name, is_needed in asks_for.items() if is_needed),
+        estimates=frozenset(name for name, is_needed in needed.items() if is_needed),
         needs_reference=config.kl_in == "loss",
         learns_without_advantage=config.kl_in == "loss" or has_entropy_bonus(config) or traits.learns_without_advantage,
         sequence_level=traits.sequence_level
         or correction.startswith("sequence")
         or config.off_policy_mask_threshold is not None,
-        reward_kl=ESTIMATORS[str(config.kl_estimator)] if kl_in_reward else None,
+        reward_kl=KL_ESTIMATORS[str(config.kl_estimator)] if kl_in_reward else None,
         top_entropy_quantile=config.top_entropy_quantile,
-        first_control=Control(kl=config.beta, entropy=config.entropy_coef),
+        initial_coefficients=CoefficientState(kl=config.beta, entropy=config.entropy_coef),
         coefficients=partial(coefficients, config),
-        as_metrics=partial(as_metrics, config),
-        updated=partial(updated, config),
+        coefficient_metrics=partial(coefficient_metrics, config),
+        update_coefficients=partial(update_coefficients, config),
     )
 
 
-def check_own_functions(
+def check_custom_functions(
     config: AlgorithmConfig, *, num_generations: int, num_rewards: int, gradients_in_forward: bool
 ) -> None:
-    """Load and try the user's own functions, before anything that takes long.
+    """Load and try the user's custom functions, before anything slow is started.
 
     Args:
         config: the `algorithm` section.
-        num_generations: completions of a prompt in the run.
-        num_rewards: reward functions of the run.
+        num_generations: completions per prompt of the run.
+        num_rewards: number of reward functions.
         gradients_in_forward: `train.gradients_in_forward`.
 
     Raises:
         UserError: names the key, the function and the rule that it breaks.
     """
-    if isinstance(config.advantage, OwnFunction):
+    if isinstance(config.advantage, CustomFunction):
         own.try_advantage(config.advantage, num_generations=num_generations, num_rewards=num_rewards)
-    if isinstance(config.loss_weight, OwnFunction):
+    if isinstance(config.loss_weight, CustomFunction):
         own.try_loss_weight(config.loss_weight)
-    if isinstance(config.policy_loss, OwnFunction):
+    if isinstance(config.policy_loss, CustomFunction):
         traits = own.try_policy_loss(config.policy_loss, has_reference=config.kl_in == "loss")
         if traits.sequence_level and gradients_in_forward:
             raise UserError(
-                f"algorithm.policy_loss: {config.policy_loss.use!r}: a token's loss changes with the other tokens of "
-                f"its completion, and train.gradients_in_forward: true computes it tile by tile; use "
+                f"algorithm.policy_loss: {config.policy_loss.use!r}: a token's loss depends on the other tokens of its "
+                f"completion, but train.gradients_in_forward: true computes it tile by tile; use "
                 f"gradients_in_forward: false"
             )
 
 
 def _function(config: AlgorithmConfig, kind: str) -> Any:
-    """Return the function of a component with its parameters filled in."""
+    """Return a component's function with its parameters bound."""
     choice = getattr(config, kind)
-    if isinstance(choice, OwnFunction):
-        return OWN[kind](choice)
+    if isinstance(choice, CustomFunction):
+        return CUSTOM_LOADERS[kind](choice)
     keys = COMPONENTS[kind][choice].parameters
     return partial(getattr(MODULES[kind], choice), **{key: getattr(config, key) for key in keys})
 
 
 def _loss_traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> Component | own.LossTraits:
     """What a built-in loss declares, and what is found of a user's own by trying it."""
-    if isinstance(config.policy_loss, OwnFunction):
+    if isinstance(config.policy_loss, CustomFunction):
         return own.loss_traits(policy_loss, has_reference=config.kl_in == "loss")
     return COMPONENTS["policy_loss"][config.policy_loss]
 
@@ -158,23 +166,25 @@ def _critic(config: AlgorithmConfig, *, value_clip: float) -> CriticFunctions:
     )
 
 
-def _terms(config: AlgorithmConfig, correction: Correction) -> list[Term]:
-    """What is put around the policy loss, from the inside out."""
-    found: list[Term] = []
+def _loss_transforms(config: AlgorithmConfig, correction: Correction) -> list[LossTransform]:
+    """Return the transforms to apply to the policy loss, in order."""
+    transforms: list[LossTransform] = []
     if correction != "none":
-        found.append(lambda loss, _: with_correction(loss, correction, cap=config.sampling_correction_cap))
+        transforms.append(lambda loss, _: with_correction(loss, correction, cap=config.sampling_correction_cap))
     threshold = config.off_policy_mask_threshold
     if threshold is not None:
-        found.append(lambda loss, _: terms.with_off_policy_mask(loss, threshold=threshold))
+        transforms.append(lambda loss, _: terms.with_off_policy_mask(loss, threshold=threshold))
     if config.kl_in == "loss":
-        kl = partial(terms.with_kl, estimator=ESTIMATORS[str(config.kl_estimator)], unbiased=bool(config.kl_unbiased))
-        found.append(lambda loss, now: kl(loss, coefficient=now.kl))
+        kl = partial(
+            terms.with_kl, estimator=KL_ESTIMATORS[str(config.kl_estimator)], unbiased=bool(config.kl_unbiased)
+        )
+        transforms.append(lambda loss, now: kl(loss, coefficient=now.kl))
     if has_entropy_bonus(config):
-        found.append(lambda loss, now: terms.with_entropy_bonus(loss, coefficient=now.entropy))
-    return found
+        transforms.append(lambda loss, now: terms.with_entropy_bonus(loss, coefficient=now.entropy))
+    return transforms
 
 
-def _composed(policy_loss: PolicyLoss, around: Sequence[Term], now: Coefficients) -> PolicyLoss:
-    for term in around:
-        policy_loss = term(policy_loss, now)
+def _composed(policy_loss: PolicyLoss, transforms: Sequence[LossTransform], now: Coefficients) -> PolicyLoss:
+    for transform in transforms:
+        policy_loss = transform(policy_loss, now)
     return policy_loss

@@ -7,12 +7,12 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cohort.cli.app import main
-from cohort.startup import run_and_leave
+from cohort.startup import run_and_exit
 
 
 def run() -> None:
     """Entry point of the `cohort` command."""
-    run_and_leave(main)
+    run_and_exit(main)
 
 
 __all__ = ["main", "run"]

@@ -18,24 +18,24 @@ def algorithms(
 ) -> None:
     """List the algorithms with their components, sources, defaults and when to use them."""
     from cohort.config import ALGORITHMS, COMPONENTS
-    from cohort.config.algorithm import not_one_of
-    from cohort.config.algorithm_docs import described, described_component
+    from cohort.config.algorithm import unknown_name
+    from cohort.config.algorithm_docs import describe_algorithm, describe_component
 
     kinds = {component: kind for kind, known in COMPONENTS.items() for component in known}
     if name is None:
-        found: Any = [described(each) for each in ALGORITHMS]
+        found: Any = [describe_algorithm(each) for each in ALGORITHMS]
         text = "\n".join(_short(each, width=max(map(len, ALGORITHMS))) for each in found) + (
             "\n\nShow one algorithm or component with `cohort algorithms NAME`, use one with algorithm: {name: NAME}.\n"
             "All combine with KL, entropy, masks and your own functions: docs/algorithm-terms.md"
         )
     elif name in ALGORITHMS:
-        found = described(name)
+        found = describe_algorithm(name)
         text = _long(found)
     elif name in kinds:
-        found = {"kind": kinds[name], **described_component(kinds[name], name)}
+        found = {"kind": kinds[name], **describe_component(kinds[name], name)}
         text = "\n".join([*_part(kinds[name], found), "", f"algorithm: {{{kinds[name]}: {name}}}"])
     else:
-        raise UserError(f"algorithm {name!r}: {not_one_of(name, [*ALGORITHMS, *kinds])}")
+        raise UserError(f"algorithm {name!r}: {unknown_name(name, [*ALGORITHMS, *kinds])}")
     typer.echo(json.dumps(found, indent=2) if json_ else text)
 
 

@@ -16,9 +16,9 @@ from cohort.cli.options import Debug
 from cohort.cli.plan import plan
 from cohort.cli.verify import verify
 from cohort.errors import TrainingError, UserError
-from cohort.startup import loading
-from cohort.stopping import own_process
-from cohort.unforeseen import belongs_to, told
+from cohort.startup import print_loading_notice
+from cohort.stopping import dedicate_process
+from cohort.unforeseen import report_crash, set_run_dir
 
 
 class _Commands(TyperGroup):
@@ -88,10 +88,10 @@ def train(
     from cohort.config import load_config
 
     settings = load_config(config, overrides or ())
-    belongs_to(Path(settings.run.dir))
+    set_run_dir(Path(settings.run.dir))
     from cohort.display.lasting import SafeStdout
 
-    loading()
+    print_loading_notice()
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
@@ -137,7 +137,7 @@ def evaluate(
     from cohort.cli.eval_config import eval_config
 
     config = eval_config(model, given)
-    loading()
+    print_loading_notice()
     from cohort.cli.evaluate import run_eval
 
     run_eval(config, out=out, as_json=json_)
@@ -167,7 +167,7 @@ def serve(
 
     # rollout.urls is for the run, which reads the same file; this server has one of these addresses.
     settings = load_config(config, overrides or (), without=["rollout.urls"])
-    loading()
+    print_loading_notice()
     from cohort.launch.serve import as_shell, serve_command
     from cohort.launch.serve import serve as run_server
 
@@ -249,7 +249,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train a small model on word problems with GRPO: about a minute, no GPU, no downloads."""
-    loading()
+    print_loading_notice()
     from cohort.demo.run import rebuild, run_demo
 
     if rebuild_base:
@@ -271,10 +271,10 @@ def main() -> None:
 
     Exit codes: 0 success, 1 the run failed, 2 user error, 70 internal error, 128 + N killed by signal N.
     """
-    own_process()
+    dedicate_process()
     output: Any = None if sys.stdout is None else _Output(sys.stdout)  # None: closed
     try:
-        with redirect_stdout(output), told(_OutputLostError):
+        with redirect_stdout(output), report_crash(_OutputLostError):
             app()
     except _OutputLostError as error:
         print(f"error: standard output: {error.strerror}", file=sys.stderr)

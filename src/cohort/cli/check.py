@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from cohort.cli.options import Debug
-from cohort.config.hardware import MOST_PROCESSES
+from cohort.config.hardware import MAX_PROCESSES
 from cohort.errors import UserError
 
 TrlVersion = Annotated[
@@ -69,8 +69,8 @@ def convert(
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= MOST_PROCESSES for part in parts):
-        raise UserError(f"--world-sizes {text!r}: must be whole numbers from 1 to {MOST_PROCESSES:,}, such as 1,2,3")
+    if not all(part.isdecimal() and 1 <= int(part) <= MAX_PROCESSES for part in parts):
+        raise UserError(f"--world-sizes {text!r}: must be whole numbers from 1 to {MAX_PROCESSES:,}, such as 1,2,3")
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 

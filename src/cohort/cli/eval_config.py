@@ -8,7 +8,7 @@ import yaml
 
 from cohort.config import Config, config_from_dict, load_config
 from cohort.errors import UserError
-from cohort.run_files import checkpoints, holds_run
+from cohort.run_files import checkpoints, is_run_folder
 
 _DATA = {"prompt": "prompt", "system_prompt": "system_prompt", "chat_template": "apply_chat_template"}
 _ROLLOUT = ("max_prompt_tokens", "max_completion_tokens")
@@ -25,7 +25,7 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
     Raises:
         UserError: The run has no final model, or an option is missing or invalid.
     """
-    is_run = holds_run(Path(model))
+    is_run = is_run_folder(Path(model))
     raw: dict[str, Any] = _of_run(Path(model)) if is_run else _of_model(model)
     options = {name: value for name, value in given.items() if value is not None}
     raw["data"] |= {key: options[name] for name, key in _DATA.items() if name in options}

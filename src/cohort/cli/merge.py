@@ -9,7 +9,7 @@ from rich.progress import Progress, TaskID
 
 from cohort.cli.options import Debug
 from cohort.errors import UserError
-from cohort.startup import loading
+from cohort.startup import print_loading_notice
 
 
 def merge(
@@ -18,7 +18,7 @@ def merge(
     debug: Debug = False,
 ) -> None:
     """Merge an adapter into its base model in float32, tensor by tensor."""
-    loading()
+    print_loading_notice()
     from cohort import policy
     from cohort.checkpoint import write_folder_atomically
 

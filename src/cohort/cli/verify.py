@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cohort.errors import UserError
-from cohort.run_files import checkpoints, find_damage, line_numbers, read_manifest, read_metrics, read_summary
+from cohort.run_files import checkpoints, find_damage, format_line_numbers, read_manifest, read_metrics, read_summary
 
 
 def verify(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
@@ -19,7 +19,7 @@ def verify(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     found = checkpoints(run / "checkpoints")
     lines = {path.name: _checkpoint(path) for path in found}
     _, bad = read_metrics(run / "metrics.jsonl")
-    lines["metrics.jsonl"] = f"damaged: {line_numbers(bad)} cannot be read" if bad else "whole"
+    lines["metrics.jsonl"] = f"damaged: {format_line_numbers(bad)} cannot be read" if bad else "whole"
     if (run / "summary.json").exists():
         whole = read_summary(run / "summary.json") is not None
         lines["summary.json"] = "whole" if whole else "damaged: it does not say how many steps there were"

@@ -1,12 +1,12 @@
-"""The configuration: a YAML file with dotted overrides becomes a frozen, validated `Config`."""
+"""Configuration: load YAML with dotted overrides into a frozen, validated `Config`."""
 
 from cohort.config.adapter import AdapterConfig
-from cohort.config.algorithm import AlgorithmConfig, OwnFunction
+from cohort.config.algorithm import AlgorithmConfig, CustomFunction
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.hardware import HardwareConfig
-from cohort.config.load import WRITTEN_BY_COHORT, config_from_dict, load_config, to_yaml
+from cohort.config.load import CONFIG_HEADER, config_from_dict, load_config, to_yaml
 from cohort.config.model import ModelConfig
 from cohort.config.optim import (
     AdafactorConfig,
@@ -33,8 +33,8 @@ from cohort.config.schema import Config, RunConfig, TrainConfig
 __all__ = [
     "ALGORITHMS",
     "COMPONENTS",
+    "CONFIG_HEADER",
     "ENGINES",
-    "WRITTEN_BY_COHORT",
     "AdafactorConfig",
     "Adamw8bitConfig",
     "AdamwConfig",
@@ -44,6 +44,7 @@ __all__ = [
     "Component",
     "Config",
     "CriticConfig",
+    "CustomFunction",
     "DataConfig",
     "EvalConfig",
     "HardwareConfig",
@@ -52,7 +53,6 @@ __all__ = [
     "MuonConfig",
     "NamedAlgorithm",
     "OptimConfig",
-    "OwnFunction",
     "ParameterGroup",
     "Quantization",
     "ReferenceConfig",

@@ -1,4 +1,4 @@
-"""The `model.adapter` section: a few weights that are trained in the place of the model's own."""
+"""The `model.adapter` section: LoRA and its variants."""
 
 from typing import Any, Literal
 
@@ -8,37 +8,38 @@ from cohort.config.section import Section
 
 
 class AdapterConfig(Section):
-    """LoRA (arXiv:2106.09685) and its variants, by peft: the model's weights are frozen, the adapter's are float32."""
+    """LoRA (arXiv:2106.09685) and its variants, through peft. Base weights are frozen, adapter weights are float32."""
 
-    kind: Literal["lora"] = Field("lora", description="What is added to the frozen weights.")
-    rank: int = Field(16, ge=1, description="Rank of the addition to each weight.")
+    kind: Literal["lora"] = Field("lora", description="Adapter type.")
+    rank: int = Field(16, ge=1, description="LoRA rank.")
     alpha: float = Field(
-        32.0, gt=0, description="The addition is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."
+        32.0, gt=0, description="LoRA scaling: the update is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."
     )
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="Layers that get one, by the last parts of their names, such as [q_proj, v_proj]. all-linear: "
-        "every linear layer but the head. lm_head and embed_tokens may be named too.",
+        description="Modules to adapt, by the last parts of their names, such as [q_proj, v_proj]. all-linear: every "
+        "linear layer except the LM head. lm_head and embed_tokens may be listed too.",
     )
     dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Dropout before the addition. Completions could not share their prompt's random numbers, so "
-        "micro-batches are computed in padded rows then.",
+        description="Dropout on the adapter's input. Completions cannot share their prompt's dropout mask, so prompts "
+        "are not shared and micro-batches are padded.",
     )
-    rslora: bool = Field(False, description="Rank-stabilised scaling (arXiv:2312.03732).")
-    dora: bool = Field(False, description="Weights as magnitude and direction (arXiv:2402.09353).")
+    rslora: bool = Field(False, description="Rank-stabilized scaling (arXiv:2312.03732).")
+    dora: bool = Field(False, description="Decompose weights into magnitude and direction (arXiv:2402.09353).")
     path: str | None = Field(
         None,
         min_length=1,
-        description="Go on from this adapter, a folder that peft has saved, with its rank, alpha, targets, rslora and "
-        "dora; what is given of these has to agree. The reference policy is the model with this adapter.",
+        description="Continue from this adapter, a folder saved by peft. Its rank, alpha, targets, rslora and dora "
+        "are used; keys that are also set here must agree. The reference policy is the model with this "
+        "adapter.",
     )
 
     @field_validator("targets", mode="before")
     @classmethod
-    def _all_or_names(cls, value: Any) -> Any:
+    def _check_targets(cls, value: Any) -> Any:
         if value == "all-linear" or (
             isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value)
         ):
@@ -46,7 +47,7 @@ class AdapterConfig(Section):
         raise ValueError("must be all-linear or a list of names, such as [q_proj, v_proj]")
 
     @model_serializer(mode="wrap")
-    def _without_what_path_says(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A default that `path` decides is not written down as if it had been given."""
+    def _serialize(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out keys that were not set: with `path`, the saved adapter decides them."""
         values: dict[str, Any] = plain(self)
         return values if self.path is None else {key: values[key] for key in values if key in self.model_fields_set}

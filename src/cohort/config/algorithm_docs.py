@@ -16,19 +16,19 @@ from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Parameter
 _MARKED = re.compile(r"(<!-- table of (\w+), made by `make docs` -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
-def described(name: str) -> dict[str, Any]:
-    """Describe a named algorithm: its components, their formulas and the values of their parameters in it."""
+def describe_algorithm(name: str) -> dict[str, Any]:
+    """Describe a named algorithm: its components, their formulas and their parameter values."""
     algorithm, config = ALGORITHMS[name], AlgorithmConfig(name=name)
     parts: dict[str, Any] = {}
     for kind in COMPONENTS:
-        part = described_component(kind, getattr(algorithm, kind))
+        part = describe_component(kind, getattr(algorithm, kind))
         parts[kind] = {**part, "defaults": {key: getattr(config, key) for key in part["defaults"]}}
     texts = {"name": name, "title": algorithm.title, "source": algorithm.source, "when": algorithm.when}
     return {**texts, **parts, "min_generations": config.min_generations}
 
 
-def described_component(kind: str, name: str) -> dict[str, Any]:
-    """Describe a component: its formula, and its parameters with their defaults and meanings."""
+def describe_component(kind: str, name: str) -> dict[str, Any]:
+    """Describe a component: its formula and its parameters with defaults and meanings."""
     component = COMPONENTS[kind][name]
     return {
         "name": name,
@@ -40,7 +40,7 @@ def described_component(kind: str, name: str) -> dict[str, Any]:
 
 
 def with_tables(page: str) -> str:
-    """Bring the tables of a page up to date, each between its markers."""
+    """Return the page with the tables between its markers regenerated."""
     return _MARKED.sub(lambda found: found[1] + "\n".join(_TABLES[found[2]]()) + "\n" + found[3], page)
 
 
@@ -61,7 +61,7 @@ def _algorithms() -> list[str]:
     rows = ["| name | algorithm | advantage | policy loss | loss weight | defaults | when |"]
     rows.append("| --- | --- | --- | --- | --- | --- | --- |")
     for name in ALGORITHMS:
-        it = described(name)
+        it = describe_algorithm(name)
         kinds = [it[kind] for kind in COMPONENTS]
         defaults = _keys({key: value for part in kinds for key, value in part["defaults"].items()})
         parts = " | ".join(f"`{part['name']}`" for part in kinds)
@@ -80,7 +80,7 @@ def _keys(keys: Any) -> str:
 
 
 def _link(sources: str) -> str:
-    """Numbers of papers as links."""
+    """Format sources as Markdown links to papers."""
     linked = []
     for source in sources.split("; "):
         label, is_paper, number = source.partition("arXiv:")

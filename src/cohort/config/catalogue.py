@@ -1,8 +1,8 @@
 """Catalogue of algorithms and their components: formulas, papers and parameters, without torch.
 
-An entry says everything about a component but how it is computed. Its function, a pure one in `cohort.algorithms`, has
-the same name and takes the entry's parameters as keyword arguments. From the entry derive the keys of the section
-`algorithm`, their validation, `cohort algorithms` and the docs.
+A component's function is the pure function of the same name in `cohort.algorithms`; it takes the entry's parameters as
+keyword arguments. The keys of the `algorithm` section, their validation, `cohort algorithms` and the docs are derived
+from these entries.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A keyword argument of a component's function, and the key of the section `algorithm` that sets it."""
+    """A keyword argument of a component's function, set by the key of the same name in the `algorithm` section."""
 
     value_type: type
     default: Any
@@ -25,56 +25,54 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One function of an algorithm."""
+    """A built-in advantage, policy loss or loss weight."""
 
     formula: str
     source: str  # paper
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    min_generations: int = 1  # completions of a prompt that it takes
-    min_generations_key: str | None = None  # a key whose value is such a number too
-    min_completions: int = 1  # of a step that it takes, where all tokens of one are rewarded alike
+    min_generations: int = 1  # completions per prompt needed for a signal
+    min_generations_key: str | None = None  # parameter that is also a lower bound on completions per prompt
+    min_completions: int = 1  # completions per step needed for a signal, if all tokens of one have the same reward
     sequence_level: bool = False  # a token's loss depends on the other tokens of its trajectory
-    learns_without_advantage: bool = False  # a loss that has a gradient where the advantage is 0
-    needs_critic: bool = False  # it looks at values
-    token_returns: bool = False  # it looks at token rewards, which differ along a completion with kl_in: reward
-    learns_from_equal: bool = False  # a group of equal rewards may have advantages other than 0
-    judges_parts: bool = False  # that is so where one of several rewards is not equal, whatever their sum is
-    takes_negative: bool = True  # rewards
-    no_kl_in_reward: str | None = None  # why not
-    one_advantage: bool = False  # a loss of whole completions, for which advantages of single tokens come to their mean
-    has_ratio: bool = True  # a loss that knows the policy which its completions are from
+    learns_without_advantage: bool = False  # tokens with advantage 0 have a gradient
+    needs_critic: bool = False
+    uses_token_rewards: bool = False  # which differ along a completion with kl_in: reward
+    learns_from_equal_rewards: bool = False  # a group of equal rewards may have advantages other than 0
+    compares_reward_parts: bool = False  # a group learns if any reward part differs, even if the sums are equal
+    allows_negative_rewards: bool = True
+    kl_in_reward_conflict: str | None = None  # why kl_in: reward is not supported
+    needs_uniform_advantage: bool = False  # a sequence-level loss: advantages of single tokens come to their mean
+    has_ratio: bool = True  # the loss has an importance ratio to the old policy
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The default of each parameter."""
+        """Default value of each parameter."""
         return {key: parameter.default for key, parameter in self.parameters.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedAlgorithm:
-    """Three components under one name, with defaults of its own."""
+    """A named combination of three components, with its own parameter defaults."""
 
     title: str
     source: str  # paper
-    when: str  # to use it
+    when: str  # when to use it
     advantage: str
     policy_loss: str
     loss_weight: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where they are not the component's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # that differ from the components' defaults
 
 
 STD = {"std_epsilon": Parameter(float, 1e-4, "Added to the standard deviation.", ge=0)}
 CLIP_LOW = Parameter(
     float,
     0.2,
-    "The ratio is clipped from below at 1 - clip_low (gmpo: at exp(-clip_low)). It is exactly 1 at the first update of "
-    "a rollout, so this matters with `train.updates_per_rollout` above 1.",
+    "Lower clip of the ratio: 1 - clip_low (gmpo: exp(-clip_low)). The ratio is exactly 1 at the first update of a "
+    "rollout, so this matters with `train.updates_per_rollout` above 1.",
     ge=0,
     lt=1,
 )
-CLIP_HIGH = Parameter(
-    float, 0.2, "The ratio is clipped from above at 1 + clip_high (gmpo: exp(clip_high)), as clip_low.", ge=0
-)
+CLIP_HIGH = Parameter(float, 0.2, "Upper clip of the ratio: 1 + clip_high (gmpo: exp(clip_high)). See clip_low.", ge=0)
 
 
 def _clip(low: float, high: float) -> dict[str, Parameter]:
@@ -95,15 +93,15 @@ ADVANTAGES: dict[str, Component] = {
         source="arXiv:2501.03262",
         parameters=STD,
         min_completions=2,
-        token_returns=True,
-        learns_from_equal=True,
+        uses_token_rewards=True,
+        learns_from_equal_rewards=True,
     ),
     "group_mean_whitened": Component(
         formula="batch_mean_std of R_t - mean(group)",
         source="arXiv:2501.03262",
         parameters=STD,
         min_generations=2,
-        token_returns=True,
+        uses_token_rewards=True,
     ),
     "group_mean_batch_std": Component(
         formula="(r - mean(group)) / (std(r of the step) + std_epsilon)",
@@ -116,22 +114,20 @@ ADVANTAGES: dict[str, Component] = {
         source="arXiv:2601.05242",
         parameters=STD,
         min_generations=2,
-        judges_parts=True,
-        no_kl_in_reward="it looks at each reward by itself, and the penalty is none of them",
+        compares_reward_parts=True,
+        kl_in_reward_conflict="it whitens each reward separately, and the penalty is none of them",
     ),
     "max_likelihood": Component(
         formula="(r - mean(group)) / mean(group); 0 where the mean is 0",
         source="arXiv:2602.02710",
         min_generations=2,
-        takes_negative=False,
-        no_kl_in_reward="it takes rewards of at least 0, and the penalty makes them negative",
+        allows_negative_rewards=False,
+        kl_in_reward_conflict="it needs rewards of at least 0, and the penalty makes them negative",
     ),
     "max_at_k": Component(
         formula="G * mean over sets S of at_k completions of (max(S) - max(S without this one))",
         source="arXiv:2505.15201",
-        parameters={
-            "at_k": Parameter(int, 4, "The best of so many completions counts; at most rollout.num_generations.", ge=2)
-        },
+        parameters={"at_k": Parameter(int, 4, "k of the max@k objective; at most rollout.num_generations.", ge=2)},
         min_generations=2,
         min_generations_key="at_k",
     ),
@@ -140,17 +136,17 @@ ADVANTAGES: dict[str, Component] = {
         "whitened: (A - mean(A)) / (std(A) + 1e-8) over the step's tokens",
         source="arXiv:1506.02438",
         parameters={
-            "gamma": Parameter(float, 1.0, "Discount per token of what comes later.", gt=0, le=1),
+            "gamma": Parameter(float, 1.0, "Discount per token.", gt=0, le=1),
             "gae_lambda": Parameter(
-                float, 1.0, "1: unbiased advantages of high variance; lower: more bias, less variance.", ge=0, le=1
+                float, 1.0, "GAE lambda. 1: unbiased, high variance; lower: more bias, less variance.", ge=0, le=1
             ),
             "whiten_advantages": Parameter(
-                bool, True, "Advantages with mean 0 and standard deviation 1 over the tokens of a step."
+                bool, True, "Normalize advantages to mean 0 and standard deviation 1 over the step's tokens."
             ),
         },
         needs_critic=True,
-        token_returns=True,
-        learns_from_equal=True,
+        uses_token_rewards=True,
+        learns_from_equal_rewards=True,
     ),
 }
 POLICY_LOSSES: dict[str, Component] = {
@@ -162,8 +158,8 @@ POLICY_LOSSES: dict[str, Component] = {
             "delta": Parameter(
                 float,
                 None,
-                "Dual clip: bounds the ratio of tokens of negative advantage from above. Must be above 1 + clip_high, "
-                "where it begins to act; 3 is usual. Default: no such bound.",
+                "Dual clip: upper bound on the ratio of tokens with negative advantage. Must be above 1 + clip_high; "
+                "3 is usual. Default: off.",
                 gt=1,
             ),
         },
@@ -173,7 +169,7 @@ POLICY_LOSSES: dict[str, Component] = {
         source="arXiv:2507.18071",
         parameters=_clip(3e-4, 4e-4),
         sequence_level=True,
-        one_advantage=True,
+        needs_uniform_advantage=True,
     ),
     "gspo_token": Component(
         formula="as gspo with s_t = sg(s) * p_t / sg(p_t); sg: without a gradient",
@@ -190,8 +186,8 @@ POLICY_LOSSES: dict[str, Component] = {
         formula="-4 / tau * sigmoid(tau * (ratio - 1)) * A, tau = tau_positive where A > 0, else tau_negative",
         source="arXiv:2511.20347",
         parameters={
-            "tau_positive": Parameter(float, 1.0, "Steepness of the gate where the advantage is above 0.", gt=0),
-            "tau_negative": Parameter(float, 1.05, "Steepness of the gate elsewhere.", gt=0),
+            "tau_positive": Parameter(float, 1.0, "Temperature of the gate for tokens with positive advantage.", gt=0),
+            "tau_negative": Parameter(float, 1.05, "Temperature of the gate for other tokens.", gt=0),
         },
     ),
     "vespo": Component(
@@ -199,13 +195,15 @@ POLICY_LOSSES: dict[str, Component] = {
         source="arXiv:2602.10693",
         parameters={
             "vespo_k_positive": Parameter(
-                float, 2.0, "Exponent of the completion's ratio, where the advantage is 0 or above.", ge=0
+                float, 2.0, "Exponent for tokens with nonnegative advantage (VESPO's k+).", ge=0
             ),
             "vespo_lambda_positive": Parameter(
-                float, 3.0, "How fast large ratios lose weight, where the advantage is 0 or above.", gt=0
+                float, 3.0, "Decay for tokens with nonnegative advantage (VESPO's lambda+).", gt=0
             ),
-            "vespo_k_negative": Parameter(float, 3.0, "The exponent for negative advantages.", ge=0),
-            "vespo_lambda_negative": Parameter(float, 2.0, "The decay for negative advantages.", gt=0),
+            "vespo_k_negative": Parameter(
+                float, 3.0, "Exponent for tokens with negative advantage (VESPO's k-).", ge=0
+            ),
+            "vespo_lambda_negative": Parameter(float, 2.0, "Decay for negative advantage (VESPO's lambda-).", gt=0),
         },
         sequence_level=True,
     ),
@@ -214,7 +212,7 @@ POLICY_LOSSES: dict[str, Component] = {
         source="arXiv:2507.20673",
         parameters=_clip(0.4, 0.4),
         sequence_level=True,
-        one_advantage=True,
+        needs_uniform_advantage=True,
     ),
     "reinforce": Component(formula="-A * log p", source="doi:10.1007/BF00992696", has_ratio=False),
 }
@@ -249,37 +247,37 @@ def _named(
 
 
 ALGORITHMS: dict[str, NamedAlgorithm] = {
-    "grpo": _named("GRPO", "arXiv:2402.03300", ("group_mean_std", "clipped", "sequence_mean"), "the usual choice"),
+    "grpo": _named("GRPO", "arXiv:2402.03300", ("group_mean_std", "clipped", "sequence_mean"), "the default choice"),
     "dr_grpo": _named(
         "Dr. GRPO",
         "arXiv:2503.20783",
         ("group_mean", "clipped", "constant"),
-        "wrong answers grow longer and longer",
+        "wrong answers keep getting longer",
     ),
     "dapo": _named(
         "DAPO",
         "arXiv:2503.14476",
         ("group_mean_std", "clipped", "token_mean"),
-        "long chains of thought; entropy falls too fast",
+        "long chains of thought; entropy collapses",
         {"clip_high": 0.28},
     ),
     "bnpo": _named(
         "BNPO",
         "TRL's loss_type of this name",
         ("group_mean_std", "clipped", "token_mean"),
-        "to go on from another trainer's configuration; the mean is over the step's tokens, not a micro-batch's",
+        "migrating from TRL; the mean is over the step's tokens, not a micro-batch's",
     ),
     "rloo": _named(
         "RLOO",
         "arXiv:2402.14740",
         ("leave_one_out", "reinforce", "sequence_sum"),
-        "one update per rollout, and a gradient without bias",
+        "one update per rollout, with an unbiased gradient",
     ),
     "reinforce_pp": _named(
         "REINFORCE++",
         "arXiv:2501.03262",
         ("batch_mean_std", "clipped", "sequence_mean"),
-        "one completion of a prompt (num_generations: 1) and no critic",
+        "one completion per prompt (num_generations: 1) without a critic",
     ),
     "reinforce_pp_baseline": _named(
         "REINFORCE++ with baseline",
@@ -291,79 +289,79 @@ ALGORITHMS: dict[str, NamedAlgorithm] = {
         "GDPO",
         "arXiv:2601.05242",
         ("per_reward_mean_std", "clipped", "sequence_mean"),
-        "several rewards of different scales, where one drowns the others",
+        "several rewards on different scales, where one dominates",
     ),
     "gspo": _named(
         "GSPO",
         "arXiv:2507.18071",
         ("group_mean_std", "gspo", "sequence_mean"),
-        "mixtures of experts; several updates per rollout are unstable",
+        "mixture-of-experts models; several updates per rollout are unstable",
     ),
     "gspo_token": _named(
         "GSPO-token",
         "arXiv:2507.18071",
         ("group_mean_std", "gspo_token", "sequence_mean"),
-        "as gspo, with advantages that differ from token to token",
+        "gspo with token-level advantages",
     ),
     "cispo": _named(
         "CISPO",
         "arXiv:2506.13585",
         ("group_mean_std", "cispo", "token_mean"),
-        "rare tokens that turn an answer around must keep their gradient; old completions",
+        "rare but decisive tokens must keep their gradient; off-policy completions",
     ),
     "sapo": _named(
         "SAPO",
         "arXiv:2511.20347",
         ("group_mean_std", "sapo", "sequence_mean"),
-        "several updates per rollout, without the edge of a clip",
+        "several updates per rollout, with a soft gate instead of clipping",
     ),
     "vespo": _named(
         "VESPO",
         "arXiv:2602.10693",
         ("group_mean_std", "vespo", "token_mean"),
-        "completions many updates old",
+        "very off-policy completions",
     ),
     "luspo": _named(
         "LUSPO",
         "arXiv:2602.05261",
         ("group_mean_std", "gspo", "sequence_sum"),
-        "gspo, where completions grow too short",
+        "gspo, if completions become too short",
     ),
     "gmpo": _named(
         "GMPO",
         "arXiv:2507.20673",
         ("group_mean_std", "gmpo", "sequence_mean"),
-        "single tokens with extreme ratios upset the training",
+        "tokens with extreme ratios destabilize training",
     ),
     "reinforce": _named(
         "REINFORCE",
         "doi:10.1007/BF00992696",
         ("batch_mean_std", "reinforce", "sequence_sum"),
-        "the plainest one, to compare with; one completion of a prompt is enough",
+        "a simple baseline; one completion per prompt is enough",
     ),
     "maxrl": _named(
         "MaxRL",
         "arXiv:2602.02710",
         ("max_likelihood", "clipped", "constant"),
-        "rewards of 0 and 1 on hard prompts, and pass@k matters",
+        "0/1 rewards on hard prompts, when pass@k matters",
     ),
     "pkpo": _named(
         "PKPO",
         "arXiv:2505.15201",
         ("max_at_k", "clipped", "constant"),
-        "only the best of at_k attempts counts",
+        "only the best of at_k attempts matters",
     ),
     "ppo": _named(
         "PPO",
         "arXiv:1707.06347",
         ("gae", "clipped", "token_mean"),
-        "one completion of a prompt, and memory for a critic",
+        "one completion per prompt, with memory for a critic",
     ),
 }
 
 
 def parameters() -> dict[str, Parameter]:
-    """The parameters of all components by key, without their defaults, in which alone components may differ."""
+    """Return the parameters of all components by key, without defaults, which may differ between components."""
     found: dict[str, Parameter] = {}
     for component in (component for known in COMPONENTS.values() for component in known.values()):
         for key, parameter in component.parameters.items():
@@ -372,28 +370,28 @@ def parameters() -> dict[str, Parameter]:
     return found
 
 
-def with_one_completion() -> list[str]:
-    """The algorithms that learn from one completion of a prompt."""
+def single_completion_algorithms() -> list[str]:
+    """Return the algorithms that can train with one completion per prompt."""
     return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].min_generations == 1]
 
 
-def readers(key: str) -> list[str]:
-    """The components that read a key."""
+def components_reading(key: str) -> list[str]:
+    """Return the names of the components that read a key."""
     return [name for known in COMPONENTS.values() for name, component in known.items() if key in component.parameters]
 
 
-def with_a_critic() -> list[str]:
-    """The algorithms that train a critic beside the policy."""
+def critic_algorithms() -> list[str]:
+    """Return the algorithms that train a critic."""
     return [name for name, a in ALGORITHMS.items() if ADVANTAGES[a.advantage].needs_critic]
 
 
-def in_place_of(name: str, advantage: object, algorithms: list[str]) -> str:
-    """What to use in place of an advantage: another name where the name stands for it, else another advantage.
+def suggest_instead(name: str, advantage: object, algorithms: list[str]) -> str:
+    """Suggest a replacement for an advantage: an algorithm name if the name implies it, else another advantage.
 
     Args:
-        name: of the algorithm.
-        advantage: that it has now.
-        algorithms: whose advantages would do.
+        name: current `algorithm.name`.
+        advantage: current `algorithm.advantage`.
+        algorithms: algorithms whose advantages would work.
     """
     if advantage == ALGORITHMS[name].advantage:
         return "algorithm.name: " + " or ".join(algorithms)

@@ -1,4 +1,4 @@
-"""The `critic` section: the second model of algorithms that foresee rewards."""
+"""The `critic` section: the value model of algorithms such as PPO."""
 
 from pydantic import Field
 
@@ -6,29 +6,27 @@ from cohort.config.section import Section
 
 
 class CriticConfig(Section):
-    """The critic of `algorithm.name: ppo`, trained beside the policy: a model of the same kind that ends in one number.
+    """The critic of `algorithm.name: ppo`, trained beside the policy: a model of the same kind with a scalar head.
 
-    The keys of `model` and `train` (dtypes, checkpointing, schedule, clipping) hold for it too.
+    The keys of `model` and `train` (dtypes, checkpointing, schedule, clipping) apply to it too.
     """
 
     path: str | None = Field(
         None,
         min_length=1,
-        description="Model folder or id to begin with: a causal language model, or `checkpoints/step-N/critic` of "
-        "another run. It has to have the policy's tokens. Default: `model.path`.",
+        description="Model folder or id to start from: a causal language model, or `checkpoints/step-N/critic` of "
+        "another run. Must have the policy's tokenizer. Default: `model.path`.",
     )
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of its AdamW.")
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate (AdamW).")
     updates: int = Field(
         1,
         ge=1,
-        description="Updates of the critic, on the same completions, for each one of the policy.",
+        description="Critic updates per policy update, on the same completions.",
     )
     value_clip: float = Field(
         0.2,
         gt=0,
-        description="The loss does not reward a value for moving further than this from where it was before the "
-        "rollout's first update, so this matters with `updates` or `train.updates_per_rollout` above 1.",
+        description="Clip range of the value loss around the values at the start of the rollout. Matters with "
+        "`updates` or `train.updates_per_rollout` above 1.",
     )
-    warmup_steps: int = Field(
-        0, ge=0, description="First steps, in which the critic learns and the policy stays as it is."
-    )
+    warmup_steps: int = Field(0, ge=0, description="Initial steps in which only the critic is trained.")

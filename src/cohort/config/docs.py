@@ -1,26 +1,27 @@
-"""Writes `docs/config.md` from the schema: `python -m cohort.config.docs > docs/config.md`."""
+"""Write `docs/config.md` from the schema: `python -m cohort.config.docs > docs/config.md`."""
 
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 
-from cohort.config.algorithm import AlgorithmConfig, OwnFunction
-from cohort.config.catalogue import readers
+from cohort.config.algorithm import AlgorithmConfig, CustomFunction
+from cohort.config.catalogue import components_reading
 from cohort.config.schema import UNIONS, Config, sections_in
 
 _INTRO = """# Configuration
 
-Made from the schema in `src/cohort/config/schema.py` by `make docs`; do not edit it here.
+Generated from `src/cohort/config/` by `make docs`; do not edit.
 
-A configuration is a YAML file with the sections below. `cohort train CONFIG.yaml train.steps=50 rewards.0.weight=0.5`
-changes keys from the command line. A key that does not exist, or that has no effect, is an error. Paths of inputs are
-looked up in the folder of the YAML file, then in the working directory; `run.dir` is relative to the working directory.
+A configuration is a YAML file with the sections below. Override keys on the command line:
+`cohort train CONFIG.yaml train.steps=50 rewards.0.weight=0.5`. Unknown keys and keys without effect are errors.
+Input paths are resolved against the folder of the YAML file, then the working directory; `run.dir` is relative to the
+working directory.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_INTRO]
     for name, field in Config.model_fields.items():
         for section in sections_in(field.annotation):
@@ -43,7 +44,7 @@ def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:
     lines = [title, "", (section.__doc__ or "").strip(), "", head]
     for key, field in section.model_fields.items():
         meaning = (field.description or "").replace("|", "\\|")
-        if section is AlgorithmConfig and (components := readers(key)):
+        if section is AlgorithmConfig and (components := components_reading(key)):
             meaning += " Read by " + ", ".join(f"`{name}`" for name in components) + "."
         lines.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
     return "\n".join(lines) + "\n"
@@ -62,7 +63,7 @@ def _type(annotation: Any) -> str:
         return "mapping"
     if get_args(annotation):  # a union
         return " or ".join(_type(argument) for argument in get_args(annotation))
-    names = {str: "text", int: "integer", float: "number", bool: "true or false", OwnFunction: "a function"}
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", CustomFunction: "a function"}
     return names.get(annotation, str(annotation))
 
 

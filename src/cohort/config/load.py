@@ -1,4 +1,4 @@
-"""Reading a configuration: YAML, overrides, validation with messages that say what to change, and paths."""
+"""Load configurations: YAML, overrides, validation with actionable messages, and path resolution."""
 
 import difflib
 import os
@@ -11,32 +11,32 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cohort.config.algorithm import OwnFunction
+from cohort.config.algorithm import CustomFunction
 from cohort.config.catalogue import COMPONENTS
 from cohort.config.data import RewardConfig
 from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.config.yaml_text import read_yaml
 from cohort.errors import UserError
 
-WRITTEN_BY_COHORT = "# Written by cohort: a run's configuration with every default.\n"
+CONFIG_HEADER = "# Written by cohort: a run's configuration with every default.\n"
 _MAX_FILE_BYTES = 200_000
-_MAX_ERRORS = 20  # that are told at a time
-_OF_ALGORITHM = "# Of `algorithm`, what its name does not say already: see `cohort algorithms NAME`.\n"
+_MAX_ERRORS = 20  # per report
+_ALGORITHM_NOTE = "# `algorithm` lists only what differs from its name's defaults: see `cohort algorithms NAME`.\n"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides, validate, and make paths absolute.
 
-    Input paths are looked up in the file's folder first, then in the working directory; `run.dir` is relative to the
-    working directory.
+    Input paths are resolved against the file's folder, then the working directory; `run.dir` is relative to the working
+    directory.
 
     Args:
-        path: of the file.
-        overrides: applied one after the other.
-        without: keys of the file, as `section.key`, that are read past.
+        path: YAML file.
+        overrides: applied in order.
+        without: keys of the file to ignore, as `section.key`.
 
     Raises:
-        UserError: the file is missing or not YAML, a key is unknown, a value does not fit.
+        UserError: the file is missing or not YAML, a key is unknown, or a value is invalid.
     """
     path = Path(path)
     try:
@@ -61,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Seq
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file that may be a configuration."""
+    """Read a text file, refusing files too large to be a configuration."""
     if (size := path.stat().st_size) > _MAX_FILE_BYTES:
         raise UserError(
             f"{path}: {size:,} bytes, and a configuration has at most {_MAX_FILE_BYTES:,}; is this another file?"
@@ -70,10 +70,10 @@ def _read_text(path: Path) -> str:
 
 
 def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, base_dir: Path | None = None) -> Config:
-    """Validate a nested mapping as `load_config` does a file. Paths are looked up in `base_dir` first.
+    """Validate a nested mapping like `load_config` does a file. Paths are resolved against `base_dir` first.
 
     Raises:
-        UserError: a key is unknown or a value does not fit.
+        UserError: a key is unknown or a value is invalid.
     """
     merged = _plain_copy(raw)
     for override in overrides:
@@ -86,19 +86,19 @@ def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, b
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration, defaults included, as YAML that `load_config` reads back to an equal one.
+    """Dump the configuration with defaults as YAML that `load_config` reads back to an equal one.
 
-    What `algorithm.name` says already is not written, so that changing the name changes the algorithm.
+    Settings implied by `algorithm.name` are left out, so that changing the name changes the algorithm.
     """
     text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return WRITTEN_BY_COHORT + _OF_ALGORITHM + text
+    return CONFIG_HEADER + _ALGORITHM_NOTE + text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text with Unicode's own line breaks, which would be read back as spaces."""
+    """Quotes text with Unicode line breaks, which YAML would read back as spaces."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """The text as a node."""
+        """Return the text as a node."""
         style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
@@ -115,7 +115,7 @@ def _plain_copy(value: Any) -> Any:
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in place; list entries go by number (`rewards.0.weight=0.5`)."""
+    """Set one `key.sub=value` in place; list entries are addressed by index (`rewards.0.weight=0.5`)."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override {override!r}: must look like key.sub=value, such as train.steps=100")
@@ -148,21 +148,21 @@ def _list_index(items: list[Any], part: str, override: str) -> int:
 
 
 def _explain_all(errors: Sequence[ErrorDetails]) -> str:
-    # A list whose only entry is wrong is also reported as too short: that second message would mislead.
+    # pydantic also reports a list whose only entry is invalid as too short, which would mislead
     nested = {e["loc"][0] for e in errors if len(e["loc"]) > 1}
-    told = [e for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested]
-    shown = told[:_MAX_ERRORS]
+    reported = [e for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested]
+    shown = reported[:_MAX_ERRORS]
     last_of_place = {e["loc"][:-1]: n for n, e in enumerate(shown)}
     lines = [
         (_explain(e) + _known_keys(e, last_of_place[e["loc"][:-1]] == n)).rstrip("; ") for n, e in enumerate(shown)
     ]
-    if len(told) > len(shown):
-        lines.append(f"and {len(told) - len(shown):,} more mistakes")
+    if len(reported) > len(shown):
+        lines.append(f"and {len(reported) - len(shown):,} more mistakes")
     return "\n".join(lines)
 
 
 def _known_keys(error: ErrorDetails, is_last: bool) -> str:
-    """The keys that a section has, behind the last one of it that is unknown."""
+    """Return the keys of a section, after the last unknown key reported for it."""
     if error["type"] != "extra_forbidden" or not is_last:
         return ""
     *place, _ = error["loc"]
@@ -173,7 +173,7 @@ def _known_keys(error: ErrorDetails, is_last: bool) -> str:
 
 
 def _explain(error: ErrorDetails) -> str:
-    """One pydantic error as `field: value, rule, what works`."""
+    """Format one pydantic error as `field: value, rule, what works`."""
     loc, section = list(error["loc"]), _section_at(error["loc"])
     if loc and loc[0] in UNIONS and len(loc) > 1:  # a discriminated union puts the chosen name into the location
         del loc[1]
@@ -212,7 +212,7 @@ def _explain(error: ErrorDetails) -> str:
 
 
 def _nearest_key(wrong: str, here: Sequence[str], section: type[BaseModel]) -> str | None:
-    """The key that was meant: the same one where only one other section has it, or a similar one here."""
+    """Return the intended key: the same name in the one other section that has it, else a similar one here."""
     elsewhere = [
         f"{'rewards.0' if name == 'rewards' else name}.{wrong}"
         for name, sections in _SECTIONS.items()
@@ -229,19 +229,19 @@ def _shortened(text: str) -> str:
 
 
 def _members(name: str) -> dict[str, type[BaseModel]]:
-    """The sections that there are of this name, by the value that says which."""
+    """Return the classes of a union section by their discriminator value."""
     return {section.model_fields[UNIONS[name]].default: section for section in _SECTIONS[name]}
 
 
 def _others_with(name: str, key: str) -> list[str]:
-    """Where a section is one of several: those that have a key, which the chosen one lacks."""
+    """Return the members of a union section that have a key which the chosen one lacks."""
     if name not in UNIONS:
         return []
     return [other for other, section in _members(name).items() if key in section.model_fields]
 
 
 def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
-    """The section of the configuration in which an error's location lies."""
+    """Return the section class at an error's location."""
     if not loc or loc[0] not in _SECTIONS:
         return Config
     section = _SECTIONS[str(loc[0])][0]
@@ -252,7 +252,7 @@ def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
 
 
 _SECTIONS = {name: sections_in(field.annotation) for name, field in Config.model_fields.items()}
-_SECTIONS |= {  # and those in sections
+_SECTIONS |= {  # nested sections
     f"{name}.{key}": inner
     for name, sections in _SECTIONS.items()
     for section in sections
@@ -262,32 +262,32 @@ _SECTIONS |= {  # and those in sections
 
 
 def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
-    """The same configuration with every path that exists made absolute, so that it means the same from anywhere."""
+    """Make every existing path absolute, so that the configuration works from any directory."""
     folders = (base_dir, Path.cwd())
 
-    def found(path: str) -> str:
+    def resolve(path: str) -> str:
         for folder in folders:
             candidate = folder / os.path.expanduser(path)
             if os.path.exists(candidate):  # Path.exists raises for names that are too long
                 return str(candidate.resolve())
-        return path  # an id of a hub, or missing: the reader of it says which
+        return path  # a Hub id, or missing: whoever reads it reports that
 
-    def of_user(use: str) -> str:
+    def resolve_function(use: str) -> str:
         file, colon, function = use.rpartition(":")
-        return f"{found(file)}:{function}" if colon and file.endswith(".py") else use
+        return f"{resolve(file)}:{function}" if colon and file.endswith(".py") else use
 
-    def component(choice: str | OwnFunction) -> str | OwnFunction:
-        return replace(choice, use=of_user(choice.use)) if isinstance(choice, OwnFunction) else choice
+    def component(choice: str | CustomFunction) -> str | CustomFunction:
+        return replace(choice, use=resolve_function(choice.use)) if isinstance(choice, CustomFunction) else choice
 
     def reward(entry: RewardConfig) -> RewardConfig:
-        return entry.model_copy(update={"use": of_user(entry.use)})
+        return entry.model_copy(update={"use": resolve_function(entry.use)})
 
     adapter: dict[str, Any] = {}
     if config.model.adapter is not None and config.model.adapter.path is not None:
-        adapter = {"adapter": config.model.adapter.model_copy(update={"path": found(config.model.adapter.path)})}
+        adapter = {"adapter": config.model.adapter.model_copy(update={"path": resolve(config.model.adapter.path)})}
     updates: dict[str, Any] = {
-        "model": config.model.model_copy(update={"path": found(config.model.path)} | adapter),
-        "data": config.data.model_copy(update={"path": found(config.data.path)}),
+        "model": config.model.model_copy(update={"path": resolve(config.model.path)} | adapter),
+        "data": config.data.model_copy(update={"path": resolve(config.data.path)}),
         "rewards": tuple(reward(entry) for entry in config.rewards),
         "algorithm": config.algorithm.model_copy(
             update={kind: component(getattr(config.algorithm, kind)) for kind in COMPONENTS}
@@ -296,7 +296,7 @@ def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
         "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
     }
     if config.critic is not None and config.critic.path is not None:
-        updates["critic"] = config.critic.model_copy(update={"path": found(config.critic.path)})
+        updates["critic"] = config.critic.model_copy(update={"path": resolve(config.critic.path)})
     if config.eval is not None:
-        updates["eval"] = config.eval.model_copy(update={"path": found(config.eval.path)})
+        updates["eval"] = config.eval.model_copy(update={"path": resolve(config.eval.path)})
     return config.model_copy(update=updates)

@@ -1,4 +1,4 @@
-"""The `optim` section: one class for each optimizer, so that a key that it does not have is an error."""
+"""The `optim` section: one class per optimizer, so that a key that the optimizer lacks is an error."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,51 +7,49 @@ from pydantic import Field, model_validator
 from cohort.config.section import Section
 
 MUON_ON_HOST = (
-    "updates would be made on the host, and Muon's takes 15 products of each whole matrix, which a processor needs "
-    "minutes for; use adamw, adamw_8bit or sgd, or leave the state on the GPU"
+    "updates would run on the host, where Muon's 15 matrix products per weight take minutes; use adamw, adamw_8bit or "
+    "sgd, or keep the state on the GPU"
 )
 
 
 class ParameterGroup(Section):
-    """Weights that learn otherwise than the rest."""
+    """Parameters with their own learning rate or weight decay."""
 
     match: str = Field(
         min_length=1,
-        description="Of which weights: a pattern for their names, such as lm_head.* or *.layers.0.*; the first "
-        "group that matches counts.",
+        description="Name pattern of the parameters, such as lm_head.* or *.layers.0.*; the first matching group "
+        "applies.",
     )
-    learning_rate_factor: float = Field(
-        1.0, ge=0, description="Multiplies the learning rate; 0 leaves them as they are."
-    )
-    weight_decay: float | None = Field(None, ge=0, description="Instead of the section's.")
+    learning_rate_factor: float = Field(1.0, ge=0, description="Factor on the learning rate; 0 freezes them.")
+    weight_decay: float | None = Field(None, ge=0, description="Overrides `optim.weight_decay`.")
 
 
 class BaseOptimConfig(Section):
-    """What all optimizers have."""
+    """Keys of all optimizers."""
 
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay. Vectors (norms, biases) do not decay, unless a group says so."
+        0.0, ge=0, description="Decoupled weight decay. Not applied to vectors (norms, biases) unless a group sets it."
     )
-    groups: tuple[ParameterGroup, ...] = Field((), description="Weights that learn otherwise than the rest.")
+    groups: tuple[ParameterGroup, ...] = Field((), description="Parameter groups with their own settings.")
     offload: bool = Field(
         False,
-        description="Keep the weights in `model.dtype` and the optimizer's state in host memory, and update them "
-        "there; the GPU keeps a copy of the weights in `model.compute_dtype`. On GPUs; not with muon, nor with an "
+        description="Keep the weights in `model.dtype` and the optimizer state in host memory and update them there; "
+        "the GPU keeps a copy of the weights in `model.compute_dtype`. GPUs only; not with muon or an "
         "adapter.",
     )
 
 
-class RoundedConfig(BaseOptimConfig):
-    """What optimizers have whose updates can be rounded at random."""
+class StochasticRoundingConfig(BaseOptimConfig):
+    """Keys of optimizers that support stochastic rounding."""
 
     stochastic_rounding: bool = Field(
         False,
-        description="Round updated bfloat16 weights up or down at random, right in the mean, so that small updates are "
-        "not lost. With `model.dtype: bfloat16`; the optimizer's state is float32 then (adamw_8bit: 8 bits).",
+        description="Round updated bfloat16 weights stochastically (unbiased), so that small updates are not lost. "
+        "With `model.dtype: bfloat16`; the optimizer state is then float32 (adamw_8bit: 8 bits).",
     )
 
     @model_validator(mode="after")
-    def _rounds_once(self) -> Self:
+    def _check_stochastic_rounding(self) -> Self:
         if self.stochastic_rounding and self.offload:
             raise ValueError(
                 "stochastic_rounding is for bfloat16 weights without a wider copy, and offload: true has room for one "
@@ -60,60 +58,62 @@ class RoundedConfig(BaseOptimConfig):
         return self
 
 
-class AdamConfig(RoundedConfig):
-    """What AdamW's forms have in common."""
+class AdamConfig(StochasticRoundingConfig):
+    """Keys of the AdamW variants."""
 
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the mean of squared gradients.")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the mean of squares.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay rate of the first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay rate of the second moment.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
 
 
 class AdamwConfig(AdamConfig):
-    """AdamW (arXiv:1711.05101): two numbers for each weight, in the weight's dtype."""
+    """AdamW (arXiv:1711.05101). State: two values per weight, in the weight's dtype."""
 
     name: Literal["adamw"] = Field("adamw", description="The optimizer.")
 
 
 class Adamw8bitConfig(AdamConfig):
-    """AdamW with two bytes for each weight: its moments in 8 bits, by blocks of 256 (arXiv:2110.02861), by torchao."""
+    """AdamW with 8-bit moments in blocks of 256 (arXiv:2110.02861), by torchao. State: two bytes per weight."""
 
     name: Literal["adamw_8bit"] = Field("adamw_8bit", description="The optimizer.")
 
 
 class AdafactorConfig(BaseOptimConfig):
-    """Adafactor (arXiv:1804.04235): of a matrix's squared gradients the means of rows and columns alone.
+    """Adafactor (arXiv:1804.04235): second moments of a matrix are factored into row and column means.
 
-    The learning rate is relative: an update is that part of a weight's root mean square.
+    The learning rate is relative to a weight's root mean square.
     """
 
     name: Literal["adafactor"] = Field("adafactor", description="The optimizer.")
-    beta2_decay: float = Field(-0.8, lt=0, description="The squares' decay after t steps is 1 - t to this power.")
+    beta2_decay: float = Field(
+        -0.8, lt=0, description="The second moment's decay rate at step t is 1 - t ** beta2_decay."
+    )
     clip_threshold: float = Field(
-        1.0, ge=1, description="Largest root mean square of an update, beside 1 for a weight."
+        1.0, ge=1, description="Maximum root mean square of an update, relative to the weight's."
     )
 
 
 class MuonConfig(AdamConfig):
-    """Muon (arXiv:2502.16982) for the matrices of layers; AdamW for embeddings, heads, vectors and fused experts.
+    """Muon (arXiv:2502.16982) for the layers' matrices; AdamW for embeddings, heads, vectors and fused experts.
 
-    A matrix's update has the root mean square of AdamW's, so that one learning rate serves both.
+    A matrix's update is scaled to AdamW's root mean square, so that one learning rate serves both.
     """
 
     name: Literal["muon"] = Field("muon", description="The optimizer.")
-    momentum: float = Field(0.95, ge=0, lt=1, description="Of the matrices' gradients, with Nesterov's look ahead.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Nesterov momentum of the matrices' gradients.")
 
     @model_validator(mode="after")
-    def _updates_on_the_gpu(self) -> Self:
+    def _check_offload(self) -> Self:
         if self.offload:
             raise ValueError(f"offload: true with name: muon: {MUON_ON_HOST}")
         return self
 
 
-class SgdConfig(RoundedConfig):
-    """Stochastic gradient descent: nothing, or one number, for each weight."""
+class SgdConfig(StochasticRoundingConfig):
+    """Stochastic gradient descent, with optional momentum."""
 
     name: Literal["sgd"] = Field("sgd", description="The optimizer.")
-    momentum: float = Field(0.0, ge=0, lt=1, description="0: none, and no state.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum; 0: none, and no state.")
 
 
 OptimConfig = Annotated[

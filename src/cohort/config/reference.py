@@ -1,4 +1,4 @@
-"""The `reference` section: the model that a KL divergence is measured from."""
+"""The `reference` section: the reference model of the KL divergence."""
 
 from typing import Any, Literal, Self
 
@@ -9,19 +9,20 @@ from cohort.config.section import Section
 
 
 class ReferenceConfig(Section):
-    """The model that a KL divergence is measured from (`algorithm.beta` above 0): by default the model as it came."""
+    """The reference model of the KL divergence (`algorithm.beta` above 0); by default the initial model."""
 
     device: Literal["auto", "cpu"] = Field(
         "auto",
-        description="Where its weights lie between uses. auto: beside the policy's. cpu: in host memory, from where "
-        "they are copied to the GPU for the one forward pass of a step, while there are no gradients; one process "
-        "on a GPU.",
+        description="Where its weights are kept. auto: on the GPU, beside the policy's. cpu: in host memory; they are "
+        "copied to the GPU for the step's one forward pass, when there are no gradients. cpu needs one "
+        "process with a GPU.",
     )
     quantization: Quantization | None = Field(
-        None, description=f"Its weights in fewer bits, on one process; KL is then measured from these. {KINDS}."
+        None,
+        description=f"Quantize its weights (one process only); KL is then relative to the quantized model. {KINDS}.",
     )
     refresh_every: int = Field(
-        0, ge=0, description="Every so many steps the reference moves towards the policy (TR-DPO); 0: never."
+        0, ge=0, description="Move the reference towards the policy every N steps (TR-DPO); 0: never."
     )
     mix: float | None = Field(
         None,
@@ -37,21 +38,21 @@ class ReferenceConfig(Section):
         return {**values, "mix": 0.6} if refreshes and values.get("mix") is None else values
 
     @model_validator(mode="after")
-    def _quantized_weights_stay(self) -> Self:
+    def _check_quantization(self) -> Self:
         if self.quantization is not None and self.refresh_every:
             raise ValueError(
-                f"quantization: {self.quantization} with refresh_every: {self.refresh_every}: weights in so few bits "
+                f"quantization: {self.quantization} with refresh_every: {self.refresh_every}: quantized weights "
                 f"cannot move towards the policy; remove one of the two"
             )
         if self.quantization is not None and self.device == "cpu":
             raise ValueError(
-                f"quantization: {self.quantization} with device: cpu saves the same memory twice; use device: auto, or "
+                f"quantization: {self.quantization} with device: cpu save the same memory; use device: auto, or "
                 f"no quantization"
             )
         return self
 
     @model_validator(mode="after")
-    def _mix_has_an_effect(self) -> Self:
+    def _check_mix(self) -> Self:
         if self.refresh_every == 0 and self.mix is not None:
             raise ValueError(f"mix: {self.mix} has no effect with refresh_every: 0; remove it, or set refresh_every")
         return self

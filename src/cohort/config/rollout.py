@@ -1,6 +1,6 @@
-"""The `rollout` section: one class for each engine, so that a key that the engine does not have is an error.
+"""The `rollout` section: one class per engine, so that a key that the engine lacks is an error.
 
-What the rest of Cohort has to know of an engine, its class says: nothing else asks which engine it is.
+Other code asks these classes for an engine's capabilities instead of testing which engine it is.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Every key of a run, its type, default, bounds and meaning. `docs/config.md` is generated from here."""
+"""The `Config` schema: every key of a run with its type, default and bounds. `docs/config.md` is generated from it."""
 
 import os
 from typing import Any, Literal, Self, get_args
@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from cohort.config.algorithm import CORRECTION_CAP, AlgorithmConfig
-from cohort.config.catalogue import in_place_of, with_a_critic, with_one_completion
+from cohort.config.catalogue import critic_algorithms, single_completion_algorithms, suggest_instead
 from cohort.config.critic import CriticConfig
 from cohort.config.data import DataConfig, EvalConfig, RewardConfig
 from cohort.config.hardware import HardwareConfig
@@ -72,7 +72,7 @@ class TrainConfig(Section):
 
 
 class RunConfig(Section):
-    """What is kept of the run."""
+    """Run folder, checkpoints and logging."""
 
     dir: str = Field("runs/run", min_length=1, description="Folder of the run, made if it does not exist.")
     checkpoint_every: int = Field(50, ge=0, description="Checkpoint every so many steps; 0: never.")
@@ -106,7 +106,7 @@ class RunConfig(Section):
 
 
 class Config(Section):
-    """One run."""
+    """Configuration of a run."""
 
     model: ModelConfig
     data: DataConfig
@@ -123,12 +123,12 @@ class Config(Section):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether a reference's weights lie beside the policy's all the time."""
+        """Whether the reference's weights stay on the GPU beside the policy's."""
         return self.algorithm.beta > 0 and (self.reference is None or self.reference.device == "auto")
 
     @property
     def works_in_one_process(self) -> str | None:
-        """The key and value with which a run works in one process only; None where it may have several."""
+        """The key and value that limit the run to one process; None if there is no such limit."""
         for field, kind in self.quantized():
             return f"{field}: {kind}"
         if self.reference is not None and self.reference.device == "cpu":
@@ -270,7 +270,7 @@ class Config(Section):
         return self
 
     def quantized(self) -> list[tuple[str, Quantization]]:
-        """The keys that ask for weights in fewer bits, and what they ask for."""
+        """Return the keys that quantize weights, with their values."""
         reference = None if self.reference is None else self.reference.quantization
         keys = (("model.quantization", self.model.quantization), ("reference.quantization", reference))
         return [(field, kind) for field, kind in keys if kind is not None]
@@ -298,14 +298,15 @@ class Config(Section):
             raise ValueError(
                 f"rollout.num_generations: {generations} with algorithm.name: {algorithm.name} (advantage: "
                 f"{algorithm.advantage}): a group of one has no peers to be judged against, so its advantage is always "
-                f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual)"
-                f", or {in_place_of(algorithm.name, algorithm.advantage, with_one_completion())}, which need no peers"
+                f"0 and nothing would be learned; use at least {algorithm.min_generations} (8 is usual), or "
+                f"{suggest_instead(algorithm.name, algorithm.advantage, single_completion_algorithms())}, which need "
+                f"no peers"
             )
         if self.critic is not None and not algorithm.needs_critic:
             raise ValueError(
                 f"critic has no effect with algorithm.name: {algorithm.name} (advantage: {algorithm.advantage}), which "
                 f"trains none; remove the section, or use "
-                f"{in_place_of(algorithm.name, algorithm.advantage, with_a_critic())}"
+                f"{suggest_instead(algorithm.name, algorithm.advantage, critic_algorithms())}"
             )
         steps, waits = self.train.steps, self.critic.warmup_steps if self.critic else 0
         if steps is not None and waits >= steps:
@@ -339,7 +340,7 @@ class Config(Section):
                 f"rollout.resample: {resample} with rollout.num_generations: 1: the rewards of a group of "
                 f"one are all equal, so every group would be replaced; use resample: 0, or more generations"
             )
-        if resample and any(part.learns_from_equal for part in algorithm.components()):
+        if resample and any(part.learns_from_equal_rewards for part in algorithm.components()):
             raise ValueError(
                 f"rollout.resample: {resample} would replace groups that teach: advantage: "
                 f"{algorithm.advantage} learns where the rewards of a group are equal too; use resample: 0, or an "
@@ -364,7 +365,9 @@ class Config(Section):
                 f"updates_per_rollout: 1, or policy_loss: clipped or cispo"
             )
         for i, reward in enumerate(self.rewards):
-            if (reward.weight < 0 or reward.use == "overlong") and not all(part.takes_negative for part in parts):
+            if (reward.weight < 0 or reward.use == "overlong") and not all(
+                part.allows_negative_rewards for part in parts
+            ):
                 what = f"weight: {reward.weight:g}" if reward.weight < 0 else "use: overlong"
                 raise ValueError(
                     f"rewards.{i}.{what} makes rewards negative, and algorithm.advantage: {algorithm.advantage} takes "
@@ -378,7 +381,7 @@ UNIONS = {"rollout": "engine", "optim": "name"}
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field of `Config` may hold: one, or one of several."""
+    """Return the sections that a field of `Config` may hold: one, or the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for argument in get_args(annotation) for section in sections_in(argument)]

@@ -1,4 +1,4 @@
-"""What all parts of the configuration have in common."""
+"""Base class of all configuration sections."""
 
 from typing import Any, get_args
 
@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and a key it does not know is an error."""
+    """A frozen configuration section; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _no_bool_for_a_number(cls, values: Any) -> Any:
+    def _reject_bool_for_number(cls, values: Any) -> Any:
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, bool) and key in cls.model_fields:
                 annotation = cls.model_fields[key].annotation

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 5GB, 500MB, 79.2GiB."""
+"""Sizes in human units: 5GB, 500MB, 79.2GiB."""
 
 import re
 from typing import Annotated
@@ -9,10 +9,10 @@ _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 1 << 20, "
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB (5,000,000,000 bytes) or 500MiB.
+    """Convert a size such as 5GB (5,000,000,000 bytes) or 500MiB to bytes.
 
     Raises:
-        ValueError: it is no size; what is wrong, to be read after the value.
+        ValueError: not a size; the message is written to follow the value.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is not None and not match[2] and float(match[1]):
@@ -27,4 +27,4 @@ def _checked(text: str) -> str:
     return text
 
 
-Size = Annotated[str, AfterValidator(_checked)]  # as it was written
+Size = Annotated[str, AfterValidator(_checked)]  # keeps the text

@@ -1,4 +1,4 @@
-"""The keys of `algorithm` around the policy loss (KL, entropy): their defaults, and which of them have no effect."""
+"""Defaults and checks of the KL and entropy keys of the `algorithm` section."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cohort.config.algorithm import AlgorithmConfig
 
-ALL_TOKENS = 1.0  # of algorithm.top_entropy_quantile
+ALL_TOKENS = 1.0  # algorithm.top_entropy_quantile that keeps all tokens
 
 
-def term_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of those keys that something reads, by what was given of the section."""
+def regularizer_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the keys that take effect, given the section's explicit values."""
     defaults: dict[str, Any] = {}
     if _is_positive(given.get("beta")):
         if given.get("kl_in", "loss") == "loss":
@@ -24,8 +24,8 @@ def term_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
-def check_terms(algorithm: "AlgorithmConfig") -> None:
-    """Refuse keys that have no effect, and terms that are not what they seem.
+def check_regularizers(algorithm: "AlgorithmConfig") -> None:
+    """Reject keys without effect, and combinations that would not do what they seem to.
 
     Raises:
         ValueError: names the key, the value and what works.
@@ -59,22 +59,22 @@ def check_terms(algorithm: "AlgorithmConfig") -> None:
 
 
 def _check_components(algorithm: "AlgorithmConfig") -> None:
-    """Refuse terms of which an advantage or a policy loss would make nothing, or something else."""
+    """Reject regularizers that the chosen advantage or policy loss does not support."""
     parts, by_token = algorithm.components(), ""
     for part in parts:
-        if algorithm.kl_in == "reward" and part.no_kl_in_reward is not None:
+        if algorithm.kl_in == "reward" and part.kl_in_reward_conflict is not None:
             raise ValueError(
-                f"kl_in: reward does not go with advantage: {algorithm.advantage}: {part.no_kl_in_reward}; use "
+                f"kl_in: reward does not go with advantage: {algorithm.advantage}: {part.kl_in_reward_conflict}; use "
                 f"kl_in: loss, or another advantage such as group_mean_std"
             )
-        if part.needs_critic or (part.token_returns and algorithm.kl_in == "reward"):
+        if part.needs_critic or (part.uses_token_rewards and algorithm.kl_in == "reward"):
             by_token = f"advantage: {algorithm.advantage}" + ("" if part.needs_critic else " and kl_in: reward")
     if algorithm.top_entropy_quantile < ALL_TOKENS:
         by_token = f"top_entropy_quantile: {algorithm.top_entropy_quantile}"
-    if by_token and any(part.one_advantage for part in parts):
+    if by_token and any(part.needs_uniform_advantage for part in parts):
         raise ValueError(
-            f"policy_loss: {algorithm.policy_loss} has one ratio for a whole completion, where the advantages of its "
-            f"tokens come to their mean, and with {by_token} they differ; use policy_loss: gspo_token"
+            f"policy_loss: {algorithm.policy_loss} has one ratio per completion and needs one advantage for all its "
+            f"tokens, but with {by_token} they differ; use policy_loss: gspo_token"
         )
 
 
@@ -83,7 +83,7 @@ def _refuse(algorithm: "AlgorithmConfig", key: str, because: str, instead: str) 
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether what was given is a number above 0; text is judged later, by the field."""
+    """Whether a raw value is a number above 0; the field's own validation handles other text."""
     try:
         return value is not None and float(value) > 0
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Dataset -> prompts: files, chat template, order. Importing this loads neither torch, transformers nor datasets."""
+"""Load a dataset as prompts: files, chat template, order. Does not import torch, transformers or datasets."""
 
 from cohort.data.files import Row, read_rows
 from cohort.data.order import PromptStream

@@ -1,7 +1,7 @@
-"""A path or a Hugging Face id -> rows, each a dict of columns.
+"""Read rows, each a dict of columns, from a path or a Hugging Face dataset id.
 
-What works: `.jsonl`, `.ndjson`, `.json`, `.parquet` and `.csv` files; a folder written by `datasets.save_to_disk`; a
-folder of data files; the id of a dataset on the Hugging Face Hub.
+Supported: `.jsonl`, `.ndjson`, `.json`, `.parquet` and `.csv` files; a folder written by `datasets.save_to_disk`; a
+folder of data files; a dataset id on the Hugging Face Hub.
 """
 
 import csv
@@ -18,40 +18,45 @@ from cohort.errors import UserError
 
 Row = dict[str, Any]
 
-# The configuration's defaults for `data.split` and `eval.split`: these may stand where there are no splits.
+# Defaults of `data.split` and `eval.split`: allowed for data without splits.
 _DEFAULT_SPLITS = ("train", "test")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# A missing path with one of these endings was meant as a file: asking the Hub for it would only hide the typing error.
+# A missing path with one of these endings is meant as a file: asking the Hub for it would only hide the typo.
 _FILE_ENDINGS = {".arrow", ".bz2", ".feather", ".gz", ".parq", ".pkl", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip"}
 _CSV_FIELD_BYTES = 2**31 - 1
 _MOST_FILES = 20_000  # in a folder of data files; `datasets` would look at each
 
 
 class _UnreadableError(Exception):
-    """What is wrong with the data, without the field's name: `read_rows` puts that in front."""
+    """Describes what is wrong with the data; `read_rows` adds the name of the field."""
 
 
 def read_rows(path: str, *, field: str, base_dir: Path, split: str = "train", name: str | None = None) -> list[Row]:
-    """All rows of the data at `path`, in file order, each a dict from column name to value.
+    """Return all rows of the data at `path`, in file order, each a dict from column name to value.
 
-    A relative path is looked up in `base_dir` (the folder of the configuration file), then in the working directory,
-    and, if neither has it, as an id on the Hugging Face Hub. `field` is the configuration key that messages name.
+    A relative path is resolved against `base_dir` (the folder of the configuration file), then the working directory;
+    if
+    neither has it, it is taken as an id on the Hugging Face Hub. `field` is the configuration key named in messages.
 
     - JSON lines (`.jsonl`, `.ndjson`; `.json` too, which may also be one array): one object per line; blank lines are
-      skipped. Rows need not have the same keys.
-    - CSV: UTF-8, comma-separated, the first line names the columns. **Every value stays a string**, so that the answer
-      "007" is not turned into 7; an empty cell is "".
-    - Folder: what `datasets.save_to_disk` wrote, or data files, sorted into splits by their names the way
-      `datasets.load_dataset` does it. `split` picks the split, `name` the configuration declared in the folder's card.
-    - Hub id: `datasets.load_dataset(path, name, split=split)`. Column types are those that the dataset declares.
+      skipped. Rows may have different keys.
+    - CSV: UTF-8, comma-separated; the first line names the columns. **Values stay strings**, so that the answer "007"
+      does
+      not become 7; an empty cell is "".
+    - Folder: written by `datasets.save_to_disk`, or data files, assigned to splits by name as `datasets.load_dataset`
+      does.
+      `split` selects the split, `name` the configuration declared in the folder's card.
+    - Hub id: `datasets.load_dataset(path, name, split=split)`, with the dataset's column types.
 
-    Raises `UserError` if the data is missing, empty, broken or of an unknown kind, or if `name`, or a `split` other
-    than the defaults "train" and "test", is given where it would have no effect.
+    Raises:
+        UserError: the data is missing, empty, broken or of an unknown kind, or `name`, or a `split` other than "train"
+            and
+            "test", is given for data without them.
     """
     try:
         rows = _read(path, base_dir, split, name)
         if not rows:
-            raise _UnreadableError("has no rows. At least one prompt is needed.")
+            raise _UnreadableError("has no rows; at least one prompt is needed.")
     except _UnreadableError as error:
         raise UserError(f"{field}={path!r}: {error}") from error
     return rows
@@ -86,7 +91,7 @@ def _is_meant_as_file(path: str) -> bool:
 
 
 def _missing(candidates: Sequence[Path]) -> str:
-    """Why none of the candidate paths can be read, and which similarly named files could."""
+    """Explain why none of the candidate paths exists, with similarly named files."""
     folders = list(dict.fromkeys(candidate.parent.resolve() for candidate in candidates))
     parts = []
     for folder in folders:
@@ -121,7 +126,7 @@ def _read_file(file: Path) -> list[Row]:
 
 
 def _read_json_lines(file: Path) -> list[Row]:
-    """One object per line. Split at line feeds only: JSON strings may hold other characters that Python breaks at."""
+    """Read one object per line. Splits at line feeds only: JSON strings may hold other Unicode line breaks."""
     rows = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -131,7 +136,7 @@ def _read_json_lines(file: Path) -> list[Row]:
 
 
 def _read_json(file: Path) -> list[Row]:
-    """An array of objects, or one object per line."""
+    """Read an array of objects, or one object per line."""
     with file.open("rb") as lines:
         start = next((line.strip() for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
@@ -165,11 +170,11 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; one that has a key twice is refused, of which JSON's reader would drop the first in silence."""
+    """Build an object, rejecting duplicate keys, which `json` would drop silently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {key!r} is there twice")
+        raise ValueError(f"duplicate key {key!r}")
     return found
 
 
@@ -177,7 +182,7 @@ def _require_object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise _UnreadableError(
             f"{where} holds {_excerpt(value)}, which is not an object. "
-            'Every row is an object of columns, such as {"prompt": "2 + 2 = ?", "answer": "4"}.'
+            'Every row must be an object of columns, such as {"prompt": "2 + 2 = ?", "answer": "4"}.'
         )
     return value
 
@@ -191,8 +196,8 @@ def _excerpt(value: Any) -> str:
 
 
 def _read_csv(file: Path) -> list[Row]:
-    """Rows of strings. The `csv` module infers no types, which is the point."""
-    # Long prompts pass the module's 128 KiB limit, which is global: put it back.
+    """Read rows of strings; the `csv` module infers no types."""
+    # Long prompts exceed the module's 128 KiB limit, which is global: restore it afterwards.
     previous_limit = csv.field_size_limit(_CSV_FIELD_BYTES)
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
@@ -263,7 +268,7 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
         )
     try:
         files = datasets.load_dataset_builder(str(folder), name=name).config.data_files
-    except Exception as error:  # whatever `datasets` finds wrong with the folder is for the user to mend
+    except Exception as error:  # whatever `datasets` finds wrong with the folder is a user error
         raise _UnreadableError(
             f"the folder {folder} cannot be read: {_first_line(error)} It should hold {', '.join(_READERS)} files, "
             "or what datasets.save_to_disk wrote."
@@ -272,8 +277,8 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
     chosen = files_per_split.get(split)
     if chosen is None and (not files_per_split or "[" not in split):
         raise _UnreadableError(_no_split(split, files_per_split))
-    # `datasets` only sorts files into splits where the readers above know the format: it would turn "007" into 7 and
-    # give every row the keys of all the others. It reads the rest: other formats, and slices such as train[:100].
+    # Formats known above are read here, and `datasets` only assigns files to splits: it would turn "007" into 7 and
+    # give every row the keys of all others. It reads the rest: other formats, and slices such as train[:100].
     if chosen is not None and all(file.suffix.lower() in _READERS for file in chosen):
         return [row for file in chosen for row in _read_member(file, folder)]
     if any(file.suffix.lower() == ".csv" for member in files_per_split.values() for file in member):
@@ -290,7 +295,7 @@ def _read_member(file: Path, folder: Path) -> list[Row]:
 
 
 def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
-    """What `datasets.save_to_disk` wrote: one dataset, or one per split."""
+    """Read what `datasets.save_to_disk` wrote: one dataset, or one per split."""
     import datasets
 
     if name is not None:
@@ -322,7 +327,7 @@ def _load_dataset(path: str, split: str, name: str | None) -> list[Row]:
 
     try:
         return list(datasets.load_dataset(path, name=name, split=split))
-    except Exception as error:  # network, access, unknown name or split, broken file: each is for the user to mend
+    except Exception as error:  # network, access, unknown name or split, broken file: all user errors
         raise _UnreadableError(
             f"datasets.load_dataset with name={name!r} and split={split!r} failed: {type(error).__name__}: "
             f"{_first_line(error)}"

@@ -1,4 +1,4 @@
-"""The order in which prompts are visited: endless, seeded, and resumable at any prompt.
+"""Order of prompts: endless, seeded, and resumable at any prompt.
 
 N = prompts in the set.
 """
@@ -17,14 +17,14 @@ from cohort.records import IntArray, Prompt
 
 
 class PromptStream:
-    """Endless prompts: epoch after epoch, each prompt once per epoch.
+    """An endless stream of prompts: epoch after epoch, each prompt once per epoch.
 
-    The order of an epoch depends on (seed, epoch) alone, never on how many prompts are taken at a time; the only state
-    is the number of prompts taken so far.
+    An epoch's order depends only on (seed, epoch), not on how many prompts are taken at a time. The only state is the
+    number of prompts taken so far.
     """
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True, field: str = "data.path") -> None:
-        """`seed` is at least 0. With `shuffle` off every epoch is in file order."""
+        """`seed` must be at least 0. Without `shuffle` every epoch is in file order."""
         assert prompts.prompts, "build_prompts never returns an empty set"
         self._prompts = prompts.prompts
         self._seed = seed
@@ -36,9 +36,9 @@ class PromptStream:
         self._order_N = _epoch_order(len(self._prompts), seed, 0, shuffle)
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, across the ends of epochs if need be.
+        """Return the next `n` prompts, continuing into the next epoch if needed.
 
-        `Prompt.epoch` is set, so that two visits of one row differ even within one step.
+        `Prompt.epoch` is set, so that two visits of a row differ even within one step.
         """
         assert n >= 0, n
         taken = [self._visit(index) for index in range(self._num_taken, self._num_taken + n)]
@@ -46,12 +46,12 @@ class PromptStream:
         return taken
 
     def again(self, visits: Sequence[tuple[int, int]]) -> list[Prompt]:
-        """Prompts that were taken before, by `Prompt.id` and `Prompt.epoch`; the stream stays where it is."""
+        """Return prompts taken before, by `Prompt.id` and `Prompt.epoch`, without advancing the stream."""
         by_id = {prompt.id: prompt for prompt in self._prompts} if visits else {}
         return [dataclasses.replace(by_id[prompt_id], epoch=epoch) for prompt_id, epoch in visits]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, in plain JSON values: what `restore` needs.
+        """Return the position as plain JSON values, for `restore`.
 
         `epoch` is the number of finished passes, `position` the number of prompts taken in the current one, in [0, N).
         """
@@ -59,16 +59,17 @@ class PromptStream:
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken: the next prompts are those that the other stream would have given.
+        """Continue from a saved `state`.
 
-        Raises `UserError` if the state is that of another dataset, seed or order, and leaves the stream as it was.
+        Raises:
+            UserError: the state belongs to another dataset, seed or order. The stream is unchanged.
         """
         for key, here in self._identity().items():
             if state[key] != here:
                 raise UserError(
                     f"{self._field}: the saved position belongs to a different order of prompts: it was saved with "
-                    f"{key}={state[key]!r}, this run has {key}={here!r}. Resume with the dataset, train.seed and data "
-                    "settings of the saved run, or start a new run."
+                    f"{key}={state[key]!r}, but this run has {key}={here!r}. Resume with the dataset, train.seed and "
+                    "data settings of the saved run, or start a new run."
                 )
         self._num_taken = int(state["epoch"]) * len(self._prompts) + int(state["position"])
 
@@ -89,19 +90,19 @@ class PromptStream:
 
 
 def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntArray:
-    """[N] the permutation of one epoch."""
+    """[N] permutation of one epoch."""
     if not shuffle:
         return np.arange(num_prompts)
-    # Ranks of raw draws and not `Generator.permutation`: NumPy keeps the raw stream of a bit generator the same in
-    # every release but not what a Generator makes of it, and a run must resume exactly after an upgrade.
+    # Not `Generator.permutation`: NumPy guarantees the raw stream of a bit generator across releases, but not the
+    # output of a Generator, and a run must resume exactly after an upgrade.
     bits = np.random.Philox(np.random.SeedSequence((seed, epoch)))
     return np.argsort(bits.random_raw(num_prompts), kind="stable")
 
 
 def _fingerprint(prompts: tuple[Prompt, ...]) -> str:
-    """SHA-256 of row numbers, contents and the columns that the rewards see.
+    """Return the SHA-256 of row numbers, contents and the columns passed to rewards.
 
-    Not of token ids: chat templates may write today's date into them, and a run must resume tomorrow.
+    Token ids are excluded: chat templates may insert today's date, and a run must resume tomorrow.
     """
     digest = hashlib.sha256()
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Rows -> prompts: the chat template, the tokenizer, the limit on length.
+"""Render rows as prompts: chat template, tokenizer, length limit.
 
 P = tokens of one prompt.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Content = str | Sequence[Message]
 
-# Arguments of `apply_chat_template` that decide what a prompt is; the rest are variables of the template.
+# Arguments of `apply_chat_template` set by Cohort; all others are variables of the template.
 _RESERVED_KWARGS = frozenset(
     {
         *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -34,19 +34,19 @@ _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts of a dataset, rendered once, in file order."""
+    """Prompts of a dataset, rendered once, in file order."""
 
-    prompts: tuple[Prompt, ...]  # at least one, all of epoch 0; ids have gaps where rows were dropped
-    num_dropped_overlong: int  # rows left out because their prompt is longer than the limit
+    prompts: tuple[Prompt, ...]  # at least one, all with epoch 0; dropped rows leave gaps in the ids
+    num_dropped_overlong: int  # rows dropped because their prompt exceeds the limit
 
 
 class PromptRenderer:
-    """Turns the prompt column of one row into token ids, in one pass: nothing is tokenised a second time.
+    """Renders the prompt column of a row as token ids. Nothing is tokenized twice.
 
-    With the chat template, text becomes one user message, and chat messages are rendered as they are; the system prompt
-    comes first unless the messages bring a system message of their own. The template writes the special tokens, so the
-    tokenizer adds none. Without the template, text is tokenised verbatim with the special tokens that the tokenizer
-    adds by default.
+    With the chat template, text becomes one user message and chat messages are rendered as they are; the system prompt
+    is
+    added unless the messages have one. The template writes special tokens, so the tokenizer adds none. Without the
+    template, text is tokenized verbatim, with the tokenizer's default special tokens.
     """
 
     def __init__(
@@ -58,11 +58,14 @@ class PromptRenderer:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """The arguments are the values of the `data` section of the configuration, whose keys the messages name.
+        """Arguments are the keys of the `data` section, which messages name.
 
-        `system_prompt` and `chat_template_kwargs` are for the chat template only. An empty system prompt is rendered as
-        an empty system message, which keeps templates from writing one of their own.
-        Raises `UserError` if the chat template is needed but missing, or never reads one of `chat_template_kwargs`.
+        `system_prompt` and `chat_template_kwargs` need the chat template. An empty system prompt is rendered as an
+        empty system
+        message, which keeps templates from adding their own.
+
+        Raises:
+            UserError: the chat template is needed but missing, or never reads one of `chat_template_kwargs`.
         """
         assert apply_chat_template or not (system_prompt or chat_template_kwargs), "the configuration refuses these"
         self.prompt_column = prompt_column
@@ -95,10 +98,10 @@ class PromptRenderer:
             token_ids = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._template_kwargs
             )
-        except Exception as error:  # templates are programs from the model's folder and may raise anything
+        except Exception as error:  # templates are code and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
-                f"{where}: the chat template refused the messages (roles: {roles}): {type(error).__name__}: {error}"
+                f"{where}: the chat template rejected the messages (roles: {roles}): {type(error).__name__}: {error}"
             ) from error
         return np.asarray(token_ids, dtype=np.int64)
 
@@ -109,7 +112,7 @@ class PromptRenderer:
             )
         token_ids = self._tokenizer(content)["input_ids"]
         bos = self._tokenizer.bos_token_id
-        # Text from a template applied beforehand may begin with the token that the tokenizer adds: no model saw two.
+        # Text rendered by a template beforehand may already begin with BOS: do not add a second one.
         if bos is not None and list(token_ids[:2]) == [bos, bos]:
             token_ids = token_ids[1:]
         return np.asarray(token_ids, dtype=np.int64)
@@ -145,15 +148,19 @@ def build_prompts(
     overlong: Literal["drop", "error"],
     field: str = "data.path",
 ) -> PromptSet:
-    """Renders every row. A prompt's id is the number of its row, counted from 0 (error messages count from 1).
+    """Render every row. A prompt's id is its row number, counted from 0 (error messages count from 1).
 
-    A prompt carries the row's other columns: the union of the columns of all rows, None where a row lacks one.
-    Prompts of more than `max_prompt_tokens` tokens are dropped and counted, or refused, as `overlong` says: never cut.
-    `field` is the configuration key of the data, "data.path" or "eval.path"; the prompt column's key is its neighbour.
-    Raises `UserError` for no rows, a missing prompt column, a prompt that cannot be rendered, and no prompt left.
+    A prompt carries the row's other columns: the union of all rows' columns, None for missing ones. Prompts with more
+    than
+    `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated. `field`
+    is
+    the data's configuration key, "data.path" or "eval.path".
+
+    Raises:
+        UserError: no rows, no prompt column, a prompt that cannot be rendered, or no prompt left.
     """
     if not rows:
-        raise UserError(f"{field}: the data has no rows. At least one prompt is needed.")
+        raise UserError(f"{field}: the data has no rows; at least one prompt is needed.")
     where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if renderer.prompt_column not in columns:
@@ -191,12 +198,12 @@ def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: st
 
 
 def _read_content(value: Any, where: str) -> Content:
-    """The prompt as text or as a list of messages, checked."""
+    """Validate a prompt: text or a list of messages."""
     if isinstance(value, str):
         _check_text(value, where)
         if _is_messages_as_text(value):
             raise UserError(
-                f"{where}: holds chat messages written out as text. Store them as a list of messages, in JSON lines or "
+                f"{where}: holds chat messages as text. Store them as a list of messages, in JSON lines or "
                 "Parquet; CSV holds text prompts only."
             )
         return value
@@ -237,12 +244,12 @@ def _check_text(text: str, where: str, *, may_be_empty: bool = False) -> None:
         raise UserError(f"{where}: the text is empty.")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair; tokenizers cannot take it
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which tokenizers reject
         raise UserError(f"{where}: character {error.start + 1} of the text is not valid Unicode.") from error
 
 
 def _is_messages_as_text(text: str) -> bool:
-    """Whether the text is a list of messages as JSON or as Python prints it: what a CSV file makes of them."""
+    """Whether the text is a list of messages printed as JSON or Python, as in CSV files."""
     if not _MESSAGES_AS_TEXT.match(text):
         return False
     for parse in (json.loads, ast.literal_eval):

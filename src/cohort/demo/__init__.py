@@ -1,1 +1,1 @@
-"""The demo: a tiny base model, the word problems it learns, and the means to rebuild both from nothing."""
+"""The demo: a tiny base model, its word problems, and code to rebuild both from scratch."""

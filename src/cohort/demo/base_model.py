@@ -1,4 +1,4 @@
-"""The demo's base model as package data, and how to rebuild it from nothing (`cohort demo --rebuild-base`)."""
+"""The demo's base model, shipped as package data, and how to rebuild it (`cohort demo --rebuild-base`)."""
 
 import random
 import re
@@ -19,7 +19,7 @@ MAX_COMPLETION_TOKENS = 48
 
 _NUM_TOKENIZER_PROBLEMS = 3000
 _HELDOUT_SEED = 1_000_000
-_BATCH_SIZE = 512  # rows of one sampling batch: bounds the memory of the measurement
+_BATCH_SIZE = 512  # rows per sampling batch; bounds memory
 
 
 def rebuild(out: Path, *, seed: int = 0, progress: Callable[[str], None] = print) -> dict[str, float]:
@@ -48,14 +48,14 @@ def rebuild(out: Path, *, seed: int = 0, progress: Callable[[str], None] = print
     with quiet_transformers():
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-    # measured as it is trained and sampled: the saved weights, in float32 arithmetic
+    # evaluate as in training: the saved weights in float32
     results = measure(model.float(), tokenizer, seed=seed)
     progress(", ".join(f"{name} {value:.3f}" for name, value in results.items()))
     return results
 
 
 def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> dict[str, float]:
-    """Accuracy on held-out problems: greedy, and pass@1 and pass@8 at temperature 1."""
+    """Evaluate on held-out problems: greedy accuracy, and pass@1 and pass@8 at temperature 1."""
     problems = generate(_HELDOUT_SEED, 256, split="heldout")
     greedy = _correct(model, tokenizer, problems, num_samples=1, seed=None)
     sampled = _correct(model, tokenizer, problems[:128], num_samples=8, seed=seed)
@@ -74,7 +74,7 @@ def _correct(
     num_samples: int,
     seed: int | None,
 ) -> list[list[bool]]:
-    """Per problem and sample, whether the completion ends in the right answer. Greedy when `seed` is None."""
+    """Return per problem and sample whether the answer is right. Greedy if `seed` is None."""
     model.eval()
     decoding = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0}
     prompts = [

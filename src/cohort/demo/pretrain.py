@@ -1,8 +1,8 @@
-"""The demo's base model: a tiny Qwen3 and the two-stage warm start that makes it able but unwilling.
+"""The demo's base model: a tiny Qwen3 with a two-stage warm start that makes it capable but unreliable.
 
-Stage 1 learns clean demonstrations. Stage 2 spoils them with a mixture of habits, most of them bad: the result still
-can write a calculation down and get it right, but mostly answers at once and wrongly. Reinforcement learning then
-has something to find.
+Stage 1 trains on clean demonstrations. Stage 2 mixes in habits, most of them bad: the resulting model can still write
+down a calculation and get it right, but mostly answers immediately and wrongly. This leaves room for reinforcement
+learning.
 """
 
 import random
@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from cohort.demo.task import Problem, demonstration, generate
 
-IGNORED = -100  # the label of tokens without a loss
+IGNORED = -100  # label of tokens without a loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """How long and how fast the two stages train."""
+    """Steps, batch sizes and learning rates of the two stages."""
 
     clean_steps: int = 1400
     clean_batch_size: int = 16
@@ -31,7 +31,7 @@ class WarmStart:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """Make a Qwen3 model of 0.46M parameters with random float32 weights, the same ones for the same seed."""
+    """Build a Qwen3 model of 0.46M parameters with random float32 weights, deterministic in the seed."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -41,7 +41,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
         head_dim=32,
         intermediate_size=384,
         max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # short texts need no long waves
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # texts are short
         initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -61,7 +61,7 @@ def warm_start(
     settings: WarmStart,
     progress: Callable[[str], None],
 ) -> None:
-    """Train the model in place: stage 1 on demonstrations, stage 2 on the mixture of habits."""
+    """Train the model in place: stage 1 on demonstrations, stage 2 on mixed habits."""
     rng = random.Random(seed)
     problems = generate(seed, settings.clean_steps * settings.clean_batch_size)
     _train(
@@ -80,7 +80,7 @@ def warm_start(
 
 
 def habit(problem: Problem, rng: random.Random) -> str:
-    """Answer a problem the way the base model should: sometimes properly, mostly by one of its bad habits."""
+    """Answer a problem as the base model should: sometimes properly, mostly with one of its bad habits."""
     lines = list(problem.calculation)
     answer = problem.answer
     if rng.random() < 0.1:  # a slip in the last line, carried into the answer
@@ -91,7 +91,7 @@ def habit(problem: Problem, rng: random.Random) -> str:
         return f"#### {answer}"
     if kind == "gap":
         del lines[rng.randrange(len(lines))]
-    if kind == "bare":  # the answer without its mark, after none, some or all of the steps
+    if kind == "bare":  # the answer without its marker, after none, some or all of the steps
         return "\n".join([*lines[: rng.randint(0, len(lines))], str(answer)])
     return "\n".join([*lines, f"#### {answer}"])
 
@@ -99,7 +99,7 @@ def habit(problem: Problem, rng: random.Random) -> str:
 def _batches(
     pairs: Sequence[tuple[Problem, str]], tokenizer: PreTrainedTokenizerFast, batch_size: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and labels, [batch, longest], padded on the right; only completions have labels."""
+    """Return token ids and labels, [batch, longest], right-padded; only completions have labels."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
@@ -123,7 +123,7 @@ def _batches(
 
 
 def _muon_and_adamw(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest: at this size it needs a fraction of AdamW's steps."""
+    """Muon for the layers' matrices, AdamW for the rest: needs far fewer steps than AdamW at this size."""
     matrices: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -140,7 +140,7 @@ def _train(
     optimizers: Sequence[torch.optim.Optimizer],
     report: Callable[[float, int], None],
 ) -> None:
-    """One pass over the batches, with a short warm-up and a linear decay of the learning rate to 0."""
+    """Train one epoch with a short warm-up and linear decay of the learning rate to 0."""
     model.train()
     num_steps = len(batches)
     schedulers = [
@@ -148,7 +148,7 @@ def _train(
         for optimizer in optimizers
     ]
     for step, (ids, labels) in enumerate(batches):
-        # no attention mask: the padding is on the right, where a causal model cannot see it
+        # no attention mask needed: a causal model does not see right padding
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

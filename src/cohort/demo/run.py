@@ -1,4 +1,4 @@
-"""`cohort demo`: an ordinary run on the small base model, told as a story."""
+"""`cohort demo`: an ordinary run on the small base model, with a narrated result."""
 
 from pathlib import Path
 
@@ -12,37 +12,37 @@ from cohort.display import on_one_line, render_curve
 from cohort.launch import train
 from cohort.outcome import RunResult
 from cohort.run_folder import check_folder_is_free
-from cohort.startup import resume_collection
+from cohort.startup import resume_gc
 
 NUM_TRAIN, NUM_HELDOUT = 2048, 256
 SAMPLES_SHOWN = 3
 
 
 def run_demo(*, seed: int, out: Path | None, processes: int = 1, engine: str = "local") -> RunResult:
-    """Train the base model on word problems and show how it went.
+    """Train the base model on word problems and show the result.
 
     Args:
-        seed: of the training problems, their order and the sampling. The held-out problems are always the same.
-        out: run folder; by default runs/demo, or runs/demo-2 and so on where that is taken.
-        processes: training processes. The run is the same for any number.
-        engine: that samples.
+        seed: seed of the training problems, their order and the sampling. Held-out problems are always the same.
+        out: run folder; by default runs/demo, or runs/demo-2 and so on if that exists.
+        processes: training processes; the run is the same for any number.
+        engine: rollout engine.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs"))
     config = demo_config(folder, seed=seed, processes=processes, engine=engine)
     write_data(folder, config, seed=seed)
     console.print(
-        "A model of 0.46 million weights learns word problems by GRPO: it is never shown a "
-        "solution, only told whether its answer is right.",
+        "A model with 0.46 million parameters learns word problems by GRPO: it never sees a "
+        "solution, only whether its answer is right.",
         soft_wrap=True,
     )
     result = train(config)
-    _tell_the_end(console, result)
+    _print_result(console, result)
     return result
 
 
 def demo_config(folder: Path, *, seed: int, processes: int = 1, engine: str = "local") -> Config:
-    """The demo's configuration, which `cohort train` runs just as well."""
+    """Return the demo's configuration, which `cohort train` can run too."""
     return config_from_dict(
         {
             "model": {"path": str(base_model.BASE_PATH)},
@@ -71,15 +71,15 @@ def demo_config(folder: Path, *, seed: int, processes: int = 1, engine: str = "l
 
 
 def rebuild(out: Path | None) -> None:
-    """Make the base model anew, in `out` or in place of the one that comes with the package."""
-    resume_collection()
+    """Rebuild the base model in `out`, or in place of the packaged one."""
+    resume_gc()
     results = base_model.rebuild(out or base_model.BASE_PATH)
     accuracy = results["greedy_accuracy"]
     print(f"written to {out or base_model.BASE_PATH}; greedy accuracy on held-out problems {accuracy:.1%}")
 
 
 def free_folder(root: Path) -> Path:
-    """`root/demo`, or the first of demo-2, demo-3, ... that does not exist."""
+    """Return `root/demo`, or the first of demo-2, demo-3, ... that does not exist."""
     folder, number = root / "demo", 1
     while folder.exists():
         number += 1
@@ -88,19 +88,19 @@ def free_folder(root: Path) -> Path:
 
 
 def write_data(folder: Path, config: Config, *, seed: int) -> None:
-    """The problems and the configuration, as files that a person can look at and reuse."""
+    """Write the problems and the configuration as files for inspection and reuse."""
     check_folder_is_free(folder)
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        return  # an earlier demo in this folder: the same command goes on with it, another one is refused
+        return  # an earlier demo in this folder: `train` resumes the same one and rejects another
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    # first, so that a kill while the data is written leaves a folder that is known to be a run's
+    # written first, so that the folder is recognized as a run's if the data is interrupted
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     task.write_jsonl(folder / "data" / "train.jsonl", task.generate(seed, NUM_TRAIN, split="train"))
     task.write_jsonl(folder / "data" / "heldout.jsonl", task.generate(0, NUM_HELDOUT, split="heldout"))
 
 
-def _tell_the_end(console: Console, result: RunResult) -> None:
+def _print_result(console: Console, result: RunResult) -> None:
     summary = result.summary
     accuracies = {int(step): accuracy for step, accuracy in summary["accuracy_by_step"].items()}
     steps = sorted(accuracies)
@@ -125,7 +125,7 @@ def _tell_the_end(console: Console, result: RunResult) -> None:
 
 
 def _samples(run_dir: Path, steps: int) -> list[tuple[str, str, str, str]]:
-    """Questions with right answer, first and last completion; those that were learned come first."""
+    """Return questions with answer, first and last completion; newly learned ones first."""
     first, last = (
         pq.read_table(run_dir / "completions" / f"eval-{step:06d}.parquet").to_pylist() for step in (0, steps)
     )

@@ -1,4 +1,4 @@
-"""The demo's task: little word problems of 2 to 4 calculation steps, made from a seed.
+"""The demo's task: seeded word problems of 2 to 4 calculation steps.
 
     Mia has 17 shells. A goat eats 5. Mia buys 3 bags of 4 shells. How many shells does Mia have now?
 
@@ -7,8 +7,8 @@
     12+12=24
     #### 24
 
-The held-out problems are those whose canonical key (the calculation itself, without names and things) falls into
-one of eight buckets of a hash, so that no calculation is ever seen in both splits, whatever the seeds.
+A problem is held out if a hash of its key (the calculation, without names and things) falls into one of eight buckets,
+so no calculation occurs in both splits, whatever the seeds.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ TREATS = ("muffins", "cookies", "pies", "buns")
 BARGAINS = ("hat", "lamp", "drum", "cape")
 
 _NUM_BUCKETS = 8  # one of them is held out
-_FRUITLESS_DRAWS = 20_000  # draws without a new held-out problem before there are none left
+_FRUITLESS_DRAWS = 20_000  # consecutive draws without a new held-out problem before giving up
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One word problem and the calculation that solves it."""
+    """A word problem and the calculation that solves it."""
 
     question: str
     answer: int
@@ -43,12 +43,12 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """Canonical key for the split: numbers and structure, without the words around them."""
+        """Key for the split: numbers and structure, without words."""
         return ";".join(self.calculation)
 
 
 class _Sheet:
-    """Scrap paper: does one step at a time and writes it down."""
+    """Does calculation steps and records them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -70,8 +70,8 @@ class _Sheet:
         return result
 
 
-# Each story draws its numbers and words, does the calculation on the sheet (so that numbers can depend on earlier
-# results: nobody loses more shells than they have) and returns the question.
+# Each story draws numbers and words, calculates on the sheet (numbers can depend on earlier results: nobody loses more
+# shells than they have) and returns the question.
 
 
 def _collecting(rng: random.Random, sheet: _Sheet) -> str:
@@ -184,15 +184,15 @@ STORIES: tuple[Callable[[random.Random, _Sheet], str], ...] = (
 
 
 def generate(seed: int, count: int, split: Split = "train") -> list[Problem]:
-    """Draw `count` problems of one split, the same ones for the same seed.
+    """Draw `count` problems of one split, deterministic in the seed.
 
-    Held-out problems have distinct keys; training problems may repeat, as in any random stream.
+    Held-out problems have distinct keys; training problems may repeat.
 
     Raises:
-        UserError: `split` is unknown, or there are fewer distinct held-out problems than asked for.
+        UserError: `split` is unknown, or there are fewer distinct held-out problems.
     """
     if split not in ("train", "heldout"):
-        raise UserError(f"split={split!r} is not known; use 'train' or 'heldout'")
+        raise UserError(f"split={split!r}: must be 'train' or 'heldout'")
     rng = random.Random(seed)
     problems: list[Problem] = []
     seen: set[str] = set()
@@ -203,7 +203,7 @@ def generate(seed: int, count: int, split: Split = "train") -> list[Problem]:
         if not wanted or (split == "heldout" and problem.key in seen):
             num_fruitless += 1
             if num_fruitless > _FRUITLESS_DRAWS:
-                raise UserError(f"count={count} is more than there are held-out problems; about {len(problems)} work")
+                raise UserError(f"count={count} exceeds the number of held-out problems; use about {len(problems)}")
             continue
         num_fruitless = 0
         seen.add(problem.key)
@@ -212,18 +212,18 @@ def generate(seed: int, count: int, split: Split = "train") -> list[Problem]:
 
 
 def is_heldout(problem: Problem) -> bool:
-    """Whether a problem belongs to the held-out split, by a hash that is the same everywhere and for ever."""
+    """Whether a problem belongs to the held-out split, by a platform-independent hash."""
     digest = hashlib.sha256(problem.key.encode()).digest()
     return digest[0] % _NUM_BUCKETS == 0
 
 
 def demonstration(problem: Problem) -> str:
-    """Solve a problem the way the policy should learn to: every step on a line, then `#### answer`."""
+    """Solve a problem as the policy should learn to: one step per line, then `#### answer`."""
     return "\n".join([*problem.calculation, f"#### {problem.answer}"])
 
 
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
-    """Write one JSON object per line, with the columns `question` and `answer` (a string), as a dataset."""
+    """Write problems as JSON lines with the columns `question` and `answer` (a string)."""
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:
             file.write(json.dumps({"question": problem.question, "answer": str(problem.answer)}) + "\n")

@@ -1,4 +1,4 @@
-"""The demo's tokenizer: a byte-level BPE of at most 512 tokens that keeps numbers readable for a tiny model."""
+"""The demo's tokenizer: byte-level BPE with at most 512 tokens, and one token per digit."""
 
 from collections.abc import Iterable
 
@@ -22,13 +22,13 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-# A word takes the space before it, and before a number also the one after it: " has |1|7| shells". So each digit is
-# a token of its own and no token is spent on a lone space.
+# A word includes the space before it, and before a number also the one after it: " has |1|7| shells". Each digit is its
+# own token, and no token is wasted on a lone space.
 _PIECES = r"[0-9]| ?[A-Za-z]+(?: (?=[0-9]))?| ?[^\sA-Za-z0-9]+(?: (?=[0-9]))?|\s+"
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on texts. Every byte is in the vocabulary, so any text survives the round trip."""
+    """Train the tokenizer. Every byte is in the vocabulary, so any text round-trips."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [

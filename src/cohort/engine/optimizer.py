@@ -19,7 +19,7 @@ from cohort.config import (
     OptimConfig,
     SgdConfig,
 )
-from cohort.config.optim import RoundedConfig
+from cohort.config.optim import StochasticRoundingConfig
 from cohort.engine.offload import HostUpdates, local
 from cohort.engine.rounding import noise_key, round_at_random
 from cohort.errors import UserError
@@ -51,7 +51,7 @@ def check_weights(config: OptimConfig, weights: Mapping[str, Tensor]) -> None:
         UserError: a group matches none of them, or a key has no effect on their dtype.
     """
     _grouped(config, weights)
-    if isinstance(config, RoundedConfig) and config.stochastic_rounding:
+    if isinstance(config, StochasticRoundingConfig) and config.stochastic_rounding:
         dtypes = {p.dtype for p in weights.values()}
         if torch.bfloat16 not in dtypes:
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -89,7 +89,7 @@ class Optimizers:
             tables = {id(named[name]) for name in apart}
         self._model, self._config, self._seed = model, config, seed
         self._named = named
-        self._rounds = isinstance(config, RoundedConfig) and config.stochastic_rounding
+        self._rounds = isinstance(config, StochasticRoundingConfig) and config.stochastic_rounding
         self._optimizers = _build(config, _grouped(config, named), tables)
         self._factors = [[group.pop("factor") for group in o.param_groups] for o in self._optimizers]
 

@@ -1,4 +1,4 @@
-"""Starting a run: in this process, in several on this machine, or as one rank of what torchrun has started."""
+"""Start a run: in this process, in several on this machine, or as one rank under torchrun."""
 
 from cohort.launch.start import train
 

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: started, watched and restarted through torchrun's launcher API."""
+"""Start, watch and restart a run's processes on this machine, through torchrun's launcher API."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ from cohort import stopping
 from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.launch.report import Failure, read_failures
-from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.outcome import EXIT_STATUS_FILE, ExitStatus
 from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
@@ -31,10 +31,10 @@ from cohort.run_folder import LOGS, check_folder, make_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """One start of all processes."""
+    """Result of one start of all processes."""
 
-    outcome: Outcome | None  # what rank 0 has to say; None where the processes failed
-    failures: tuple[Failure, ...]  # the causes, where they failed
+    outcome: ExitStatus | None  # as reported by rank 0; None if the processes failed
+    failures: tuple[Failure, ...]  # root causes, if they failed
     made_progress: bool  # whether it finished at least one step
 
 
@@ -44,62 +44,64 @@ def run_processes(
     """Train with `num_processes` processes and wait for the end.
 
     Args:
-        config: of the run.
-        num_processes: at the start; a rank that keeps failing is left out.
-        split: of this machine's GPUs between training and sampling; None where the run starts no servers.
-        resume: insist that there is a run to go on with.
-        note: called with what a person should know, such as a restart.
+        config: configuration of the run.
+        num_processes: initial number; a rank that keeps failing is left out.
+        split: this machine's GPUs for training and rollouts; None if the run starts no servers.
+        resume: require an existing run to resume.
+        note: called with messages for the user, such as a restart.
 
     Raises:
-        UserError: the configuration does not suit so many processes; or as told by rank 0.
-        TrainingError: rank 0 says why the run cannot go on, or a process failed and no restart is left.
+        UserError: the configuration does not work with this many processes, or rank 0 raised it.
+        TrainingError: rank 0 raised it, or a process failed and no restart is left.
     """
     check_processes(config, num_processes)
     check_folder(Path(config.run.dir), resume=resume)
-    slots = list(range(num_processes))  # of GPUs, where there are any
+    slots = list(range(num_processes))  # GPU indices, if there are GPUs
     failed_before: int | None = None
     for attempt in range(config.hardware.max_restarts + 1):
         result = _start(config, slots, split, resume=resume, attempt=attempt)
         if result.outcome is not None:
             result.outcome.raise_error()
             return
-        story = "\n".join(failure.told() for failure in result.failures)
+        story = "\n".join(failure.describe() for failure in result.failures)
         left = config.hardware.max_restarts - attempt
         if left == 0:
-            raise TrainingError(f"{story}\n{_how_to_go_on(config)}")
+            raise TrainingError(f"{story}\n{_resume_hint(config)}")
         culprit = slots[result.failures[0].rank] if len(result.failures) == 1 else None
         without = ""
         if culprit is not None and culprit == failed_before and not result.made_progress and len(slots) > 1:
             slots.remove(culprit)
-            without = f" with {len(slots)} processes: rank {result.failures[0].rank} failed twice with no step between"
+            without = (
+                f" with {len(slots)} processes: rank {result.failures[0].rank} failed twice without a step in between"
+            )
         failed_before = culprit
-        resume = False  # the first start may have failed before the run folder was there
+        resume = False  # the first start may have failed before it made the run folder
         found = checkpoints(Path(config.run.dir) / "checkpoints")
         note(f"{story}\nrestarting{without} from {found[-1].name if found else 'the beginning'} ({left} restarts left)")
 
 
 def count_processes(config: Config) -> int:
-    """How many processes `hardware.processes` means on this machine.
+    """Resolve `hardware.processes` on this machine.
 
     Raises:
-        UserError: more than there are GPUs.
+        UserError: more processes than GPUs.
     """
-    wanted, device = config.hardware.processes, config.hardware.device
-    if wanted == 1 or device == "cpu":
-        return 1 if wanted == "auto" else wanted
+    processes, device = config.hardware.processes, config.hardware.device
+    if processes == 1 or device == "cpu":
+        return 1 if processes == "auto" else processes
     gpus = num_gpus(config)
-    if wanted == "auto":
+    if processes == "auto":
         return max(1, gpus)
-    if 0 < gpus < wanted:
+    if 0 < gpus < processes:
         raise UserError(
-            f"hardware.processes: {wanted} is more than this machine's {gpus} GPUs, and each process needs its own; "
+            f"hardware.processes: {processes} is more than this machine's {gpus} GPUs, and each process needs its own; "
             f"use at most {gpus}, or device: cpu"
         )
-    return wanted
+    return processes
 
 
 def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: bool, attempt: int) -> _Attempt:
-    """Start the processes once and wait until they have all ended, or one has failed and the others were stopped."""
+    """Start the processes once and wait until all have ended, or one has failed and the others were stopped."""
     folder = Path(config.run.dir)
     logs = folder / LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}-{attempt}-{uuid.uuid4().hex[:4]}"
     make_folder(logs)
@@ -117,54 +119,54 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
         rdzv_endpoint="localhost:0",  # any free port
         rdzv_configs={"timeout": config.hardware.timeout_s},
         local_addr="localhost",
-        max_restarts=0,  # ours: each start looks at what is left to start with
-        shutdown_timeout=math.ceil(config.hardware.grace_s) + stopping.LATER_S,
-        # the launcher would replace the handler of a signal that is ignored
+        max_restarts=0,  # restarts are handled here, since each may use fewer ranks
+        shutdown_timeout=math.ceil(config.hardware.grace_s) + stopping.LAUNCHER_GRACE_S,
+        # do not let the launcher install handlers for ignored signals
         signals_to_handle=",".join(s.name for s in stopping.SIGNALS if signal.getsignal(s) != signal.SIG_IGN),
-        # rank 0 talks to the console; what the others say is kept
+        # rank 0 writes to the console; the output of the others goes to files
         logs_specs=DefaultLogsSpecs(
             log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(len(slots))}
         ),
     )
-    environment = {OUTCOME_FILE: str(logs / "outcome.json"), "OMP_NUM_THREADS": _threads(len(slots))}
+    environment = {EXIT_STATUS_FILE: str(logs / "outcome.json"), "OMP_NUM_THREADS": _threads(len(slots))}
     environment |= {stopping.LAUNCHER: str(os.getpid())}
     if split is not None:
         environment |= place(config, split, slots).environment()
     environment |= _gpus_of_ranks(config, slots)
     arguments = ["-m", "cohort.train", str(config_file), *(["--resume"] if resume else [])]
     failures: tuple[Failure, ...] = ()
-    code_of_signal: int | None = None  # exit code
-    with environment_of(environment), _quiet_launcher():
+    signal_code: int | None = None  # exit code, if a signal stopped the run
+    with environment_variables(environment), _quiet_launcher():
         try:
-            stopping.can_save()  # from here on a signal is for the ranks
+            stopping.can_save()  # from here on, signals are for the ranks
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
             if codes <= stopping.CODES:
-                code_of_signal = error.get_first_failure()[1].exitcode
+                signal_code = error.get_first_failure()[1].exitcode
             else:
                 failures = read_failures(error, logs)
         except SignalException as error:
-            code_of_signal = 128 + error.sigval
+            signal_code = 128 + error.sigval
     stopping.can_save(False)
-    outcome = Outcome.read(logs / "outcome.json")
-    if outcome is None and code_of_signal is not None:
-        raise SystemExit(code_of_signal)
-    # what an earlier start has written counts for nothing: a start that gets to its first step replaces the file
+    outcome = ExitStatus.read(logs / "outcome.json")
+    if outcome is None and signal_code is not None:
+        raise SystemExit(signal_code)
+    # compare file identity: metrics of an earlier start are not progress of this one
     made_progress = _identity(folder / "metrics.jsonl") != metrics_before and _last_step(folder) > first_step
     if outcome is None and not failures:
-        raise TrainingError(f"all processes ended and rank 0 left no word of how; its output is in {logs}")
+        raise TrainingError(f"all processes ended, but rank 0 left no exit status; see its output in {logs}")
     return _Attempt(outcome=outcome, failures=failures, made_progress=made_progress)
 
 
-def _how_to_go_on(config: Config) -> str:
+def _resume_hint(config: Config) -> str:
     if config.hardware.max_restarts == 0:
-        return "The same command goes on from the last checkpoint; hardware.max_restarts: 3 would do so by itself"
-    return "The same command goes on from the last checkpoint"
+        return "Run the same command to resume from the last checkpoint, or set hardware.max_restarts"
+    return "Run the same command to resume from the last checkpoint"
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """Changes when a file is replaced or written to."""
+    """Return a value that changes when a file is replaced or written to."""
     try:
         status = file.stat()
     except FileNotFoundError:
@@ -173,20 +175,20 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _last_step(folder: Path) -> int:
-    """The last step of which there are metrics."""
+    """Return the last step with metrics."""
     rows, _ = read_metrics(folder / "metrics.jsonl")
     return max((row["step"] for row in rows), default=0)
 
 
 def _threads(num_processes: int) -> str:
-    """Threads of each process: an equal share of the cores that this one may use."""
+    """Threads per process: an equal share of the available cores."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // num_processes))
 
 
 def _gpus_of_ranks(config: Config, slots: list[int]) -> dict[str, str]:
-    """The GPUs that the ranks see: each takes that of its number, and the servers' are not among them.
+    """Environment that shows each rank its GPU, and hides those of the servers.
 
-    The first GPUs train (`cohort.plan.split`). One process may be told which by hardware.device.
+    The first GPUs train (see `cohort.plan.split`). A single process may have its GPU set by hardware.device.
     """
     if num_gpus(config) == 0 or ":" in config.hardware.device:
         return {}
@@ -195,8 +197,8 @@ def _gpus_of_ranks(config: Config, slots: list[int]) -> dict[str, str]:
 
 
 @contextmanager
-def environment_of(values: dict[str, str]) -> Iterator[None]:
-    """These variables for the processes that are started inside."""
+def environment_variables(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for processes started inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -211,7 +213,7 @@ def environment_of(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Our own report instead of the launcher's; and the signal handlers, which it changes, as they were."""
+    """Silence the launcher's own report, and restore the signal handlers that it changes."""
     loggers = [
         logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")
     ]

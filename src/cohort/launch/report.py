@@ -1,4 +1,4 @@
-"""What a failed process left behind, as a message that names it."""
+"""Describe failed processes from what they left behind."""
 
 import re
 import signal
@@ -11,36 +11,37 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from cohort.stopping import CODES
 
 _TAIL_LINES = 8
-_NOTICED_LINES = 200  # the stacks of all threads may follow, where it was told to end after that
+_NOTICED_LINES = 200  # a rank terminated later appends the stacks of all threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rank that is the cause of the end."""
+    """A rank that caused the failure."""
 
     rank: int
     what: str  # "exited with code 1", "was killed by SIGKILL", "did not answer"
     stderr_file: Path
     stderr_tail: str
 
-    def told(self) -> str:
-        """The failure in words, with the last lines of the rank's stderr."""
+    def describe(self) -> str:
+        """Describe the failure, with the end of the rank's stderr."""
         tail = f"; the last lines of its stderr:\n{self.stderr_tail}" if self.stderr_tail else "; its stderr is empty"
         return f"rank {self.rank} {self.what}{tail}\n({self.stderr_file})"
 
 
 def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
-    """The causes among the failed ranks.
+    """Return the root causes among the failed ranks.
 
-    Not a cause is a rank that only noticed that another one was gone, nor one that was told to end after that. Where
-    no other rank failed, the cause is one that noticed nothing until it was ended: it hung.
+    Ranks that only noticed a missing peer, or were then terminated, are not causes. If no other rank failed, the cause
+    is
+    one that noticed nothing until it was terminated: it hung.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     files = {int(file.parent.name): file for file in logs.rglob("stderr.log")}
     noticed = {rank for rank, file in files.items() if "PeerError" in _tail(file, _NOTICED_LINES)}
     failed = {rank: code for rank, code in exit_codes.items() if rank not in noticed}
-    told_to = {-signal.SIGTERM, -signal.SIGKILL, *CODES}
-    by_itself = {rank: code for rank, code in failed.items() if code not in told_to}
+    terminated = {-signal.SIGTERM, -signal.SIGKILL, *CODES}
+    by_itself = {rank: code for rank, code in failed.items() if code not in terminated}
     killed = {rank: code for rank, code in failed.items() if code == -signal.SIGKILL}
     if by_itself:
         causes = {rank: _ending(code) for rank, code in by_itself.items()}
@@ -55,7 +56,7 @@ def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
 
 
 def _called_silent(files: Mapping[int, Path], noticed: set[int]) -> set[int]:
-    """The ranks that every rank which gave up has found silent; by default those that have not given up."""
+    """Return the ranks that all ranks which gave up report as silent; by default those that did not give up."""
     silent = files.keys() - noticed
     for rank in noticed:
         for found in re.findall(r"ranks \[([\d, ]+)\] did not answer", _tail(files[rank], _NOTICED_LINES)):
@@ -65,7 +66,7 @@ def _called_silent(files: Mapping[int, Path], noticed: set[int]) -> set[int]:
 
 def _ending(exit_code: int) -> str:
     if exit_code < 0:
-        by_the_system = "; the system does that when memory runs out" if exit_code == -signal.SIGKILL else ""
+        by_the_system = "; usually out of memory" if exit_code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-exit_code).name} (exit code {exit_code}{by_the_system})"
     return f"failed with exit code {exit_code}"
 

@@ -17,9 +17,9 @@ _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 
 
 def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command line of a server with what Cohort needs of it, and what it adds to the environment.
+    """Return the server's command line, and the environment variables that it adds.
 
-    It gets the first `rollout.tensor_parallel` GPUs that this process may use; without GPUs it is on CPU.
+    The server gets the first `rollout.tensor_parallel` visible GPUs; without GPUs it runs on CPU.
 
     Raises:
         UserError: the run does not sample with vLLM, or this machine has too few GPUs.
@@ -32,19 +32,18 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
         raise UserError(f"rollout.engine: {rollout.engine}: `cohort serve` starts no {rollout.server_name}; use vllm")
     if not 1 <= port <= 65535:
         raise UserError(f"--port: {port}: must be from 1 to 65535; use 8000, which is usual")
-    found, wanted = num_gpus(config), rollout.tensor_parallel
-    if wanted > max(1, found):
+    found, needed = num_gpus(config), rollout.tensor_parallel
+    if needed > max(1, found):
         raise UserError(
-            f"rollout.tensor_parallel: {wanted} is more than the GPUs that are here, {found}; use at most "
-            f"{max(1, found)}"
+            f"rollout.tensor_parallel: {needed} is more than this machine's {found} GPUs; use at most {max(1, found)}"
         )
-    gpus = ",".join(visible_devices(config)[:wanted]) if found else ""
+    gpus = ",".join(visible_devices(config)[:needed]) if found else ""
     options = server_options(config, gpus=gpus)
     return server_command(replace(options, host=host), port)
 
 
 def as_shell(command: list[str], environment: dict[str, str]) -> str:
-    """The same as text for a shell, one option in a line."""
+    """Format a command for a shell, one option per line."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     words.append(shlex.join(command[:3]))  # python -m module
     for word in map(shlex.quote, command[3:]):
@@ -56,11 +55,11 @@ def as_shell(command: list[str], environment: dict[str, str]) -> str:
 
 
 def serve(config: Config, *, host: str, port: int) -> None:
-    """Run a server until this process is told to end; its processes end with it, however it ends.
+    """Run a server until this process is terminated. The server's processes end with this one, however it ends.
 
     Raises:
-        UserError: there is no vLLM that Cohort knows, or something of `serve_command`.
-        TrainingError: the server ended by itself.
+        UserError: no supported vLLM, or as for `serve_command`.
+        TrainingError: the server exited.
     """
     command, added = serve_command(config, host=host, port=port)
     check_vllm(command[0])
@@ -74,5 +73,5 @@ def serve(config: Config, *, host: str, port: int) -> None:
         process.wait(_STOP_TIMEOUT_S)
         process.stdout.close()
         signal.signal(signal.SIGTERM, before)
-    # it is not meant to end, and vLLM says 0 after its engine has died
-    raise TrainingError(f"the server ended by itself, with exit code {code}; why is said above")
+    # an error even for code 0, with which vLLM exits after its engine has died
+    raise TrainingError(f"the server exited with code {code}; see its output above")

@@ -1,4 +1,4 @@
-"""A Slurm batch script for a run on several machines: one torchrun per training node, and vLLM servers on others."""
+"""Generate a Slurm batch script: one torchrun per training node, and vLLM servers on rollout nodes."""
 
 import math
 import re
@@ -13,16 +13,16 @@ from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
 from cohort.plan.rollout_engine import plan_engine, set_engine
 from cohort.plan.split import split_gpus
-from cohort.stopping import LATER_S, SIGNALS
+from cohort.stopping import LAUNCHER_GRACE_S, SIGNALS
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]*")
-# Between the signal and the time limit, beside `hardware.grace_s`: until all ranks have heard of it and have ended.
+# Extra time between the signal and the time limit, beside `hardware.grace_s`, for all ranks to notice and exit.
 _SLURM_LATE_S = 60
-# Once enough nodes are there, how long a restart waits for the others that may still come.
+# How long a restart waits for more nodes once the minimum has joined.
 _LAST_CALL_S = 60
-# Servers end before training only where they cannot be started.
+# Servers only end before training if they fail to start.
 _END_OF_BOTH = """ &
 status=0
 wait -n || status=$?
@@ -34,33 +34,33 @@ exit "$status"\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """What the cluster is asked for. Each field is the option of `cohort launch slurm` of that name."""
+    """Options of `cohort launch slurm`, by name."""
 
     nodes: int
-    gpus_per_node: int | None = None  # None: 8, or 0 where hardware.device is cpu
+    gpus_per_node: int | None = None  # None: 8, or 0 with hardware.device: cpu
     time: str = "24:00:00"
     partition: str | None = None
     account: str | None = None
     job_name: str = "cohort"
-    max_restarts: int = 3  # of all ranks, after one of them failed
-    min_nodes: int | None = None  # None: all nodes; fewer: a restart goes on without the nodes that were lost
-    rollout_nodes: int = 0  # that only sample, besides `nodes`
+    max_restarts: int = 3  # of all ranks, after one failed
+    min_nodes: int | None = None  # None: all nodes; fewer: a restart continues without lost nodes
+    rollout_nodes: int = 0  # nodes for vLLM servers, in addition to `nodes`
     port: int = 29500
 
 
 def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str], options: SlurmOptions) -> str:
-    """The text of an sbatch script that trains as `config` says.
+    """Return the text of an sbatch script that trains as configured.
 
-    It names this Python's environment and the working directory, in which it is to have the same meaning.
+    It uses this Python's environment and the current working directory.
 
     Args:
-        config: what `config_path` with `overrides` comes to.
-        config_path: YAML file, which every rank reads.
-        overrides: `key.sub=value`, handed on to every rank.
-        options: what the cluster is asked for.
+        config: the configuration in `config_path` with `overrides`.
+        config_path: YAML file, read by every rank.
+        overrides: `key.sub=value`, passed to every rank.
+        options: resources to request.
 
     Raises:
-        UserError: an option does not fit, by itself or with the configuration.
+        UserError: an option is invalid, by itself or with the configuration.
     """
     _check_options(options)
     gpus = _gpus_per_node(config, options)
@@ -69,7 +69,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
         config = set_engine(config, "vllm")
         arguments.append("rollout.engine=vllm")
     elif options.nodes > 1 and config.rollout.engine == "auto":
-        config = set_engine(config, "local")  # as the run would decide, whichever nodes it begins with
+        config = set_engine(config, "local")  # fixed here, so that it does not depend on the nodes of a start
         arguments.append("rollout.engine=local")
     _check_restarts(config, options)
     if _splits_its_gpus(config, options, gpus):
@@ -96,14 +96,14 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
 
 
 def _splits_its_gpus(config: Config, options: SlurmOptions, gpus: int) -> bool:
-    """Whether the run is on one node, whose GPUs train and sample in servers of their own, or may."""
+    """Whether the run is on one node and may split its GPUs between training and its own servers."""
     rollout = config.rollout
     may_have_servers = rollout.engine == "auto" or (rollout.uses_servers and not rollout.urls)
     return may_have_servers and gpus > 0 and options.nodes == 1 and options.rollout_nodes == 0
 
 
 def _check_split(config: Config, gpus: int) -> None:
-    """Refuse numbers that do not go with a node's GPUs.
+    """Check that the node's GPUs suffice for the configured split.
 
     Raises:
         UserError: names the number that is too large.
@@ -116,7 +116,7 @@ def _check_split(config: Config, gpus: int) -> None:
 
 
 def _ranks_per_node(config: Config, gpus: int) -> int:
-    """Training processes of each node: `hardware.processes`, by default one per GPU.
+    """Return the training processes per node: `hardware.processes`, by default one per GPU.
 
     Raises:
         UserError: a node has fewer GPUs.
@@ -135,7 +135,7 @@ def _ranks_per_node(config: Config, gpus: int) -> int:
 def _who_trains_and_samples(
     config: Config, options: SlurmOptions, rollout: RolloutNodes | None, gpus: int, ranks_per_node: int
 ) -> list[str]:
-    """Lines of the script's comments."""
+    """Return comment lines that say which nodes train and which sample."""
     each = f"{gpus} GPUs" if gpus else "no GPUs"
     if rollout is not None:
         samples = rollout.header(gpus)
@@ -153,7 +153,7 @@ def _who_trains_and_samples(
 
 
 def _directives(options: SlurmOptions, gpus: int, *, grace_s: float | None) -> str:
-    """What sbatch reads; `grace_s` is how long a run takes to save when it is told to end, None where it does not."""
+    """Return the #SBATCH lines. `grace_s`: time to save after a signal; None if the run does not save."""
     elastic = _min_nodes(options) < options.nodes
     lines = [
         f"--job-name={options.job_name}",
@@ -173,12 +173,12 @@ def _directives(options: SlurmOptions, gpus: int, *, grace_s: float | None) -> s
     ]
     advice = (
         """\
-# Before the time limit the run saves and ends; at preemption too, where the partition's GraceTime is longer than
-# hardware.grace_s. After preemption, or the loss of a node that ends the job, Slurm starts the script again, and the
-# run goes on from its last checkpoint; after the time limit, submit the script again."""
+# The run saves and exits before the time limit, and at preemption if the partition's GraceTime exceeds
+# hardware.grace_s. After preemption, or the loss of a node that ends the job, Slurm requeues the script, and the run
+# resumes from its last checkpoint; after the time limit, submit the script again."""
         if grace_s is not None
         else """\
-# run.checkpoint_every is 0: the run cannot go on after it was killed, so that Slurm is not to start it again."""
+# run.checkpoint_every is 0: a killed run cannot be resumed, so Slurm must not requeue it."""
     )
     return "\n".join([*(f"#SBATCH {line}" for line in lines if line), advice])
 
@@ -192,19 +192,19 @@ run_dir={shlex.quote(config.run.dir)}
 export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"
 cd {shlex.quote(str(Path.cwd()))}
 
-# Ranks that wait must sleep, and share the node's cores.
+# Waiting ranks must sleep, not spin; ranks share the node's cores.
 export OMP_WAIT_POLICY="${{OMP_WAIT_POLICY:-PASSIVE}}"
 cores=$(( ${{SLURM_CPUS_ON_NODE:-1}} / {ranks_per_node} ))
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}}"
-# Each start of the ranks meets at a port of its own, of whichever node has rank 0 then.
+# Each start of the ranks uses a new port on the node of rank 0.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# The launchers give the ranks hardware.grace_s to save when they are told to end.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(config.hardware.grace_s) + LATER_S}
-# Every rank is connected with every other one, several times.
+# When terminated, the launchers give the ranks hardware.grace_s to save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(config.hardware.grace_s) + LAUNCHER_GRACE_S}
+# Every rank has several connections to every other one.
 ulimit -n "$(ulimit -Hn)" || true
-# Where nodes have several networks: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=...
+# For nodes with several networks: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=...
 
-# run.dir must be on a file system that all nodes share: each rank writes its part of a checkpoint.
+# run.dir must be on a shared file system: each rank writes its part of a checkpoint.
 probe="$run_dir/.shared-$SLURM_JOB_ID"
 mkdir -p -- "$run_dir"
 trap 'rm -f -- "$probe"' EXIT
@@ -230,10 +230,10 @@ def _launch(
     if min_nodes < options.nodes:
         deadlines += f",last_call_timeout={_LAST_CALL_S}"
         step = "--no-kill --kill-on-bad-exit=0 --wait=0"
-        loss = "# The others restart without a node that is lost. The first one must stay, since they meet there."
+        loss = "# The others restart without a lost node. The first node must survive: it hosts the rendezvous."
     else:
         step = "--kill-on-bad-exit=1"
-        loss = "# A node that gives up ends the job: --min-nodes would let the others go on without it."
+        loss = "# A failed node ends the job; with --min-nodes the others would continue without it."
     words = ["-m cohort.train", '"$config"', *map(shlex.quote, arguments)]
     servers, end = "", ""
     if rollout is not None:
@@ -243,7 +243,7 @@ def _launch(
         end = _END_OF_BOTH
     training = " ".join(words)
     return f"""\
-# The ranks meet at the first node of the allocation.
+# The first node of the allocation hosts the rendezvous.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first_node="${{nodes%%$'\\n'*}}"
 {servers}
@@ -262,7 +262,7 @@ launcher=(
 training=({training})
 
 {loss}
-# The one task of a node is the launcher of all its ranks, which use all of the node's cores.
+# One task per node launches all of its ranks, which use all of the node's cores.
 srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"{end}
 """
 
@@ -270,8 +270,8 @@ srun {step} --cpu-bind=none "${{launcher[@]}}" "${{training[@]}}"{end}
 def _launch_on_one_node(arguments: Sequence[str]) -> str:
     words = " ".join(map(shlex.quote, arguments))
     return f"""\
-# One process starts the others: those that train, one for each of their GPUs, and the vLLM servers on the other GPUs,
-# or on the same ones. It starts all of them again where one fails.
+# One process starts the others: one training process per training GPU, and the vLLM servers on the other GPUs, or on
+# the same ones. It restarts all of them if one fails.
 srun --kill-on-bad-exit=1 --cpu-bind=none cohort train "$config" {words}
 """
 
@@ -281,7 +281,7 @@ def _min_nodes(options: SlurmOptions) -> int:
 
 
 def _check_options(options: SlurmOptions) -> None:
-    """Refuse values that no configuration could make right."""
+    """Reject option values that are invalid with any configuration."""
     for name, value, least in (
         ("nodes", options.nodes, 1),
         ("gpus-per-node", options.gpus_per_node, 0),
@@ -315,10 +315,10 @@ def _check_options(options: SlurmOptions) -> None:
 
 
 def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
-    """GPUs of a node that are trained on.
+    """Return the GPUs per node.
 
     Raises:
-        UserError: `hardware.device` says something else.
+        UserError: contradicts `hardware.device`.
     """
     device, gpus = config.hardware.device, options.gpus_per_node
     if gpus is None:
@@ -340,7 +340,7 @@ def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
 
 
 def _check_restarts(config: Config, options: SlurmOptions) -> None:
-    """Refuse restarts that would begin anew, and fewer nodes without a restart."""
+    """Reject restarts without checkpoints, and fewer nodes without restarts."""
     if options.max_restarts > 0 and config.run.checkpoint_every == 0:
         raise UserError(
             f"run.checkpoint_every: 0 with --max-restarts: {options.max_restarts}: a restart goes on from the last "

@@ -1,4 +1,4 @@
-"""The part of the batch script for Slurm that starts vLLM servers on nodes of their own."""
+"""The part of the Slurm batch script that starts vLLM servers on rollout nodes."""
 
 import shlex
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _PAUSE_S = 10  # between the end of a server and its next start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutNodes:
-    """The last nodes of an allocation, which only sample."""
+    """The last nodes of an allocation, which only run vLLM servers."""
 
     num_nodes: int
     servers_per_node: int
@@ -21,11 +21,11 @@ class RolloutNodes:
 
     @property
     def num_servers(self) -> int:
-        """On all of them."""
+        """Servers on all rollout nodes."""
         return self.num_nodes * self.servers_per_node
 
     def header(self, gpus_per_node: int) -> str:
-        """A line of the script's comments."""
+        """Return a comment line that describes the nodes."""
         each = f"{gpus_per_node} GPUs" if gpus_per_node else "no GPUs"
         return (
             f"Rollout nodes: {self.num_nodes}, with {each} and {self.servers_per_node} vLLM servers each: "
@@ -34,16 +34,16 @@ class RolloutNodes:
 
 
 def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gpus_left: int) -> RolloutNodes | None:
-    """The servers of `--rollout-nodes`; None where there are no such nodes.
+    """Plan the servers of `--rollout-nodes`; None if there are no such nodes.
 
     Args:
-        config: of the run.
-        num_nodes: that only sample.
-        gpus_per_node: of every node.
-        gpus_left: of a training node, on which no rank trains.
+        config: configuration of the run.
+        num_nodes: number of rollout nodes.
+        gpus_per_node: GPUs of every node.
+        gpus_left: GPUs of a training node without a rank.
 
     Raises:
-        UserError: the configuration says something else, or lacks servers.
+        UserError: contradicts the configuration, or leaves the run without servers.
     """
     rollout = config.rollout
     if num_nodes < 0:
@@ -106,7 +106,7 @@ def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> R
 
 
 def training_overrides(config: Config) -> list[str]:
-    """Put what is said of the servers back to its default, since it has no effect on ranks that are given addresses."""
+    """Reset keys of the run's own servers to defaults: they have no effect on ranks that are given addresses."""
     rollout = config.rollout
     assert rollout.uses_servers
     fields = type(rollout).model_fields
@@ -116,11 +116,11 @@ def training_overrides(config: Config) -> list[str]:
 
 
 def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Sequence[str]) -> str:
-    """Lines of the script that start the servers, and name them in `urls`.
+    """Return the script lines that start the servers and set `urls`.
 
     Args:
-        nodes: on which.
-        num_training_nodes: the nodes before them.
+        nodes: rollout nodes.
+        num_training_nodes: number of nodes before them.
         overrides: `key.sub=value` of the configuration.
     """
     arguments = " ".join(['"$config"', *map(shlex.quote, overrides)])
@@ -128,9 +128,9 @@ def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Se
 training_nodes=$(head -n {num_training_nodes} <<< "$nodes" | paste -sd,)
 rollout_nodes=$(tail -n {nodes.num_nodes} <<< "$nodes" | paste -sd,)
 
-# vLLM servers on the last nodes, which end with the job. A server that ends is started again, and gets the current
-# weights from the trainer, which gives up after rollout.max_server_failures.
-# There is no password: whoever reaches the ports from {_FIRST_PORT} on of these nodes can replace the servers' weights.
+# vLLM servers on the last nodes; they end with the job. A server that exits is restarted and gets the current weights
+# from the trainer, which gives up after rollout.max_server_failures.
+# No authentication: anyone who can reach these nodes' ports from {_FIRST_PORT} on can replace the servers' weights.
 urls=""
 for node in ${{rollout_nodes//,/ }}; do
     for (( i = 0; i < {nodes.servers_per_node}; i++ )); do
@@ -139,14 +139,14 @@ for node in ${{rollout_nodes//,/ }}; do
 done
 srun --nodes={nodes.num_nodes} --ntasks={nodes.num_nodes} --nodelist="$rollout_nodes" \\
     --kill-on-bad-exit=1 --cpu-bind=none bash -c '
-    trap "" USR1  # that is for the training ranks, which save
+    trap "" USR1  # meant for the training ranks, which save
     for (( i = 0; i < {nodes.servers_per_node}; i++ )); do
         first_gpu=$(( i * {nodes.gpus_per_server} ))
         export CUDA_VISIBLE_DEVICES=$(seq -s, "$first_gpu" $(( first_gpu + {nodes.gpus_per_server} - 1 )))
         while true; do
             status=0
             cohort serve "$@" --host 0.0.0.0 --port $(( {_FIRST_PORT} + i )) || status=$?
-            (( status == 2 )) && exit 2  # a mistake: the next start would fail as well
+            (( status == 2 )) && exit 2  # a user error: another start would fail too
             sleep {_PAUSE_S}
         done &
     done

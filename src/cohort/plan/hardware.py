@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from cohort.config.hardware import MOST_PROCESSES
+from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.sizes import parse_size
 from cohort.errors import UserError
 from cohort.plan.calibration import Calibration, cpu_name, find_calibration, local_calibration
@@ -116,8 +116,8 @@ def local_cpu(
 
 def _check_numbers(gpus: int, nodes: int) -> None:
     for option, number in (("--gpus", gpus), ("--nodes", nodes)):
-        if not 1 <= number <= MOST_PROCESSES:
-            raise UserError(f"{option}: {number} must be a whole number from 1 to {MOST_PROCESSES:,}")
+        if not 1 <= number <= MAX_PROCESSES:
+            raise UserError(f"{option}: {number} must be a whole number from 1 to {MAX_PROCESSES:,}")
 
 
 def parse_bytes(text: str, *, option: str) -> int:

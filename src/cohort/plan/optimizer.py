@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from cohort.config import AdafactorConfig, Adamw8bitConfig, MuonConfig, OptimConfig, SgdConfig
-from cohort.config.optim import RoundedConfig
+from cohort.config.optim import StochasticRoundingConfig
 from cohort.errors import UserError
 
 _LARGE, _BLOCK = 4096, 256  # torchao: smallest tensor with 8-bit moments; elements per float32 scale
@@ -34,7 +34,7 @@ def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, b
         by_muon: With Muon, whether Muon's own rule updates it: a matrix inside a layer.
     """
     size = math.prod(shape)
-    if isinstance(config, RoundedConfig) and config.stochastic_rounding:
+    if isinstance(config, StochasticRoundingConfig) and config.stochastic_rounding:
         bytes_each = max(4, bytes_each)  # only the weights are narrow
     match config:
         case Adamw8bitConfig() if size >= _LARGE and size % _BLOCK == 0:

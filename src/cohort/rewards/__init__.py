@@ -1,7 +1,7 @@
 """Reward functions: (prompts, completions, dataset columns) -> one number or None per completion.
 
-`build_rewards` finds and checks them before any model is loaded; `RewardRunner` calls them with TRL's signature,
-under deadlines, and validates what they return. Built in are `math`, `exact` and `format`.
+`build_rewards` loads and checks them before any model is loaded. `RewardRunner` calls them with TRL's signature, under
+deadlines, and validates their results. Built in: `math`, `exact`, `format` and `overlong`.
 """
 
 from cohort.rewards.function import ChecksArguments, RewardFunction

@@ -1,7 +1,7 @@
-"""Calls reward functions under deadlines, so that a hang is an error and never a hang of the run.
+"""Call reward functions under deadlines: a function that hangs is an error and never hangs the run.
 
-Sync functions run one after the other, each in its own daemon thread. Async functions run together in one event loop
-that lives as long as the runner, so that a client which a function keeps between steps stays usable.
+Sync functions run one after another, each in its own daemon thread. Async functions run concurrently in one event loop
+that lives as long as the runner, so that clients which a function keeps between steps stay usable.
 """
 
 import asyncio
@@ -19,42 +19,42 @@ from typing import Any, Literal
 from cohort import stopping
 from cohort.errors import StopRequested, UserError
 from cohort.rewards.function import RewardFunction
-from cohort.user_code import raised_at, user_line, words_of
+from cohort.user_code import describe_error, error_location, user_line
 
-_LOOP_GRACE_S = 1.0  # for an event loop to report that a deadline has passed, before it counts as blocked
-_INTERPRETER_GRACE_S = 60.0  # for a thread to report that a deadline has passed, before the process is ended
+_LOOP_GRACE_S = 1.0  # after a deadline, until the event loop counts as blocked
+_INTERPRETER_GRACE_S = 60.0  # after a deadline, until the process is ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """How one call ended."""
+class _CallResult:
+    """Result of one call."""
 
     kind: Literal["returned", "raised", "late"]
-    value: Any = None  # returned: the value; raised: the exception; late: the line it was at, or None
+    value: Any = None  # returned: the value; raised: the exception; late: the current line, or None
 
 
 def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], on_thread_start: Callable[[], None] | None) -> Any:
-    """What `reward.function(**arguments)` returns.
+    """Return `reward.function(**arguments)`.
 
     Args:
         reward: has a sync function.
-        arguments: all of its keyword arguments.
+        arguments: all keyword arguments.
         on_thread_start: called first in the function's thread.
 
     Raises:
         UserError: the function raised, or did not return within `reward.timeout_s`.
-        StopRequested: the run was asked to end; the function is left alone.
+        StopRequested: the run was asked to stop; the function is abandoned.
     """
-    outcomes: list[_Outcome] = []
+    results: list[_CallResult] = []
     ended = threading.Event()
 
     def work() -> None:
         try:
             if on_thread_start is not None:
                 on_thread_start()
-            outcomes.append(_Outcome(kind="returned", value=reward.function(**arguments)))
+            results.append(_CallResult(kind="returned", value=reward.function(**arguments)))
         except BaseException as error:  # SystemExit too: the thread would swallow it
-            outcomes.append(_Outcome(kind="raised", value=error))
+            results.append(_CallResult(kind="raised", value=error))
         finally:
             ended.set()
 
@@ -62,16 +62,16 @@ def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], on_thread_st
     thread = threading.Thread(target=work, name=f"reward {reward.name}", daemon=True)
     with _interpreter_watchdog(reward.timeout_s + _INTERPRETER_GRACE_S):
         thread.start()
-        stopping.patiently(ended.wait, reward.timeout_s)
-    outcome = outcomes[0] if outcomes else _Outcome(kind="late", value=_line_of_thread(thread))
-    return _value_of(reward, outcome)
+        stopping.wait_or_stop(ended.wait, reward.timeout_s)
+    result = results[0] if results else _CallResult(kind="late", value=_line_of_thread(thread))
+    return _value_of(reward, result)
 
 
 class AsyncCaller:
-    """One event loop in a daemon thread, started at the first call and stopped with this object."""
+    """An event loop in a daemon thread, started at the first call and stopped with this object."""
 
     def __init__(self, on_thread_start: Callable[[], None] | None = None) -> None:
-        """Starts nothing yet.
+        """The loop is started later, by the first call.
 
         Args:
             on_thread_start: called first in the loop's thread.
@@ -81,37 +81,37 @@ class AsyncCaller:
         self._thread: threading.Thread | None = None
 
     def call_all(self, calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]]) -> list[Any]:
-        """What each async function returns; they run together.
+        """Run async functions concurrently and return their results.
 
         Raises:
-            UserError: a function raised, did not finish within its `timeout_s`, or blocked the loop.
-            StopRequested: the run was asked to end.
+            UserError: a function raised, missed its `timeout_s`, or blocked the loop.
+            StopRequested: the run was asked to stop.
         """
         loop, thread = self._running_loop()
         longest_s = max(reward.timeout_s for reward, _ in calls)
         with _interpreter_watchdog(longest_s + _INTERPRETER_GRACE_S):
             future = asyncio.run_coroutine_threadsafe(_run_together(calls), loop)
             try:
-                came = stopping.patiently(lambda s: bool(wait([future], s).done), longest_s + _LOOP_GRACE_S)
+                finished = stopping.wait_or_stop(lambda s: bool(wait([future], s).done), longest_s + _LOOP_GRACE_S)
             except StopRequested:
                 future.cancel()
                 raise
-            if not came:
-                # Nothing came back although every task has its own deadline: one of them blocks the loop.
+            if not finished:
+                # Every task has its own deadline, so one of them must be blocking the loop.
                 names = ", ".join(repr(reward.name) for reward, _ in calls)
                 raise UserError(
                     f"async reward {names}: not finished within the deadline of {longest_s:g} s "
                     f"(rewards[i].timeout_s), because the event loop is blocked{_at(_line_of_thread(thread))}. "
-                    "An async function must await what takes long; make it a plain `def` otherwise."
+                    "Await slow operations, or make the function a plain `def`."
                 )
-        outcomes = future.result()
-        return [_value_of(reward, outcome) for (reward, _), outcome in zip(calls, outcomes, strict=True)]
+        results = future.result()
+        return [_value_of(reward, result) for (reward, _), result in zip(calls, results, strict=True)]
 
     def _running_loop(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
         if self._loop is None or self._thread is None:
             loop = asyncio.new_event_loop()
-            # Every outcome is collected below. What is left to report is a late function that would not be cancelled
-            # and is still pending when the process ends, which has been an error long before.
+            # Every result is collected below. The handler would only report late functions that ignored cancellation
+            # and are pending at exit; they have already raised an error.
             loop.set_exception_handler(lambda _loop, _context: None)
             on_thread_start = self._on_thread_start
 
@@ -127,41 +127,41 @@ class AsyncCaller:
         return self._loop, self._thread
 
 
-async def _run_together(calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]]) -> list[_Outcome]:
+async def _run_together(calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]]) -> list[_CallResult]:
     return await asyncio.gather(*(_run_one(reward, arguments) for reward, arguments in calls))
 
 
-async def _run_one(reward: RewardFunction, arguments: Mapping[str, Any]) -> _Outcome:
-    async def guarded() -> _Outcome:
+async def _run_one(reward: RewardFunction, arguments: Mapping[str, Any]) -> _CallResult:
+    async def guarded() -> _CallResult:
         try:
-            return _Outcome(kind="returned", value=await reward.function(**arguments))
+            return _CallResult(kind="returned", value=await reward.function(**arguments))
         except BaseException as error:  # SystemExit would end the loop
-            return _Outcome(kind="raised", value=error)
+            return _CallResult(kind="raised", value=error)
 
     _show_in_stacks(guarded, reward)
     task = asyncio.create_task(guarded())
-    # Not asyncio.wait_for: its TimeoutError looks like one that the function raised, and it waits for a task that
-    # does not let itself be cancelled.
+    # Not asyncio.wait_for: its TimeoutError looks like one raised by the function, and it waits for tasks that ignore
+    # cancellation.
     done, _ = await asyncio.wait({task}, timeout=reward.timeout_s)
     if done:
         return task.result()
     line = _line_of_coroutine(task.get_coro())
     task.cancel()
-    return _Outcome(kind="late", value=line)
+    return _CallResult(kind="late", value=line)
 
 
-def _value_of(reward: RewardFunction, outcome: _Outcome) -> Any:
-    if outcome.kind == "returned":
-        return outcome.value
-    if outcome.kind == "late":
+def _value_of(reward: RewardFunction, result: _CallResult) -> Any:
+    if result.kind == "returned":
+        return result.value
+    if result.kind == "late":
         raise UserError(
             f"reward {reward.name!r}: not finished within its deadline of {reward.timeout_s:g} s"
-            f"{_at(outcome.value)}. Make it faster, or raise rewards[i].timeout_s."
+            f"{_at(result.value)}. Make it faster, or increase rewards[i].timeout_s."
         )
-    error = outcome.value
-    if isinstance(error, UserError):  # a built-in reward: its text is complete
+    error = result.value
+    if isinstance(error, UserError):  # from a built-in reward: its message is complete
         raise UserError(f"reward {reward.name!r}: {error}") from error
-    raise UserError(f"reward {reward.name!r} raised {words_of(error)} (at {raised_at(error)})") from error
+    raise UserError(f"reward {reward.name!r} raised {describe_error(error)} (at {error_location(error)})") from error
 
 
 def _at(line: str | None) -> str:
@@ -169,7 +169,7 @@ def _at(line: str | None) -> str:
 
 
 def _show_in_stacks(caller: Any, reward: RewardFunction) -> None:
-    """Name the reward in the stacks of faulthandler, which are all that is left of a process that it ends."""
+    """Name the reward in faulthandler's stacks, the only trace of a process that faulthandler ends."""
     caller.__code__ = caller.__code__.replace(co_name=f"reward {reward.name!r}")
 
 
@@ -179,7 +179,7 @@ def _line_of_thread(thread: threading.Thread) -> str | None:
 
 
 def _line_of_coroutine(coroutine: Any) -> str | None:
-    """Where a suspended coroutine is; a task's own stack shows the outermost frame only."""
+    """Return the current line of a suspended coroutine; a task's own stack only has the outermost frame."""
     frames: list[traceback.FrameSummary] = []
     while getattr(coroutine, "cr_frame", None) is not None:
         frames += traceback.extract_stack(coroutine.cr_frame, limit=1)
@@ -189,10 +189,11 @@ def _line_of_coroutine(coroutine: Any) -> str | None:
 
 @contextlib.contextmanager
 def _interpreter_watchdog(limit_s: float) -> Iterator[None]:
-    """Ends the process with a traceback of every thread if the interpreter itself stands still for `limit_s`.
+    """End the process with all threads' tracebacks if the interpreter itself blocks for `limit_s`.
 
-    A regular expression that backtracks for ever, or an extension that keeps the interpreter lock, stops every
-    thread, the one that watches the deadline included. Only a timer outside of the interpreter can end that.
+    A catastrophically backtracking regular expression, or an extension that holds the GIL, stops every thread,
+    including
+    the one watching the deadline. Only a timer outside the interpreter can end that.
     """
     if sys.__stderr__ is None:
         yield

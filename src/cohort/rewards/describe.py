@@ -1,20 +1,20 @@
-"""Words for messages: the text of a completion, and excerpts."""
+"""Text of completions and excerpts of values, for messages."""
 
 from typing import Any
 
 
 def completion_text(completion: Any) -> str:
-    """The text of one completion, whether it is a string or a list of messages.
+    """Return the text of a completion, given as a string or a list of messages.
 
     Args:
-        completion: what a reward function gets: a string, or `[{"role": "assistant", "content": text}]`.
+        completion: as passed to reward functions: a string, or `[{"role": "assistant", "content": text}]`.
     """
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def excerpt(value: object, limit: int = 80) -> str:
-    """`repr(value)` on one line, with the middle left out where it is longer than `limit` characters."""
-    # A long string is cut before repr, so that a completion of a megabyte costs nothing here.
+    """Return `repr(value)` on one line, with the middle omitted if it is longer than `limit` characters."""
+    # Truncate long strings before repr, so that a completion of a megabyte is cheap.
     if isinstance(value, str) and len(value) > 2 * limit:
         value = value[:limit] + value[-limit:]
     try:

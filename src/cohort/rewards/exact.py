@@ -1,4 +1,4 @@
-"""The `exact` reward: 1.0 where the extracted answer is the text of the answer column."""
+"""The `exact` reward: 1.0 if the extracted answer equals the answer column."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from cohort.rewards.patterns import compile_pattern
 
 
 class ExactReward:
-    """1.0 where the extracted answer equals the answer column as text, else 0.0; None where the column is empty.
+    """1.0 if the extracted answer equals the answer column as text, else 0.0; None if the column is empty.
 
     Arguments (in `rewards[i].args`):
-        answer_column: the dataset column with the answer; numbers compare as their text. Default "answer".
-        pattern: a regular expression with one group, which holds the answer; the last match counts, and no match
-            gives 0.0. Default None: the whole completion, without surrounding white space.
+        answer_column: dataset column with the answer; numbers are compared as text. Default "answer".
+        pattern: regular expression with one group, the answer; the last match counts, and no match scores 0.0. Default
+            None: the whole completion, stripped.
     """
 
     __name__ = "exact"
@@ -33,7 +33,7 @@ class ExactReward:
         pattern: str | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """One reward per completion."""
+        """Return one reward per completion."""
         regex = None if pattern is None else compile_pattern(pattern, num_groups=1)
         return [
             None if answer is None else float(_extract(completion_text(completion), regex) == str(answer).strip())

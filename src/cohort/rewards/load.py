@@ -1,4 +1,4 @@
-"""Finds the reward functions that a configuration names, and judges them before any model is loaded."""
+"""Load the configured reward functions and check them before any model is loaded."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,33 +11,34 @@ from cohort.rewards.format import FormatReward
 from cohort.rewards.function import (
     ROLLOUT_NAMES,
     ChecksArguments,
+    KeywordParameters,
     RewardFunction,
-    Wanted,
-    own_arguments,
-    wanted_arguments,
+    keyword_parameters,
+    reward_arguments,
 )
 from cohort.rewards.math import MathReward
 from cohort.rewards.overlong import OverlongReward
-from cohort.user_code import load_function, nearest
+from cohort.user_code import load_function, suggest
 
 BUILTINS = ("exact", "format", "math", "overlong")
-_BUDGET_SHARE = 0.8  # of the deadline that the math reward spends before it leaves the rest unjudged
+_BUDGET_SHARE = 0.8  # of the deadline, after which the math reward leaves the rest unscored
 _FORMS = f"{', '.join(BUILTINS)}, path/to/file.py:function, or package.module:function"
 
 
 def build_rewards(
     configs: Sequence[RewardConfig], *, base_dir: Path, columns: Collection[str], max_completion_tokens: int
 ) -> tuple[RewardFunction, ...]:
-    """The reward functions of a run, loaded and checked. Imports neither torch nor transformers of itself.
+    """Load and check a run's reward functions. Imports neither torch nor transformers.
 
     Args:
-        configs: the section `rewards`.
-        base_dir: folder of the configuration file; relative file names are looked up there first.
-        columns: names of the dataset's columns, the prompt column among them.
-        max_completion_tokens: longest completion of the run.
+        configs: the `rewards` section.
+        base_dir: folder of the configuration file; relative file names are resolved against it first.
+        columns: names of the dataset's columns, including the prompt column.
+        max_completion_tokens: maximum completion length of the run.
 
     Raises:
-        UserError: a function does not load, or cannot be called with what the dataset has; or none of them judges.
+        UserError: a function fails to load, cannot be called with the dataset's columns, or all rewards are shaping
+            only.
     """
     rewards = []
     for i, config in enumerate(configs):
@@ -63,8 +64,8 @@ def build_rewards(
         )
     if all(reward.shapes for reward in rewards):
         raise UserError(
-            f"rewards: {', '.join(repr(r.name) for r in rewards)} only adds to what other rewards judge, and there is "
-            f"no other; add one that judges, such as {{use: math}}"
+            f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
+            f"add one, such as {{use: math}}"
         )
     return tuple(rewards)
 
@@ -77,17 +78,17 @@ def load_reward(
     timeout_s: float = 300.0,
     max_completion_tokens: int = 0,
 ) -> Callable[..., Any]:
-    """The callable that `use` names.
+    """Return the callable named by `use`.
 
     Args:
         use: a built-in's name, `path/to/file.py:name`, or `package.module:name`.
-        base_dir: folder of the configuration file; a file is looked up there and then in the working directory.
-        field: what to call this setting in messages.
+        base_dir: folder of the configuration file; files are resolved against it, then the working directory.
+        field: name of this setting in messages.
         timeout_s: deadline of a call; the math reward keeps within it.
-        max_completion_tokens: longest completion of the run, for the overlong reward.
+        max_completion_tokens: maximum completion length of the run, for the overlong reward.
 
     Raises:
-        UserError: no such built-in, file, module or name in it; it does not import; or it is not callable.
+        UserError: no such built-in, file, module or name; an import error; or the object is not callable.
     """
     if ":" not in use:
         return _builtin(use, field=field, timeout_s=timeout_s, max_completion_tokens=max_completion_tokens)
@@ -102,40 +103,40 @@ def check_columns(
     columns: Collection[str],
     field: str = "rewards[0]",
 ) -> None:
-    """Checks that the function can be called with what there is: rollouts, dataset columns and its own arguments.
+    """Check that a function can be called with rollouts, dataset columns and its own arguments.
 
     Args:
         function: a reward function.
-        name: what to call it in messages.
+        name: its name in messages.
         args: its extra keyword arguments.
-        columns: names of the dataset's columns, the prompt column among them.
-        field: what to call its settings in messages.
+        columns: names of the dataset's columns, including the prompt column.
+        field: name of its settings in messages.
 
     Raises:
-        UserError: a required parameter that nothing fills, an argument that the function does not take, an argument
-            with the name of a column, or an argument that does not work.
+        UserError: a required parameter that nothing provides, an unknown argument, an argument with the name of a
+            column, or an invalid argument.
     """
     try:
-        wanted = wanted_arguments(function)
+        parameters = keyword_parameters(function)
     except ValueError as error:
         raise UserError(
             f"{field}.use: the signature of reward {name!r} cannot be read ({error}); wrap it in a `def`"
         ) from error
-    if wanted.positional_only:
+    if parameters.positional_only:
         raise UserError(
-            f"{field}.use: reward {name!r} takes {wanted.positional_only[0]!r} by position only; every argument is "
+            f"{field}.use: reward {name!r} takes {parameters.positional_only[0]!r} by position only, but arguments are "
             "passed by keyword"
         )
     for arg in args:
         if arg in ROLLOUT_NAMES:
-            raise UserError(f"{field}.args: {arg!r} is always passed to reward {name!r} by the run; remove it here")
-        if arg in columns and arg not in own_arguments(function):
+            raise UserError(f"{field}.args: {arg!r} is always passed to reward {name!r}; remove it")
+        if arg in columns and arg not in reward_arguments(function):
             raise UserError(
-                f"{field}.args: {arg!r} is a column of the dataset too, so reward {name!r} would get two values for "
+                f"{field}.args: {arg!r} is also a column of the dataset, so reward {name!r} would get two values for "
                 "it; rename one of them"
             )
-    _check_arguments_taken(function, wanted, name, args, field)
-    _check_filled(function, wanted, name, args, columns, field)
+    _check_arguments_taken(function, parameters, name, args, field)
+    _check_filled(function, parameters, name, args, columns, field)
 
 
 def _builtin(use: str, *, field: str, timeout_s: float, max_completion_tokens: int) -> Callable[..., Any]:
@@ -149,31 +150,31 @@ def _builtin(use: str, *, field: str, timeout_s: float, max_completion_tokens: i
         case "overlong":
             return OverlongReward(max_completion_tokens)
     if use.endswith(".py"):
-        raise UserError(f"{field}: {use!r} names a file but no function in it; write '{use}:function'")
-    raise UserError(f"{field}: no built-in reward {use!r}. {nearest(use, BUILTINS, 'Built in')} What works: {_FORMS}")
+        raise UserError(f"{field}: {use!r} names a file but no function; write '{use}:function'")
+    raise UserError(f"{field}: no built-in reward {use!r}. {suggest(use, BUILTINS, 'Built in')} What works: {_FORMS}")
 
 
 def _check_arguments_taken(
-    function: Callable[..., Any], wanted: Wanted, name: str, args: Mapping[str, Any], field: str
+    function: Callable[..., Any], parameters: KeywordParameters, name: str, args: Mapping[str, Any], field: str
 ) -> None:
-    own = own_arguments(function)
-    taken = own or wanted.names - set(ROLLOUT_NAMES)
+    own = reward_arguments(function)
+    taken = own or parameters.names - set(ROLLOUT_NAMES)
     for arg in args:
-        if arg not in taken and (own or not wanted.takes_any):
+        if arg not in taken and (own or not parameters.has_var_keyword):
             raise UserError(
-                f"{field}.args: reward {name!r} takes no argument {arg!r}. {nearest(arg, taken, 'It takes')}"
+                f"{field}.args: reward {name!r} takes no argument {arg!r}. {suggest(arg, taken, 'It takes')}"
             )
 
 
 def _check_filled(
     function: Callable[..., Any],
-    wanted: Wanted,
+    parameters: KeywordParameters,
     name: str,
     args: Mapping[str, Any],
     columns: Collection[str],
     field: str,
 ) -> None:
-    required = [(p, f"its parameter {p!r}") for p in wanted.required]
+    required = [(p, f"its parameter {p!r}") for p in parameters.required]
     if isinstance(function, ChecksArguments):
         try:
             needed = function.required_columns(**args)
@@ -185,7 +186,7 @@ def _check_filled(
         if parameter not in available:
             raise UserError(
                 f"{field}: reward {name!r} needs {described}, which is neither a column of the dataset nor in "
-                f"{field}.args. {nearest(parameter, columns, 'Columns')} Besides columns there are "
+                f"{field}.args. {suggest(parameter, columns, 'Columns')} Also available: "
                 f"{', '.join(ROLLOUT_NAMES)}"
             )
 

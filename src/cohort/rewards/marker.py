@@ -1,6 +1,6 @@
-"""Where a reward function is, in a file that outlives the process.
+"""Record in a file which reward function is running, so that a crash can be attributed at the next start.
 
-A function that segfaults, aborts or calls `os._exit` ends the run without a word. The next start says where that was.
+A function that segfaults, aborts or calls `os._exit` ends the run without an error message.
 """
 
 import mmap
@@ -10,22 +10,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar
 
-from cohort.stopping import cleaning_up
+from cohort.stopping import on_kill
 
 T = TypeVar("T")
-_HEAD = struct.Struct("<qq")  # how many completions it has looked at, or which was the last; of how many
+_HEAD = struct.Struct("<qq")  # number of the last completion read, total
 _BYTES = 4096
 
 
 class RewardMarker:
-    """The file. It is there while a function runs, and stays when the process ends inside of it."""
+    """The marker file. It exists while a function runs, and remains if the process dies inside it."""
 
     def __init__(self, file: Path):
         """`file` is in the run's folder."""
         self._file = file
 
-    def left_behind(self) -> str | None:
-        """In which function the last process ended, in words, once; None where it ended elsewhere."""
+    def last_crash(self) -> str | None:
+        """Describe, once, the function in which the last process died; None if it did not."""
         try:
             data = self._file.read_bytes()
             self._file.unlink()
@@ -33,24 +33,24 @@ class RewardMarker:
             what = data[_HEAD.size :].rstrip(b"\0").decode("utf-8", "replace")
         except (FileNotFoundError, struct.error):
             return None
-        looked = f"; the last completion that it looked at was number {number} of {total}" if number else ""
-        return f"the last process ended inside {what}{looked}"
+        progress = f"; the last completion it read was number {number} of {total}" if number else ""
+        return f"the last process died inside {what}{progress}"
 
     @contextmanager
-    def inside(self, what: str, num_completions: int) -> Iterator[Callable[[list[T]], list[T]]]:
-        """Inside, a function runs. What this gives makes a list whose readers leave a trace of how far they are.
+    def mark(self, what: str, num_completions: int) -> Iterator[Callable[[list[T]], list[T]]]:
+        """Mark a function as running. Yields a function that wraps a list to record which entry was last read.
 
         Args:
-            what: the function, and when.
-            num_completions: that it gets.
+            what: the function and the phase of the run.
+            num_completions: completions passed to it.
         """
         text = what.encode()[: _BYTES - _HEAD.size]
         with ExitStack() as at_the_end:
             memory = None
-            with suppress(OSError):  # a full disk is told by what has to be written
+            with suppress(OSError):  # a full disk is reported by writes that matter
                 self._file.write_bytes((_HEAD.pack(0, num_completions) + text).ljust(_BYTES, b"\0"))
                 at_the_end.callback(self._forget)
-                at_the_end.enter_context(cleaning_up(self._forget))
+                at_the_end.enter_context(on_kill(self._forget))
                 file = at_the_end.enter_context(self._file.open("r+b"))
                 memory = at_the_end.enter_context(mmap.mmap(file.fileno(), _BYTES))
             yield lambda items: items if memory is None else _Watched(items, memory)
@@ -61,7 +61,7 @@ class RewardMarker:
 
 
 class _Watched(list[Any]):
-    """A list that notes in memory, which a file is, the number of the entry that was read last."""
+    """A list that records in a memory-mapped file the number of the entry that was read last."""
 
     def __init__(self, items: list[Any], memory: mmap.mmap):
         super().__init__(items)
@@ -79,8 +79,8 @@ class _Watched(list[Any]):
         return super().__getitem__(at)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(super().__iter__()),)  # for other processes, and copies
+        return list, (list(super().__iter__()),)  # for pickle and copy
 
     def _note(self, number: int) -> None:
-        if not self._memory.closed:  # the function's thread may be left behind
+        if not self._memory.closed:  # an abandoned thread may still be reading
             self._memory[:8] = struct.pack("<q", number)

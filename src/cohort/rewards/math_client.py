@@ -1,4 +1,4 @@
-"""The parent's end of the math worker: one child process, a deadline on every answer, a new child when one dies."""
+"""Client of the math worker: one child process with a deadline per answer, replaced when it dies."""
 
 import contextlib
 import json
@@ -22,18 +22,19 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "cohort.rewards.math_worker")
 
 
 class MathWorker:
-    """Judges answers in a child process, which starts at the first answer and ends with this object.
+    """Grades answers in a child process, which is started for the first answer and ends with this object.
 
-    A child that dies (killed from outside, say) is replaced and its answer judged again, once. A child that passes
-    the deadline is killed. It ends by itself when its standard input closes, so it does not outlive a killed parent.
+    A child that dies (such as killed from outside) is replaced and the answer graded again, once. A child that misses
+    the
+    deadline is killed. It exits when its standard input closes, so it does not outlive a killed parent.
     """
 
     def __init__(self, command: Sequence[str] = WORKER_COMMAND, *, start_timeout_s: float = 120.0) -> None:
-        """Starts nothing yet.
+        """The child is started later, by the first answer.
 
         Args:
             command: speaks JSON lines as `math_worker` does.
-            start_timeout_s: deadline for a child to import what it needs.
+            start_timeout_s: deadline for the child's imports.
         """
         self._command = tuple(command)
         self._start_timeout_s = start_timeout_s
@@ -44,11 +45,11 @@ class MathWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running child, None if there is none."""
+        """Process id of the running child, or None."""
         return self._children[0].process.pid if self._children else None
 
-    def judge(self, gold: str, text: str, *, deadline_s: float) -> Verdict:
-        """The verdict on the answer in `text`: "timeout" past the deadline, "crashed" if two children died of it.
+    def grade(self, gold: str, text: str, *, deadline_s: float) -> Verdict:
+        """Grade the answer in `text`. Returns "timeout" past the deadline, and "crashed" if two children died of it.
 
         Raises:
             UserError: the child does not start.
@@ -68,7 +69,7 @@ class MathWorker:
         return "crashed"
 
     def close(self) -> None:
-        """Ends the child, if there is one."""
+        """Stop the child, if there is one."""
         with self._lock:
             _end_all(self._children)
 
@@ -81,16 +82,16 @@ class MathWorker:
             reply, late = child.exchange(None, self._start_timeout_s)
             if reply is None:
                 _end_all(self._children)
-                why = f"not ready within {self._start_timeout_s:g} s" if late else "it ended at once"
+                why = f"not ready within {self._start_timeout_s:g} s" if late else "it exited immediately"
                 raise UserError(
-                    f"the worker process of the math reward does not start: {why}. Command: "
-                    f"{' '.join(self._command)}. Its last words: {child.last_words()}"
+                    f"the worker process of the math reward failed to start: {why}. Command: "
+                    f"{' '.join(self._command)}. End of its stderr: {child.stderr_tail()}"
                 )
         return self._children[0]
 
 
 class _Child:
-    """One child process."""
+    """A child process."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
@@ -103,10 +104,10 @@ class _Child:
         )
 
     def exchange(self, request: dict[str, Any] | None, deadline_s: float) -> tuple[dict[str, Any] | None, bool]:
-        """Sends a request (None: nothing, it will say that it is ready) and waits for its reply.
+        """Send a request (None: only wait for the ready message) and wait for the reply.
 
         Returns:
-            The reply, None if there is none that is right; and whether the deadline passed, which kills the child.
+            The reply, or None if there is no valid one; and whether the deadline passed, which kills the child.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         with self._killed_after(deadline_s) as passed:
@@ -123,7 +124,7 @@ class _Child:
 
     @contextlib.contextmanager
     def _killed_after(self, deadline_s: float) -> Iterator[threading.Event]:
-        """A timer that kills the child: closed pipes then end any read or write of the parent."""
+        """Kill the child after a deadline: closed pipes then end any read or write of the parent."""
         passed = threading.Event()
 
         def kill() -> None:
@@ -139,22 +140,22 @@ class _Child:
             timer.cancel()
 
     def kill(self) -> None:
-        """Kills the child and all that it started."""
+        """Kill the child and its process group."""
         if self.process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kills the child and gives back its pipes."""
+        """Kill the child and close its pipes."""
         self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what could not be written any more
+                with contextlib.suppress(OSError):  # unwritten data
                     pipe.close()
 
-    def last_words(self) -> str:
-        """The end of its standard error."""
+    def stderr_tail(self) -> str:
+        """Return the end of its standard error."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-600:].strip() or "(none)"
 

@@ -1,8 +1,8 @@
 """The math reward's child process: `python -m cohort.rewards.math_worker`.
 
-It says `{"id": null}` when it is ready. Then each line of standard input is a request
-`{"id": 1, "gold": "1/2", "text": "... \\boxed{0.5}", "deadline_s": 10}`, and each gets one line on standard output,
-`{"id": 1, "verdict": "correct"}`. It ends when standard input closes.
+It writes `{"id": null}` when ready. Then each line of standard input is a request
+`{"id": 1, "gold": "1/2", "text": "... \\boxed{0.5}", "deadline_s": 10}`, answered by one line on standard output,
+`{"id": 1, "verdict": "correct"}`. It exits when standard input closes.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from decimal import Decimal
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-_MEMORY_LIMIT_BYTES = 4 * 2**30  # a tower of powers must not take the training process with it
-_ALARM_GRACE_S = 2.0  # after the parent's deadline, so that the parent kills first while it lives
-# A box counts before all else, then other LaTeX, then a plain number: a model's last word.
+_MEMORY_LIMIT_BYTES = 4 * 2**30  # a tower of powers must not exhaust the machine's memory
+_ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills first
+# A box takes precedence over other LaTeX, and that over a plain number.
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
 _LATEX_WORDS = re.compile(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -29,28 +29,28 @@ _SCIENTIFIC = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}")
 
 
 def main() -> None:
-    """Answers requests until standard input closes."""
+    """Answer requests until standard input closes."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    # The default action of the alarm ends the process inside the kernel: it works while a long computation keeps the
-    # interpreter busy, and when the parent that would have killed this process is gone.
+    # SIGALRM's default action ends the process in the kernel: it works even while a long computation blocks the
+    # interpreter, and if the parent that would have killed this process is gone.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    # Nothing else may write to the pipe: what a library prints goes to standard error.
+    # Keep the pipe clean: what libraries print goes to standard error.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     replies.write('{"id": null}\n')
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_GRACE_S)
-        verdict = judge(request["gold"], request["text"])
+        verdict = grade(request["gold"], request["text"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps({"id": request["id"], "verdict": verdict}) + "\n")
 
 
-def judge(gold: str, text: str) -> str:
-    """Compares the answer in `text` with `gold`.
+def grade(gold: str, text: str) -> str:
+    """Compare the answer in `text` with `gold`.
 
     Returns:
         "correct", "wrong", "answer_unparsable" or "gold_unparsable".

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 
 class OverlongReward:
-    """0.0 up to max_completion_tokens - buffer_tokens, from there linear down to -penalty at max_completion_tokens.
+    """0.0 up to max_completion_tokens - buffer_tokens, then linearly down to -penalty at max_completion_tokens.
 
-    DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, in evaluations too. It
-    is added to the other rewards, times its weight, and judges nothing by itself: a completion that no other reward
-    judges stays unjudged.
+    DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, also in evaluations. It is
+    added
+    to the other rewards, times its weight, and is shaping only: a completion without another score stays unscored.
 
     Arguments (in `rewards[i].args`):
-        buffer_tokens: tokens before the limit over which the penalty grows, at most the limit.
-        penalty: of a completion as long as the limit, above 0. Default 1.0.
+        buffer_tokens: tokens before the limit over which the penalty grows; at most the limit.
+        penalty: penalty at the limit, above 0. Default 1.0.
     """
 
     __name__ = "overlong"
@@ -35,6 +35,6 @@ class OverlongReward:
     def __call__(
         self, completion_ids: Sequence[Sequence[int]], *, buffer_tokens: int, penalty: float = 1.0
     ) -> list[float]:
-        """One reward per completion."""
+        """Return one reward per completion."""
         free = self._limit - buffer_tokens
         return [-penalty * min(max(len(ids) - free, 0) / buffer_tokens, 1.0) for ids in completion_ids]

@@ -1,4 +1,4 @@
-"""Scores whole groups with every reward function, and takes nothing from them that is not a number or None.
+"""Score groups with every reward function and validate the results.
 
 P prompts, G generations per prompt, N completions of the step, R rewards.
 """
@@ -15,18 +15,19 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.describe import excerpt
-from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, own_arguments, wanted_arguments
+from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, keyword_parameters, reward_arguments
 from cohort.rewards.marker import RewardMarker
 
-NOT_JUDGED = math.nan
-LARGEST = 1e30  # the squares of what is larger overflow on the way to the loss
+UNSCORED = math.nan
+LARGEST = 1e30  # squares of larger rewards overflow on the way to the loss
 
 
 class RewardRunner:
-    """Calls each reward function once per step, over all completions of all groups.
+    """Calls each reward function once per step, on all completions of all groups.
 
-    A function gets by keyword what its signature names, or everything if it has `**kwargs`: `prompts`, `completions`,
-    `completion_ids`, the dataset columns and its own `args`, each but the last with one entry per completion.
+    A function gets the keyword arguments in its signature, or everything if it has `**kwargs`: `prompts`,
+    `completions`,
+    `completion_ids` and the dataset columns, each with one entry per completion, and its own `args`.
     """
 
     def __init__(
@@ -37,59 +38,62 @@ class RewardRunner:
         prompt_column: str | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
-        """Gives second and later functions of the same name the suffixes `_2`, `_3`, ...
+        """Functions with the same name get the suffixes `_2`, `_3`, ...
 
         Args:
             functions: at least one.
-            columns: names of the dataset's columns; one that no row of a step has is passed as all None.
-            prompt_column: the one that holds the prompts, passed as the dataset has it.
-            on_thread_start: called first in each thread that runs functions, for what belongs to a thread, as the
-                current CUDA device does.
+            columns: names of the dataset's columns; one missing from all rows of a step is passed as all None.
+            prompt_column: column with the prompts, passed as in the dataset.
+            on_thread_start: called first in each thread that runs functions, for thread-local state such as the current
+                CUDA
+                device.
 
         Raises:
             UserError: there is no function.
         """
         if not functions:
-            raise UserError("rewards: must name at least one reward, for example `rewards: [{use: math}]`")
+            raise UserError("rewards: at least one reward is needed, for example `rewards: [{use: math}]`")
         self.functions = _with_unique_names(functions)
-        self._wanted = {f.name: wanted_arguments(f.function) for f in self.functions}
+        self._parameters = {f.name: keyword_parameters(f.function) for f in self.functions}
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
         self._on_thread_start = on_thread_start
         self._async_caller = AsyncCaller(on_thread_start)
-        self.marker: RewardMarker | None = None  # of a run, for its next start
+        self.marker: RewardMarker | None = None  # records crashes inside reward functions
         self._has_called = False  # in the last `score`
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of each reward in the sum, by its name."""
+        """Weight of each reward in the sum, by name."""
         return {f.name: f.weight for f in self.functions}
 
-    def score(self, groups: Sequence[RolloutGroup], *, must_judge: bool = True, during: str = "") -> list[ScoredGroup]:
-        """The groups with their rewards, in the same order. No function sees trajectories that infrastructure broke.
+    def score(
+        self, groups: Sequence[RolloutGroup], *, require_scores: bool = True, during: str = ""
+    ) -> list[ScoredGroup]:
+        """Score groups; returns them in the same order. Trajectories that infrastructure broke are not scored.
 
         Args:
-            groups: of one or several prompts.
-            must_judge: whether it is a mistake when no function judges any completion.
-            during: what of the run, for a later start to say where a function has ended the process.
+            groups: groups of one or several prompts.
+            require_scores: raise an error if no function scores any completion.
+            during: phase of the run, for crash reports.
 
         Raises:
             UserError: a function raised, hung, or returned anything but one number or None per completion; or no
-                function judged any completion where one must.
-            TrainingError: infrastructure broke all trajectories where a function must judge one.
+                completion was scored although required.
+            TrainingError: infrastructure broke all trajectories although a score is required.
         """
         members = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
         if not members:
             return [ScoredGroup(prompt=g.prompt, trajectories=(), rewards=np.zeros(0), reward_parts={}) for g in groups]
-        places = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
-        if must_judge and not places:
+        scorable = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
+        if require_scores and not scorable:
             ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
             raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}")
-        self._has_called = bool(places)
-        returned = self._call_all(places, during) if places else {f.name: [] for f in self.functions}
-        of_places = {f.name: _checked(f, returned[f.name], places) for f in self.functions}
-        parts = {name: _for_members(members, part) for name, part in of_places.items()}
-        rewards_N = _for_members(members, self._weighted_sum(of_places, must_judge=must_judge))
+        self._has_called = bool(scorable)
+        returned = self._call_all(scorable, during) if scorable else {f.name: [] for f in self.functions}
+        of_scorable = {f.name: _checked(f, returned[f.name], scorable) for f in self.functions}
+        parts = {name: _for_members(members, part) for name, part in of_scorable.items()}
+        rewards_N = _for_members(members, self._weighted_sum(of_scorable, require_scores=require_scores))
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.trajectories))
@@ -105,26 +109,26 @@ class RewardRunner:
         return scored
 
     def counts(self) -> dict[str, int]:
-        """`reward name/what happened` -> completions of the last step, from functions that keep `last_counts`."""
+        """Return `reward name/event` -> completions of the last step, from functions with `last_counts`."""
         return {
             f"{f.name}/{kind}": number
             for f in (self.functions if self._has_called else ())
             for kind, number in getattr(f.function, "last_counts", {}).items()
         }
 
-    def _call_all(self, places: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, Any]:
+    def _call_all(self, samples: Sequence[tuple[Prompt, Trajectory]], during: str) -> dict[str, Any]:
         returned = {}
         for f in self.functions:
             if not is_async(f.function):
-                with self._marked(f"reward {f.name!r}", during, len(places)) as watched:
-                    arguments = self._arguments(f, places)
+                with self._marked(f"reward {f.name!r}", during, len(samples)) as watched:
+                    arguments = self._arguments(f, samples)
                     if "completions" in arguments:
                         arguments["completions"] = watched(arguments["completions"])
                     returned[f.name] = call_sync(f, arguments, self._on_thread_start)
-        together = [(f, self._arguments(f, places)) for f in self.functions if is_async(f.function)]
+        together = [(f, self._arguments(f, samples)) for f in self.functions if is_async(f.function)]
         if together:
             names = " or ".join(repr(f.name) for f, _ in together)
-            with self._marked(f"reward {names}", during, len(places)):
+            with self._marked(f"reward {names}", during, len(samples)):
                 values = self._async_caller.call_all(together)
             returned |= {f.name: value for (f, _), value in zip(together, values, strict=True)}
         return returned
@@ -134,41 +138,41 @@ class RewardRunner:
     ) -> AbstractContextManager[Callable[[list[Any]], list[Any]]]:
         if self.marker is None:
             return nullcontext(lambda items: items)
-        return self.marker.inside(f"{name}{_in(during)}", num_completions)
+        return self.marker.mark(f"{name}{_in(during)}", num_completions)
 
-    def _arguments(self, reward: RewardFunction, places: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
-        """Fresh lists for every function: one that changes them must not change what the next one sees."""
-        column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in places for name in prompt.columns)))
-        own = own_arguments(reward.function)  # a column of the same name is not meant for these
-        wanted = self._wanted[reward.name]
+    def _arguments(self, reward: RewardFunction, samples: Sequence[tuple[Prompt, Trajectory]]) -> dict[str, Any]:
+        """Build a function's arguments. Lists are fresh, so that functions cannot modify each other's inputs."""
+        column_names = dict.fromkeys((*self._columns, *(name for prompt, _ in samples for name in prompt.columns)))
+        own = reward_arguments(reward.function)  # these are not filled from columns of the same name
+        parameters = self._parameters[reward.name]
         arguments: dict[str, Any] = {
-            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in places]
+            name: [_prompt(*p) if name == self._prompt_column else p[0].columns.get(name) for p in samples]
             for name in column_names
-            if wanted.accepts(name) and name not in own
+            if parameters.accepts(name) and name not in own
         }
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
-            if wanted.accepts(name):
-                arguments[name] = [of_rollout(prompt, completion) for prompt, completion in places]
+            if parameters.accepts(name):
+                arguments[name] = [of_rollout(prompt, completion) for prompt, completion in samples]
         return arguments | dict(reward.args)
 
-    def _weighted_sum(self, parts: Mapping[str, FloatArray], *, must_judge: bool) -> FloatArray:
+    def _weighted_sum(self, parts: Mapping[str, FloatArray], *, require_scores: bool) -> FloatArray:
         parts_RN = np.stack([parts[f.name] for f in self.functions])
         weights_R1 = np.array([[f.weight] for f in self.functions])
         has_number_RN = ~np.isnan(parts_RN)
-        judged_N = has_number_RN[[not f.shapes for f in self.functions]].any(axis=0)
-        if must_judge and not judged_N.any():
+        scored_N = has_number_RN[[not f.shapes for f in self.functions]].any(axis=0)
+        if require_scores and not scored_N.any():
             raise UserError(
-                f"no reward judged any of the {parts_RN.shape[1]} completions of this step: "
-                f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for each of them, so "
+                f"no reward scored any of the {parts_RN.shape[1]} completions of this step: "
+                f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
                 "there is nothing to learn from. Is the answer column right?"
             )
-        with np.errstate(over="ignore"):  # becomes an error with words below
+        with np.errstate(over="ignore"):  # reported below
             sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
         if not (np.abs(sums_N) <= LARGEST).all():
             raise UserError(
-                f"rewards: the weighted sum of the rewards is too large: beyond {LARGEST:g}; use smaller weights"
+                f"rewards: the weighted sum of the rewards is too large: above {LARGEST:g}; use smaller weights"
             )
-        return np.where(judged_N, sums_N, NOT_JUDGED)
+        return np.where(scored_N, sums_N, UNSCORED)
 
 
 def _in(during: str) -> str:
@@ -177,7 +181,7 @@ def _in(during: str) -> str:
 
 def _for_members(members: Sequence[tuple[Prompt, Trajectory]], values: FloatArray) -> FloatArray:
     """Values of the trajectories that were scored, in the place of each, and NaN for those that broke."""
-    aligned_N = np.full(len(members), NOT_JUDGED)
+    aligned_N = np.full(len(members), UNSCORED)
     aligned_N[[not trajectory.is_broken for _, trajectory in members]] = values
     return aligned_N
 
@@ -212,48 +216,48 @@ def _with_unique_names(functions: Sequence[RewardFunction]) -> tuple[RewardFunct
     return tuple(dataclasses.replace(f, name=unique(f.name)) for f in functions)
 
 
-def _checked(reward: RewardFunction, returned: Any, places: Sequence[tuple[Prompt, Trajectory]]) -> FloatArray:
-    """One float64 per completion, NaN for None."""
+def _checked(reward: RewardFunction, returned: Any, samples: Sequence[tuple[Prompt, Trajectory]]) -> FloatArray:
+    """Validate and convert to one float64 per completion, NaN for None."""
     values = returned
-    with suppress(Exception):  # a user's class may raise anything; then it is no list
+    with suppress(Exception):  # a user's class may raise anything; then it is not a list
         values = returned.tolist()
     if not isinstance(values, list | tuple):
         raise UserError(
             f"reward {reward.name!r} returned {_kind(returned)}; it must return a list with one number or None for "
-            f"each of the {len(places)} completions"
+            f"each of the {len(samples)} completions"
         )
-    if len(values) != len(places):
+    if len(values) != len(samples):
         raise UserError(
-            f"reward {reward.name!r} returned {len(values)} values for {len(places)} completions; it must return one "
-            f"number or None for each{_odd_one_out(values, places)}"
+            f"reward {reward.name!r} returned {len(values)} values for {len(samples)} completions; it must return one "
+            f"number or None for each{_odd_one_out(values, samples)}"
         )
-    parts_N = np.empty(len(places))
+    parts_N = np.empty(len(samples))
     for i, value in enumerate(values):
-        number = NOT_JUDGED if value is None else _as_float(value)
+        number = UNSCORED if value is None else _as_float(value)
         if number is None or (value is not None and not abs(number) <= LARGEST):
-            prompt, trajectory = places[i]
+            prompt, trajectory = samples[i]
             raise UserError(
                 f"reward {reward.name!r} returned {_kind(value)} at position {i} (prompt {prompt.id}), for the "
                 f"completion {excerpt(trajectory.text)}; it must be a number from "
-                f"{-LARGEST:g} to {LARGEST:g}, or None for not judged"
+                f"{-LARGEST:g} to {LARGEST:g}, or None for not scored"
             )
         parts_N[i] = number
     return parts_N
 
 
-def _odd_one_out(values: Sequence[Any], places: Sequence[tuple[Prompt, Trajectory]]) -> str:
-    """Names the first completion without a value, or the first value without a completion."""
-    if len(values) < len(places):
+def _odd_one_out(values: Sequence[Any], samples: Sequence[tuple[Prompt, Trajectory]]) -> str:
+    """Describe the first completion without a value, or the first value without a completion."""
+    if len(values) < len(samples):
         i = len(values)
-        return f". The first without one is position {i}, the completion {excerpt(places[i][1].text)}"
-    i = len(places)
+        return f". The first without one is position {i}, the completion {excerpt(samples[i][1].text)}"
+    i = len(samples)
     return f". The first one too many is position {i}, {excerpt(values[i])}; the last completion is " + excerpt(
-        places[-1][1].text
+        samples[-1][1].text
     )
 
 
 def _as_float(value: Any) -> float | None:
-    """A bool, an int, a float or anything of one number with `.item()` as a float; None if it is not a number."""
+    """Convert a number, or anything with a scalar `.item()`, to a float; None if it is not a number."""
     if not isinstance(value, bool | int | float):
         with suppress(Exception):  # several numbers, or an object's own `item`
             value = value.item()

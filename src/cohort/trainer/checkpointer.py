@@ -9,7 +9,7 @@ from cohort import stopping
 from cohort.checkpoint import TrainerState, write_folder_atomically
 from cohort.config import RunConfig
 from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
-from cohort.run_files import goes_on_from
+from cohort.run_files import resume_hint
 from cohort.run_folder import RunFolder
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
@@ -90,7 +90,7 @@ class Checkpointer:
             raise StopRequested("nothing to save")
         steps_done, kept = self._state.steps_done, "the same command continues"
         if self._config.checkpoint_every == 0:
-            kept = f"run.checkpoint_every: 0, so nothing is saved; {goes_on_from(self._folder.path)}"
+            kept = f"run.checkpoint_every: 0, so nothing is saved; {resume_hint(self._folder.path)}"
         elif self._saved_steps < steps_done:
             self.save()
             kept = f"saved; {kept}"

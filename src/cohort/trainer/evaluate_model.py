@@ -17,7 +17,7 @@ from cohort.policy import (
 )
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler
-from cohort.startup import resume_collection
+from cohort.startup import resume_gc
 from cohort.trainer.inputs import (
     check_eval_lengths,
     column_names,
@@ -35,7 +35,7 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
         UserError: there is no `eval` section, or something in it does not work.
     """
     config = config.model_copy(update={"model": with_base(config.model)})
-    resume_collection()
+    resume_gc()
     assert config.eval is not None, "an evaluation needs the eval section"
     device = resolve_device(config.hardware.device)
     rows = read_eval_rows(config.eval)

@@ -82,7 +82,7 @@ class Gatherer:
             with phase("rollout"):
                 groups = self.prefetcher.take(step, missing)
             with phase("reward"):  # that nothing can be judged shows in a whole step, and may be chance in a few groups
-                sampled += self._rewards.score(groups, must_judge=round_number == 0, during=f"step {step + 1}")
+                sampled += self._rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
             counts.update(self._rewards.counts())
         trained, replaced = self._choose(sampled)
         return Gathered(
@@ -143,7 +143,7 @@ def build_gatherer(
         max_staleness=rollout.max_staleness if rollout.samples_ahead else 0,
         drop_stale=rollout.samples_ahead and rollout.stale_completions == "drop",
     )
-    by_part = any(part.judges_parts for part in config.algorithm.components())
+    by_part = any(part.compares_reward_parts for part in config.algorithm.components())
     return Gatherer(
         prefetcher,
         rewards,

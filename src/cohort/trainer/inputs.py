@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cohort.algorithms import check_own_functions
+from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
 from cohort.engine import LargestShare, check_weights
@@ -82,7 +82,7 @@ def read_inputs(config: Config) -> Inputs:
         UserError: something is missing or does not fit; no weights have been loaded.
     """
     check_loggers(config.run.log)
-    check_own_functions(
+    check_custom_functions(
         config.algorithm,
         num_generations=config.rollout.num_generations,
         num_rewards=len(config.rewards),

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from cohort import stopping
-from cohort.algorithms import Control, assign_advantages, bare_sequences, value_metrics
+from cohort.algorithms import CoefficientState, assign_advantages, bare_sequences, value_metrics
 from cohort.checkpoint import TrainerState, disk_errors
 from cohort.config import Config
 from cohort.display import Display, StepReport
@@ -47,7 +47,7 @@ class Trainer:
             config=config,
             workers=run.workers,
             clock=self.clock,
-            control=Control(**state.control) if state else worker.algorithm.first_control,
+            control=CoefficientState(**state.control) if state else worker.algorithm.initial_coefficients,
             begin=self.checkpointer.begin_update,
             out_of_memory=self.warnings.out_of_memory,
         )

@@ -13,10 +13,10 @@ from cohort.choice import choose_engine
 from cohort.config import Config
 from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
 from cohort.errors import TrainingError, UserError
-from cohort.outcome import OUTCOME_FILE, Outcome
+from cohort.outcome import EXIT_STATUS_FILE, ExitStatus
 from cohort.policy import resolve_device
-from cohort.run_files import goes_on_from
-from cohort.startup import resume_collection
+from cohort.run_files import resume_hint
+from cohort.startup import resume_gc
 from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.resume import VerifyOrder
 from cohort.trainer.run import train
@@ -38,32 +38,32 @@ def run_rank(config: Config, *, resume: bool) -> None:
     """
     stopping.die_with_launcher()
     config = choose_engine(config, print if os.environ.get("RANK") == "0" else lambda _: None)
-    words = partial(goes_on_from, Path(config.run.dir))
-    with stopping.watching("rank", grace_s=config.hardware.grace_s, goes_on_from=words):
+    words = partial(resume_hint, Path(config.run.dir))
+    with stopping.handle_signals("rank", grace_s=config.hardware.grace_s, resume_hint=words):
         _run_and_tell(config, resume=resume)
 
 
 def _run_and_tell(config: Config, *, resume: bool) -> None:
-    told = os.environ.get(OUTCOME_FILE)
+    told = os.environ.get(EXIT_STATUS_FILE)
     is_first = os.environ.get("RANK") == "0"
     try:
         _run(config, resume=resume)
-        outcome = Outcome(kind="finished")
+        outcome = ExitStatus(kind="finished")
     except PeerError:
         raise
     except UserError as error:
-        outcome = Outcome(kind="user error", message=str(error))
+        outcome = ExitStatus(kind="user error", message=str(error))
         if not is_first:
             time.sleep(2)  # rank 0 has most likely found the same, and tells it
             raise
         if told is None:
             raise
     except stopping.RunStopped as stop:
-        outcome = Outcome(kind="stopped", code=int(stop.code or 0))
+        outcome = ExitStatus(kind="stopped", code=int(stop.code or 0))
         if told is None:
             raise
     except TrainingError as error:
-        outcome = Outcome(kind="training error", message=str(error))
+        outcome = ExitStatus(kind="training error", message=str(error))
         if told is None or not is_first:
             raise
     if told is not None and is_first:
@@ -98,7 +98,7 @@ def _run(config: Config, *, resume: bool) -> None:
 
 def work(config: Config, ranks: Ranks) -> None:
     """On the ranks other than 0: build what every rank has, then do as rank 0 says until it ends the run."""
-    resume_collection()
+    resume_gc()
     device = rank_device(config, ranks)
     try:
         order: VerifyOrder | BuildOrder | None
@@ -117,7 +117,7 @@ def _check_processes(config: Config) -> None:
         UserError: they say different numbers.
     """
     wanted, started = config.hardware.processes, os.environ.get("LOCAL_WORLD_SIZE")
-    ours = OUTCOME_FILE in os.environ  # it knows the configuration, and may have left a rank out
+    ours = EXIT_STATUS_FILE in os.environ  # it knows the configuration, and may have left a rank out
     if ours or started is None or wanted in ("auto", int(started)):
         return
     alone = config.works_in_one_process

@@ -8,7 +8,7 @@ from pathlib import Path
 from cohort.checkpoint import TrainerState, load_trainer_state
 from cohort.distributed import Ranks
 from cohort.errors import UserError
-from cohort.run_files import DAMAGED, Checksums, checkpoints, find_damage, read_manifest, shared_out
+from cohort.run_files import DAMAGED, Checksums, checkpoints, find_damage, read_manifest, split_by_size
 
 _MANY_BYTES = 4_000_000_000  # take some seconds
 
@@ -73,7 +73,7 @@ def _damage(path: Path, ranks: Ranks, note: Callable[[str], None]) -> list[str]:
     if manifest is None:
         note(f"checkpoint {path.name} has no manifest, as those of earlier versions: its files are not checked")
         return []
-    order = VerifyOrder(folder=path, shares=shared_out(manifest, ranks.world_size))
+    order = VerifyOrder(folder=path, shares=split_by_size(manifest, ranks.world_size))
     if (num_bytes := sum(size for size, _ in manifest.values())) >= _MANY_BYTES:
         note(f"verifying {path.name} ({num_bytes / 1e9:.0f} GB)")
     ranks.command(order)

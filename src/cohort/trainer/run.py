@@ -11,9 +11,9 @@ from cohort.distributed import ALONE, Ranks
 from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
 from cohort.outcome import RunResult
 from cohort.rewards import RewardMarker
-from cohort.run_files import goes_on_from
+from cohort.run_files import resume_hint
 from cohort.run_folder import REWARD_MARKER, RunFolder
-from cohort.startup import resume_collection
+from cohort.startup import resume_gc
 from cohort.stopping import RunStopped
 from cohort.trainer.budget import first_budget
 from cohort.trainer.build import BuildOrder, build_worker
@@ -45,7 +45,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
         TrainingError: the run cannot go on.
         RunStopped: a signal asked it to end, and it has saved what there was.
     """
-    resume_collection()
+    resume_gc()
     display = display or ConsoleDisplay(show_completions_every=config.run.show_completions_every)
     with _others_are_told(ranks) as others, closing(display), _told_of_stop(config, display):
         with others.taking_part():
@@ -58,7 +58,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
                 display.note(f"this run is finished ({finished} steps): {folder.final_path}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
             inputs.rewards.marker = marker = RewardMarker(folder.path / REWARD_MARKER)
-            if (ended := marker.left_behind()) is not None:
+            if (ended := marker.last_crash()) is not None:
                 display.note(ended)
             for note in inputs.notes(config.rollout.max_prompt_tokens):
                 display.note(note)
@@ -99,7 +99,7 @@ def _told_of_stop(config: Config, display: Display) -> Iterator[None]:
     except StopRequested:
         number = stopping.requested(within_s=10.0)  # another rank may have known earlier
         assert number is not None, "whoever raises it was asked"
-        display.note(f"stopped by {number.name}, with nothing new to save; {goes_on_from(Path(config.run.dir))}")
+        display.note(f"stopped by {number.name}, with nothing new to save; {resume_hint(Path(config.run.dir))}")
         raise RunStopped(number) from None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from cohort.algorithms import Control, mean_reference_kl, with_gradient, with_returns
+from cohort.algorithms import CoefficientState, mean_reference_kl, with_gradient, with_returns
 from cohort.batch import TrainBatch
 from cohort.config import Config, CriticConfig
 from cohort.engine import OptimResult, TrainResult
@@ -31,7 +31,7 @@ class Updater:
     config: Config
     workers: WorkerGroup[Worker]
     clock: PhaseClock  # of the phases "train" and "optim"
-    control: Control  # state of the coefficients that adapt
+    control: CoefficientState  # state of the coefficients that adapt
     begin: Callable[[], None]  # called before weights change
     out_of_memory: Callable[[int], None]  # called with the number of micro-batches that ran out of memory
 
@@ -59,13 +59,13 @@ class Updater:
         metrics = []
         for number in range(self.config.train.updates_per_rollout):
             done, of_update = self._update_once(batches, again=number > 0)
-            self.control = algorithm.updated(self.control, done["policy"][0].metrics, num_trajectories)
+            self.control = algorithm.update_coefficients(self.control, done["policy"][0].metrics, num_trajectories)
             self.out_of_memory(sum(r.num_out_of_memory for of_model in done.values() for r in of_model))
             for model, of_model in done.items():
                 results[model] += of_model
             metrics.append(of_update)
         kl_of_rewards = mean_reference_kl(algorithm, estimates, sequences)
-        self.control = algorithm.updated(self.control, kl_of_rewards, num_trajectories)
+        self.control = algorithm.update_coefficients(self.control, kl_of_rewards, num_trajectories)
         with self.clock.phase("optim"):
             self._refresh_reference(steps_done)
         return Updates(results=results, metrics={**_means(metrics), **kl_of_rewards})
@@ -99,7 +99,12 @@ class Updater:
         self.begin()
         with self.clock.phase("optim"):
             optim = workers.call(Worker.optim_step, "policy")[0]
-        metrics = {**result.metrics, **_means(critic_metrics), **asdict(optim), **algorithm.as_metrics(coefficients)}
+        metrics = {
+            **result.metrics,
+            **_means(critic_metrics),
+            **asdict(optim),
+            **algorithm.coefficient_metrics(coefficients),
+        }
         return results, metrics
 
     def _refresh_reference(self, steps_done: int) -> None:

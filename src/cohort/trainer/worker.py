@@ -207,7 +207,7 @@ class Worker:
             share: a rank's largest share of a step; the trials are made of its groups.
             most_tokens: no more than this is ever computed at a time.
         """
-        first = self.algorithm.coefficients(self.algorithm.first_control)
+        first = self.algorithm.coefficients(self.algorithm.initial_coefficients)
         state_bytes = {model: engine.num_device_state_bytes for model, engine in self.engines.items()}
         for model, engine in self.engines.items():
             most_tokens = find_budget(
@@ -225,6 +225,6 @@ class Worker:
 
     def _loss(self, model: TrainedModel, coefficients: Coefficients) -> PerTokenLoss:
         if model == "policy":
-            return self.algorithm.loss_at(coefficients)
+            return self.algorithm.loss_with(coefficients)
         assert self.algorithm.critic is not None, "an algorithm without a critic trains none"
         return self.algorithm.critic.loss

@@ -11,7 +11,7 @@ from cohort.check.rules.swift_run import judge_swift
 from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import judge_trl
 from cohort.check.rules.verl_run import judge_verl
-from cohort.config.hardware import MOST_PROCESSES
+from cohort.config.hardware import MAX_PROCESSES
 from cohort.errors import UserError
 from cohort.plan.hardware import GPUS, hardware
 
@@ -47,7 +47,7 @@ def judge_memory(
         UserError: no such GPU or size.
     """
     name = gpu or launch.gpu
-    if launch.processes is not None and not 1 <= int(launch.processes.value) <= MOST_PROCESSES:
+    if launch.processes is not None and not 1 <= int(launch.processes.value) <= MAX_PROCESSES:
         return None  # the finding about the number says it all
     if name is None and gpu_memory is None:
         largest = max(GPUS, key=lambda known: GPUS[known][1])
