@@ -161,7 +161,7 @@ def trained(policy: Policy, ranks: Ranks = ALONE) -> tuple[Mapping[int, Tensor],
         if parameter.grad is not None:
             grad = parameter.grad
             grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.to_dense()
-    return engine.old_logprobs, grads
+    return engine.old_outputs, grads
 
 
 def error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

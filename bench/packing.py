@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from cohort.packing.bins import Bins, CostModel, fill_bins, packing_efficiency, padding_efficiency
+from cohort.packing.bins import Bins, CostModel, fill_bins
 from cohort.records import FloatArray, IntArray
 
 NUM_GENERATIONS = 8
@@ -54,6 +54,23 @@ def main() -> None:
                 f"| {in_step:.3f} | {tokens.sum() / (np.count_nonzero(tokens) * args.budget):.1%} "
                 f"| {1 - least / tokens.sum():.2%} | {tokens.size:,} |"
             )
+
+
+def packing_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray, *, budget: int) -> float:
+    """Tokens per place for one, where whole sequences are packed by first-fit decreasing."""
+    groups = range(len(prompt_tokens))
+    bins = fill_bins(
+        prompt_tokens, completion_tokens, groups, budget=budget, world_size=1, share_prompts=False, padded=False
+    )
+    return float((prompt_tokens + completion_tokens).sum() / (len(bins.per_rank[0]) * budget))
+
+
+def padding_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray) -> float:
+    """Tokens per computed position, where all rows of a step are padded to the longest. Any number of rows at a time
+    gives the same.
+    """
+    lengths = prompt_tokens + completion_tokens
+    return float(lengths.mean() / lengths.max())
 
 
 def step(num_sequences: int, seed: int) -> tuple[IntArray, IntArray, list[int]]:

@@ -138,7 +138,7 @@ def run_rank(config: Config, out: Path) -> None:
     else:
         steps = time_steps(config, inputs, workers, ranks)[1:]  # the first one warms up
         out.write_text(json.dumps({p: statistics.median(s[p] for s in steps) for p in PHASES}), encoding="utf-8")
-        workers.stop()
+        ranks.end_commands()
     leave_ranks()
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cohort.algorithms import assign_advantages, build_algorithm, with_gradient
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
@@ -34,15 +32,7 @@ from cohort.distributed import ALONE, Ranks
 from cohort.engine import LargestShare, TokenBudget, TrainEngine, TrainResult, find_budget
 from cohort.errors import StopRequested
 from cohort.packing import pack
-from cohort.policy import (
-    CollectiveCounter,
-    LoadRequest,
-    Policy,
-    activations,
-    linear_logprobs,
-    load_policy,
-    load_tokenizer,
-)
+from cohort.policy import CollectiveCounter, LoadRequest, Policy, activations, load_policy, load_tokenizer
 from cohort.policy.activations import enable_offload
 from cohort.policy.export import stream_weights
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
@@ -466,26 +456,6 @@ def run_precision(ranks: Ranks, model: str, reference: str, way: str) -> tuple[l
     return gradients, {p.dtype for p in engine.policy.model.parameters()} | {s["exp_avg"].dtype for s in state}
 
 
-def run_sharded_head(ranks: Ranks) -> dict[str, Any]:
-    """The gradient by a head's weight that is spread over ranks, each rank with tokens of its own."""
-    hidden, weight, targets = head_inputs(ranks.rank)
-    mesh = init_device_mesh("cpu", (ranks.world_size,))
-    gradients = {}
-    for name, whole in (("linear_logprobs", lambda w: w), ("plain full_tensor", DTensor.full_tensor)):
-        sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-        linear_logprobs(hidden, whole(sharded), targets, tile_elements=64)[0].sum().backward()
-        gradients[name] = sharded.grad.full_tensor()
-    return gradients
-
-
-def head_inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states and targets of one rank, and the head's weight, which all share."""
-    weight = torch.randn(11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
-    own = torch.Generator().manual_seed(rank)
-    hidden = torch.randn(3 + 4 * rank, 6, dtype=torch.float64, generator=own)
-    return hidden, weight, torch.randint(0, 11, (len(hidden),), generator=own)
-
-
 JOBS = {
     "gradients": run_gradients,
     "updates": run_updates,
@@ -497,5 +467,4 @@ JOBS = {
     "checkpoint": run_checkpoint,
     "budget": run_budget,
     "precision": run_precision,
-    "sharded_head": run_sharded_head,
 }

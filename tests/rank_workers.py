@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +18,9 @@ from cohort.metrics import PeakMemory
 from cohort.policy import Policy, stream_weights
 from cohort.rollout import Sampler
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import compute_estimates, keep_waiting
+from cohort.trainer.worker_calls import compute_estimates, keep_waiting, pack_batches
 from cohort.trainer.worker_group import WorkerGroup
-from rank_engine import STEPS, make_engine, step_sequences
+from rank_engine import STEPS, make_engine, step_sequences, whole_gradients
 from test_laws import ALGORITHMS
 
 TIMEOUT_S = 5.0
@@ -52,7 +52,7 @@ def commanded(workers: WorkerGroup[Any], command: Callable[[], dict[str, Any]]) 
     try:
         return command()
     finally:
-        workers.stop()
+        workers.ranks.end_commands()
 
 
 def run_logprobs(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
@@ -162,8 +162,37 @@ def run_calls(ranks: Ranks) -> dict[str, Any]:
     return commanded(workers, command)
 
 
+class WithReplicas(Ranks):
+    """Ranks of a mesh with a second axis, along which two ranks compute the same sequences."""
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        return {"dp": self.world_size // 2, "tp": 2}
+
+
+def run_replicas(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
+    """Calls with shards and a step, which is packed again under half of its budget, on a mesh with two axes."""
+    ranks = WithReplicas(**{field.name: getattr(ranks, field.name) for field in fields(ranks)})
+    calls = WorkerGroup(Failing(ranks.rank), ranks)
+    shards = commanded(calls, lambda: {"results": calls.scatter(Failing.add, range(ranks.dp_size), 10)})
+    workers = workers_of(make_engine(model, ranks, reference=reference), ranks)
+
+    def command() -> dict[str, Any]:
+        first = workers.local.algorithm.coefficients(workers.local.algorithm.first_control)
+        batches = pack_batches(workers.local.engine, sequences())
+        # packed for another number of tokens than the engine has left: it packs them again
+        too_large = [replace(batch, micro_batch_tokens=2 * batch.micro_batch_tokens) for batch in batches]
+        logprobs = compute_estimates(workers, sequences(), {"logprobs"}).logprobs
+        results = workers.scatter(Worker.forward_backward, too_large, "policy", first)
+        return {"logprobs": logprobs, "steps": results}
+
+    done = commanded(workers, command)
+    return {**shards, **done, "gradients": whole_gradients(workers.local.engine)}
+
+
 JOBS = {
     "calls": run_calls,
+    "replicas": run_replicas,
     "mesh": run_mesh,
     "logprobs": run_logprobs,
     "send_weights": run_send_weights,

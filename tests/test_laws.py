@@ -212,9 +212,9 @@ def test_on_policy_old_logprobs_are_the_current_ones():
     engine.optim_step()
     second = engine.forward_backward(None, algorithm.policy_loss)
     assert second.metrics["clip_ratio/region_mean"] > 0  # the policy has moved away from the old logprobs
-    assert {n: len(logprobs) for n, logprobs in engine.old_logprobs.items()} == {0: 3, 1: 14, 2: 9}
+    assert {n: len(logprobs) for n, logprobs in engine.old_outputs.items()} == {0: 3, 1: 14, 2: 9}
     (other_split,) = pack_for(policy, sequences, 60)
-    third = engine.forward_backward(other_split, algorithm.policy_loss, old_logprobs=engine.old_logprobs)
+    third = engine.forward_backward(other_split, algorithm.policy_loss, old_logprobs=engine.old_outputs)
     assert third.metrics == pytest.approx(second.metrics)
 
 
@@ -231,7 +231,7 @@ def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correctio
         (batch,) = pack_for(policy, sequences, 30)
         engine.forward_backward(batch, algorithm.policy_loss)
         policy.model.zero_grad()
-        sampled = {n: logprobs.double().numpy() for n, logprobs in engine.old_logprobs.items()}
+        sampled = {n: logprobs.double().numpy() for n, logprobs in engine.old_outputs.items()}
         own = [replace(s, sampling_logprobs=scatter(s.loss_mask, sampled[s.index])) for s in sequences]
         (batch,) = pack_for(policy, own, 30)
         for update in range(2):
@@ -249,13 +249,13 @@ def test_an_empty_micro_batch_adds_nothing():
     engine = make_engine(make_policy(), make_policy(seed=1))
     (batch,) = pack_for(engine.policy, sequences, 100)
     expected = engine.forward_backward(batch, algorithm.policy_loss)
-    expected_logprobs = engine.old_logprobs
+    expected_logprobs = engine.old_outputs
     expected_gradient = gradients(engine.policy.model)
     with_empty = replace(batch, micro_batches=((), *batch.micro_batches, ()))
     for old_logprobs in (None, expected_logprobs):
         actual = engine.forward_backward(with_empty, algorithm.policy_loss, old_logprobs=old_logprobs)
         assert actual.metrics == expected.metrics
-        assert engine.old_logprobs.keys() == expected_logprobs.keys()
+        assert engine.old_outputs.keys() == expected_logprobs.keys()
         actual_gradient = gradients(engine.policy.model)
         assert all(torch.equal(actual_gradient[k], expected_gradient[k]) for k in expected_gradient)
     idle = replace(batch, micro_batches=((),))
@@ -330,7 +330,7 @@ def test_gradients_in_forward_are_the_same(name: str, layout: Layout, monkeypatc
         (batch,) = pack_for(policy, sequences, 305)
         assert bool(batch.split_groups) == (layout == "shared")
         first = engine.forward_backward(batch, algorithm.policy_loss)
-        results.append((gradient, first.metrics, dict(engine.old_logprobs)))
+        results.append((gradient, first.metrics, dict(engine.old_outputs)))
     (expected, metrics, old), (actual, other_metrics, other_old) = results
     assert all(relative_error(actual[key], expected[key]) < 1e-10 for key in expected)
     assert other_metrics == pytest.approx(metrics, rel=1e-10)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rank_engine import BUDGETS, OPTIMIZERS, STEPS, head_inputs, places, step_sequences
+from rank_engine import BUDGETS, OPTIMIZERS, STEPS, places, step_sequences
 from ranks import RanksOnDemand
 from selection import mostly_slow, slow
 from test_laws import ALGORITHMS, dense_gradient, make_engine
-from test_linear_logprobs import naive
 from tiny import make_policy, policy_of, relative_error, save_model_folder
 
 TWO = pytest.param(2, marks=slow("what goes wrong with two goes wrong with three, where some are idle too"))
@@ -192,14 +191,3 @@ def test_a_checkpoint_of_three_ranks_goes_on_with_any_number(
     )
     # Muon's iterations are in bfloat16
     assert worst(resumed["weights"], saved["weights"]) <= tolerance * (10 if optim == "muon" else 1)
-
-
-@pytest.mark.parametrize("world_size", [TWO, 3])
-def test_a_sharded_head_sums_its_gradient_over_ranks(results: Results, world_size: int):
-    """Ranks with different tokens; negative control: `full_tensor()` alone loses the other ranks' shares."""
-    actual, expected = results(world_size, "sharded_head"), 0
-    for rank in range(world_size):
-        hidden, weight, targets = head_inputs(rank)
-        expected += torch.autograd.grad(naive(hidden, weight.requires_grad_(), targets)[0].sum(), weight)[0]
-    assert relative_error(actual["linear_logprobs"], expected) < 1e-12
-    assert relative_error(actual["plain full_tensor"], expected) > 0.1

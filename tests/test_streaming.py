@@ -96,7 +96,7 @@ def test_further_passes_use_the_first_ones_logprobs():
         engine.forward_backward(batch, algorithm.policy_loss)
         engine.optim_step()
         engine.forward_backward(None, algorithm.policy_loss)
-        results.append((dict(engine.old_logprobs), gradients(engine.policy.model)))
+        results.append((dict(engine.old_outputs), gradients(engine.policy.model)))
         engine.policy.model.load_state_dict(weights)
         engine = make_engine(engine.policy, learning_rate=0.01)
     (old, actual), (expected_old, expected) = results

@@ -16,7 +16,7 @@ from rank_engine import make_engine
 from rank_workers import sequences, workers_of
 from ranks import run_ranks
 from selection import slow
-from tiny import naive_logprobs, save_model_folder
+from tiny import naive_logprobs, relative_error, save_model_folder
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,20 @@ def test_weights_are_sharded_over_the_data_parallel_axis_of_the_mesh(three: dict
     assert three["mesh"]["axes"] == ("dp",)
     assert three["mesh"]["where"] == [{"dp": (rank, 3), "weights": (rank, 3)} for rank in range(3)]
     assert (ALONE.dp_rank, ALONE.dp_size) == (0, 1)
+
+
+def test_ranks_that_compute_the_same_sequences_count_once(tmp_path: Path, model: str):
+    """On a mesh of 2 x 2 ranks everything is as with two ranks, and the sums are those of one."""
+    one, four = (run_ranks(n, tmp_path, ("replicas", model, model))[0] for n in (2, 4))
+    assert (one["results"], four["results"]) == ([10], [10, 211])
+    assert_right(four["logprobs"], model)
+    assert len(four["steps"]) == 2 and four["steps"][0] == four["steps"][1]
+    alone, step = one["steps"][0], four["steps"][0]
+    assert step.num_unshared_inputs == alone.num_unshared_inputs == sum(len(s.token_ids) - 1 for s in sequences())
+    assert step.metrics == pytest.approx(alone.metrics, rel=1e-6, abs=1e-9)
+    assert four["gradients"].keys() == one["gradients"].keys()
+    for name, gradient in one["gradients"].items():
+        assert relative_error(four["gradients"][name], gradient) < 1e-6, name
 
 
 def test_logprobs_over_three_ranks_are_those_of_one(three: dict[str, dict[str, Any]], model: str):

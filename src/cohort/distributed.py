@@ -62,7 +62,15 @@ class Ranks:
     @property
     def dp_rank(self) -> int:
         """This rank's position on the axis `dp`."""
-        return self.rank * self.dp_size // self.world_size
+        return self._dp_rank_of(self.rank)
+
+    @property
+    def dp_leaders(self) -> tuple[int, ...]:
+        """The first rank at each position of the axis `dp`. All ranks at one position have the same sequences."""
+        return tuple(range(0, self.world_size, self.world_size // self.dp_size))
+
+    def _dp_rank_of(self, rank: int) -> int:
+        return rank * self.dp_size // self.world_size
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Make the mesh of all ranks. Every rank calls this, after the process group is there (`join_ranks`)."""
@@ -76,14 +84,19 @@ class Ranks:
         """As `broadcast`, with the longer deadline."""
         return self._broadcast(value, self.command_group)
 
+    def end_commands(self) -> None:
+        """On rank 0: send None, after which the other ranks wait for no more commands."""
+        self.command(None)
+
     def scatter(self, values: Sequence[T] | None = None) -> T:
-        """The entry of rank 0's `values` that is this rank's; other ranks give None."""
+        """The entry `dp_rank` of rank 0's `values`, of which there are `dp_size`; other ranks give None."""
         if self.world_size == 1:
             assert values is not None
             return values[0]
+        per_rank = None if values is None else [values[self._dp_rank_of(rank)] for rank in range(self.world_size)]
         received: list[Any] = [None]
         with self._named("scatter"):
-            dist.scatter_object_list(received, list(values) if values is not None else None, group=self.control_group)
+            dist.scatter_object_list(received, per_rank, group=self.control_group)
         return received[0]
 
     def first(self, make: Callable[[], T]) -> T:
@@ -123,10 +136,15 @@ class Ranks:
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each entry's sum over all ranks in float64, on every rank. All ranks give equally many."""
+        """Each entry's sum over the axis `dp` in float64, on every rank. All ranks give equally many.
+
+        Ranks at one position of `dp` have the same sequences, so that only the first of them counts.
+        """
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
+        if self.rank not in self.dp_leaders:
+            tensor.zero_()
         with self._named("sum"):
             dist.all_reduce(tensor, group=self.control_group)
         return tensor.tolist()

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
 from cohort.cli.merge import merge
-from cohort.cli.options import Debug
+from cohort.cli.options import Debug, Overrides
 from cohort.cli.plan import plan
 from cohort.cli.verify import verify
 from cohort.errors import TrainingError, UserError
@@ -78,9 +78,7 @@ app = typer.Typer(
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Fail unless run.dir already holds this run.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -146,9 +144,7 @@ def evaluate(
 @app.command()
 def serve(
     config: Annotated[Path, typer.Argument(help="YAML file of the run, with rollout.engine: vllm.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
-    ] = None,
+    overrides: Overrides = None,
     host: Annotated[
         str,
         typer.Option(
@@ -184,9 +180,7 @@ app.add_typer(launch, name="launch")
 @launch.command()
 def slurm(
     config: Annotated[Path, typer.Argument(help="YAML file, on a file system that all nodes share.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
-    ] = None,
+    overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Training nodes.")] = 1,
     min_nodes: Annotated[
         int | None, typer.Option(help="Keep running with at least this many nodes. Default: all.")

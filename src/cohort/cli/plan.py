@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from cohort.cli.options import Debug
+from cohort.cli.options import Debug, Overrides
 from cohort.plan.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 def plan(
     config: Annotated[Path | None, typer.Argument(help="YAML file; docs/config.md lists every key.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Change keys of the file.")
-    ] = None,
+    overrides: Overrides = None,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -62,10 +60,7 @@ def plan(
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
     from cohort.config import load_config
     from cohort.errors import UserError
-    from cohort.plan.data import count_prompts, missing_files
-    from cohort.plan.predict import predict_run
-    from cohort.plan.rollout_engine import plan_engine
-    from cohort.plan.shape import preset_shape, read_shape
+    from cohort.plan.data import missing_files
 
     if calibrate:
         _calibrate(as_json=json_, alone=config is None)
@@ -78,17 +73,10 @@ def plan(
     settings = load_config(config, overrides or ())
     notes = [message for _, message in missing_files(settings, (config or Path()).parent)]
     machines = _plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
-    shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
-    if settings.rollout.engine == "auto" and machines.on_gpu:
-        settings, reason = plan_engine(settings, shape, machines)
-        taken = "vllm, if it is installed" if reason is None else f"local, since {reason}"
-        if reason is None and nodes > 1:
-            taken = "vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
-        notes.append(f"rollout.engine: auto is planned as {taken}")
-    predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
-    verified_layers = (4 if layers is None else layers) if verify else None
+    settings, predicted = _predict(settings, machines, notes, model_shape=model_shape, nodes=nodes)
     if price is not None and predicted.num_steps is None:
         notes.append("--price: the number of steps is unknown; set train.steps")
+    verified_layers = (4 if layers is None else layers) if verify else None
     _print_result(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
@@ -121,6 +109,25 @@ def _plan_hardware(
         both = 0 if processes == "auto" else processes + (rollout_gpus if isinstance(rollout_gpus, int) else 0)
         gpus = both or (8 if measured is None or measured.on_gpu else 1)
     return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
+
+
+def _predict(
+    settings: "Config", machines: "Hardware", notes: list[str], *, model_shape: str | None, nodes: int
+) -> tuple["Config", "Plan"]:
+    """Plan the run; return it with the configuration whose rollout engine it assumes, which `notes` names."""
+    from cohort.plan.data import count_prompts
+    from cohort.plan.predict import predict_run
+    from cohort.plan.rollout_engine import plan_engine
+    from cohort.plan.shape import preset_shape, read_shape
+
+    shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
+    if settings.rollout.engine == "auto" and machines.on_gpu:
+        settings, reason = plan_engine(settings, shape, machines)
+        taken = "vllm, if it is installed" if reason is None else f"local, since {reason}"
+        if reason is None and nodes > 1:
+            taken = "vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
+        notes.append(f"rollout.engine: auto is planned as {taken}")
+    return settings, predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:
@@ -158,6 +165,8 @@ def _print_result(
 
     advice = advise(settings, predicted)
     answer: dict[str, Any] = {**predicted.as_json(), "advice": [a.as_json() for a in advice]}
+    if price is not None and predicted.num_steps is None:
+        notes.append("--price: neither the configuration nor the data says how many steps the run has; set train.steps")
     answer["notes"] = [*notes, *answer["notes"]]
     if max_ is not None:
         answer["max"], answer["max_problem"] = _largest(settings, predicted, max_)

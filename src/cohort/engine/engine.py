@@ -152,7 +152,7 @@ class TrainEngine:
         is_old = batch is not None and old_logprobs is None
         num_out_of_memory = 0
         while True:
-            self._optimizer.zero_grad()
+            self.policy.model.zero_grad()
             if batch is not None and self.reference_in_loss:
                 num_out_of_memory += self._ask_reference(may_stop)
             routed, more_out_of_memory = self._count_choices(may_stop)
@@ -222,7 +222,7 @@ class TrainEngine:
         while (now := work.agree(self.ranks, may_stop=may_stop)) is not Turn.NOTHING:
             match now:
                 case Turn.STOP:  # between two passes, where nothing is gathered and no collective is owed
-                    self._optimizer.zero_grad()
+                    self.policy.model.zero_grad()
                     raise StopRequested("before anything was learned of the step")
                 case Turn.START_AGAIN:
                     return None, int(work.ran_out)
@@ -289,7 +289,7 @@ class TrainEngine:
         passes = Passes(self._step_loss(per_token_loss, is_old=True), self._accumulation, self._balance)
         fits = passes.compute(Piece(sequences=sequences)) is None
         del room
-        self._optimizer.zero_grad()
+        self.policy.model.zero_grad()
         self.old_outputs, self._reference_logprobs = {}, None
         return self.ranks.smallest(fits) == 1
 
@@ -338,7 +338,7 @@ class TrainEngine:
             )
         if learning_rate > 0 and grad_norm > 0:
             self._optimizer.step(learning_rate, update=self.updates_done)
-        self._optimizer.zero_grad()
+        self.policy.model.zero_grad()
         self.updates_done += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 
@@ -372,11 +372,6 @@ class TrainEngine:
         self.updates_done = state["updates_done"]
         if self._reference is not None and self._reference_changes:
             set_model_state_dict(self._reference.model, state["reference"])
-
-    @property
-    def old_logprobs(self) -> PerSequence:
-        """Sequence index -> [C], of the policy before the last batch's first pass."""
-        return self.old_outputs
 
     def _step_loss(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> AnyStepLoss:
         """The loss of this step's sequences; `is_old`: the policy has not been updated since they were sampled."""

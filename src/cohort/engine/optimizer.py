@@ -114,7 +114,8 @@ class Optimizers:
         else:
             for optimizer in self._optimizers:
                 optimizer.step()
-        self.zero_grad()
+        for parameter in self._trained:
+            parameter.grad = None
 
     def _places(self) -> dict[int, tuple[torch.optim.Optimizer, Group]]:
         """The optimizer and the group of each weight, by its id."""
@@ -142,11 +143,6 @@ class Optimizers:
             own, first_row = local_rows(parameter)
             first = first_row * own[:1].numel()
             round_at_random(local(wide), own, key=noise_key(self._seed, update, name), first=first)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self._trained:
-            parameter.grad = None
 
     def state_bytes(self) -> int:
         """What the state of this rank's weights takes once a step has been made."""

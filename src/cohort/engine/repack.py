@@ -31,7 +31,8 @@ def packed_again(
     """
     own = [{n: values.to("cpu", copy=True) for n, values in some.items()} for some in known]
     shares = None
-    if (gathered := ranks.gather((batch.sequences, own))) is not None:
+    if (of_ranks := ranks.gather((batch.sequences, own))) is not None:
+        gathered = [of_ranks[rank] for rank in ranks.dp_leaders]
         sequences = sorted((s for some, _ in gathered for s in some), key=lambda s: s.index)
         batches = pack(
             sequences,

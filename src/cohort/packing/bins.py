@@ -25,12 +25,13 @@ from math import inf
 
 import numpy as np
 
-from cohort.packing.rooms import Rooms, Rows, split_group
 from cohort.records import IntArray
 
 # How much more than its share of the work each may have before a group is divided. Less than 1 % is not worth a prompt
 # that is computed again. Where that is too tight for what cannot be divided, more slack ends up more even.
 _TOLERANCES = (1.01, 1.03)
+
+Rows = tuple[int, ...]  # sequence numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,23 +109,6 @@ def fill_bins(
     )
 
 
-def packing_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray, *, budget: int) -> float:
-    """Tokens per place for one, where whole sequences are packed by first-fit decreasing."""
-    groups = range(len(prompt_tokens))
-    bins = fill_bins(
-        prompt_tokens, completion_tokens, groups, budget=budget, world_size=1, share_prompts=False, padded=False
-    )
-    return float((prompt_tokens + completion_tokens).sum() / (len(bins.per_rank[0]) * budget))
-
-
-def padding_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray) -> float:
-    """Tokens per computed position, where all rows of a step are padded to the longest. Any number of rows at a time
-    gives the same.
-    """
-    lengths = prompt_tokens + completion_tokens
-    return float(lengths.mean() / lengths.max())
-
-
 class _Work:
     """Sequences by group, and what each adds to a micro-batch.
 
@@ -164,12 +148,30 @@ def _take_streams(work: _Work, share: _Share, budget: int, cost: CostModel) -> l
     for g, rows in list(share.items()):
         if len(rows) == 1 or work.size(g, rows) <= budget:
             continue
-        parts = split_group(rows, work.sizes, budget - work.prompt_sizes[g])
+        parts = _split_group(rows, work.sizes, budget - work.prompt_sizes[g])
         # a stream is one short pass more, and leaves out the prompt of every part but one
         if work.prompt_costs[g] * (len(parts) - 1) > cost.micro_batch:
             streams.append((work.cost(g, rows), parts))
             del share[g]
     return [parts for _, parts in sorted(streams, key=lambda stream: -stream[0])]
+
+
+def _split_group(rows: Sequence[int], sizes: Sequence[int], room: int) -> tuple[Rows, ...]:
+    """Divide a group's sequences, longest first, into parts of at most `room` tokens after the prompt, by first-fit.
+
+    A completion that is longer is a part of its own.
+    """
+    parts: list[list[int]] = []
+    rooms = np.zeros(len(rows), dtype=np.int64)
+    for n in rows:
+        number = _first_with(rooms[: len(parts)], sizes[n])
+        if number is None:
+            number = len(parts)
+            parts.append([])
+            rooms[number] = room
+        rooms[number] -= sizes[n]
+        parts[number].append(n)
+    return tuple(map(tuple, parts))
 
 
 def _fill_packed(work: _Work, shares: Sequence[_Share], budget: int, cost: CostModel) -> list[list[_Batch]]:
@@ -251,22 +253,22 @@ def _first_fit(work: _Work, share: _Share, budget: int, *, divide: bool) -> list
     """
     queue = [(-work.size(g, rows), g, rows) for g, rows in share.items()]
     heapq.heapify(queue)
-    rooms = Rooms(sum(map(len, share.values())))
+    rooms = np.zeros(sum(map(len, share.values())), dtype=np.int64)  # of the micro-batches, in their order
     members: list[list[int]] = []
     costs: list[float] = []
     while queue:
         negative_size, g, rows = heapq.heappop(queue)
         size = -negative_size
-        number = rooms.first(size)
-        if number is None and divide and work.size(g, rows[-1:]) <= rooms.most:
-            number = rooms.first(rooms.most)
+        begun = rooms[: len(members)]
+        number = _first_with(begun, size)
+        if number is None and divide and len(begun) and work.size(g, rows[-1:]) <= begun.max():
+            number = int(begun.argmax())
         if number is None:
             number = len(members)
             members.append([])
             costs.append(0.0)
-            room = budget
-        else:
-            room = rooms.of(number)
+            rooms[number] = budget
+        room = int(rooms[number])
         if size > room:
             rows, left = _divide(rows, work.sizes, room - work.prompt_sizes[g])
             if left:
@@ -275,8 +277,14 @@ def _first_fit(work: _Work, share: _Share, budget: int, *, divide: bool) -> list
                 size = taken
         members[number].extend(rows)
         costs[number] += work.cost(g, rows)
-        rooms.put(number, room - size)
+        rooms[number] = room - size
     return _by_cost((c, tuple(rows)) for c, rows in zip(costs, members, strict=True))
+
+
+def _first_with(rooms: IntArray, size: int) -> int | None:
+    """The number of the first bin that has room for `size` tokens."""
+    fits = rooms >= size
+    return int(fits.argmax()) if fits.any() else None
 
 
 def _even(work: _Work, share: _Share, num_batches: int, budget: int) -> list[_Batch] | None:

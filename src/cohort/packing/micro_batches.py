@@ -46,21 +46,8 @@ def pack(
     for s in sequences:
         units.setdefault(s.trajectory if sequence_level else s.index, []).append(s)
     members = list(units.values())
-    prefixes, sizes = np.zeros((2, len(members)), dtype=np.int64)
-    groups = [-1] * len(members)
-    for n, unit in enumerate(members):
-        lengths = [len(s.token_ids) - 1 for s in unit]  # the last token of a sequence is not an input
-        groups[n] = -1 - n
-        if padded:
-            sizes[n] = max(lengths)
-            continue
-        if share_prompts and all(s.shared_prefix_tokens for s in unit):
-            groups[n], prefixes[n] = unit[0].group, unit[0].shared_prefix_tokens
-        sizes[n] = sum(lengths) - len(unit) * prefixes[n]
     bins = fill_bins(
-        prefixes,
-        sizes,
-        groups,
+        *_sizes(members, share_prompts=share_prompts, padded=padded),
         num_rows=np.array([len(unit) for unit in members], dtype=np.int64),
         budget=micro_batch_tokens,
         world_size=world_size,
@@ -85,6 +72,23 @@ def pack(
         )
         for micro_batches, streams in zip(bins.per_rank, bins.streams_per_rank, strict=True)
     )
+
+
+def _sizes(
+    units: Sequence[Sequence[TrainSequence]], *, share_prompts: bool, padded: bool
+) -> tuple[IntArray, IntArray, list[int]]:
+    """For each unit the tokens of its shared prefix, its tokens after that, and a number that its group shares.
+
+    For models that pad, the tokens are those of its longest sequence.
+    """
+    prefixes, sizes = np.zeros((2, len(units)), dtype=np.int64)
+    groups = [-1 - n for n in range(len(units))]
+    for n, unit in enumerate(units):
+        lengths = [len(s.token_ids) - 1 for s in unit]  # the last token of a sequence is not an input
+        if share_prompts and not padded and all(s.shared_prefix_tokens for s in unit):
+            groups[n], prefixes[n] = unit[0].group, unit[0].shared_prefix_tokens
+        sizes[n] = max(lengths) if padded else sum(lengths) - len(unit) * prefixes[n]
+    return prefixes, sizes, groups
 
 
 def collate(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> MicroBatch:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
 
 from cohort.plan.tiles import CPU_TILE_ELEMENTS, TILE_ELEMENTS, loss_tile_elements, loss_tile_tokens
 from cohort.policy.logit_products import GradientSums, Operands, chunk_slices, gradient_rows, tile_shape, weight_rows
@@ -54,8 +53,7 @@ def linear_logprobs(
 
     Args:
         hidden_TH: [T, H] final hidden states at the positions that predict the targets.
-        weight_VH: [V, H] weight of the language-model head. A DTensor is gathered, and its gradient is summed over
-            ranks.
+        weight_VH: [V, H] weight of the language-model head, gathered (not a DTensor).
         targets_T: [T] int64 token ids. Ids outside the vocabulary have logprob NaN.
         bias: [V] of the head.
         temperature: divides the logits, after scale and softcap.
@@ -283,20 +281,7 @@ def _loss_and_grads(token_loss: TokenLoss, running: OnlineSoftmax, tokens: slice
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: tuple[Tensor, Tensor] | None) -> Operands:
     features, adapter_weight = adapter or (None, None)
-    return Operands(
-        hidden,
-        _full_tensor(weight),
-        None if bias is None else _full_tensor(bias),
-        features,
-        None if adapter_weight is None else _full_tensor(adapter_weight),
-    )
-
-
-def _full_tensor(weight: Tensor) -> Tensor:
-    """Gather a sharded weight. `Partial` makes its gradient the sum over ranks, not that of this rank's tokens."""
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    return Operands(hidden, weight, bias, features, adapter_weight)
 
 
 def _no_autocast(operands: Operands) -> torch.autocast:

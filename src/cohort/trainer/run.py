@@ -130,4 +130,4 @@ def _others_are_told(ranks: Ranks) -> Iterator[_Others]:
         raise
     finally:
         if others.wait:
-            ranks.command(None)
+            ranks.end_commands()

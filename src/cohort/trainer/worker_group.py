@@ -41,11 +41,15 @@ class WorkerGroup(Generic[W]):
     def scatter(
         self, method: Callable[Concatenate[W, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Run `method` on every rank; its first argument is that rank's entry of `shards`."""
+        """Run `method` on every rank; its first argument is that rank's entry of `shards`, one per position of `dp`.
+
+        Ranks at one position get the same shard and compute the same, so that there is one result for each shard.
+        """
         self._send(method, True, args, kwargs)
         with self._moving.phase("move"):
             shard = self.ranks.scatter(shards)
-        return self._results(method, (shard, *args), kwargs)
+        results = self._results(method, (shard, *args), kwargs)
+        return [results[rank] for rank in self.ranks.dp_leaders]
 
     def call_with_local(
         self, method: Callable[Concatenate[W, S | None, P], R], local: S, *args: P.args, **kwargs: P.kwargs
@@ -55,17 +59,13 @@ class WorkerGroup(Generic[W]):
         return self._results(method, (local, *args), kwargs)
 
     def serve(self) -> None:
-        """On the ranks other than 0: run what rank 0 calls until it stops."""
+        """On the ranks other than 0: run what rank 0 calls, until `Ranks.end_commands`."""
         message: tuple[str, bool, tuple[Any, ...], dict[str, Any]] | None
         while (message := self.ranks.command()) is not None:
             name, has_shards, args, kwargs = message
             with self._moving.phase("move"):
                 shard: tuple[Any, ...] = (self.ranks.scatter(),) if has_shards else ()
             self._run(name, (*shard, *args), kwargs)
-
-    def stop(self) -> None:
-        """Let the other ranks leave `serve`."""
-        self.ranks.command(None)
 
     def seconds_idle(self) -> float:
         """Seconds since the last call, in which the other ranks have been waiting."""
