@@ -73,7 +73,9 @@ def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, m
     train(changed(run, rollout={"parity_tolerance": 100.0}))
     servers = [handle.server for handle in handles]
     assert [server.versions for server in servers] == [[0, 1, 2]] * 2
-    assert all(server.memory_share == 0.3 and set(server.dtypes.values()) == {"torch.bfloat16"} for server in servers)
+    assert all(
+        server.gpu_memory_utilization == 0.3 and set(server.dtypes.values()) == {"torch.bfloat16"} for server in servers
+    )
     with pytest.raises(TrainingError, match=r"parity: after step 0 the logprobs of http://127\.0\.0\.1:\d+ differ"):
         train(changed(run, rollout={"parity_tolerance": 1e-6}, run={"dir": str(tmp_path / "compared")}))
 

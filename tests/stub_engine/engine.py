@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.plan.defaults import memory_share
+from cohort.plan.defaults import server_memory_utilization
 from cohort.rollout.base import Sampled
 from cohort.rollout.servers import Client, GeneratedGroup, GenerateRequest, ServerError
 from cohort.trainer.servers import Connect, Publish, ServersSetup
@@ -129,7 +129,7 @@ class StubSetup(ServersSetup):
         return StubHandle(
             vocab_size=len(self.inputs.tokenizer),
             max_model_len=self.max_model_len,
-            memory_share=memory_share(self.rollout, shared=self.shares_gpus),
+            gpu_memory_utilization=server_memory_utilization(self.rollout, shared=self.shares_gpus),
         )
 
     def make_client(self, worker: Worker) -> Callable[[], Client]:

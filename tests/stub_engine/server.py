@@ -16,11 +16,11 @@ class StubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, vocab_size: int, max_model_len: int, memory_share: float):
+    def __init__(self, vocab_size: int, max_model_len: int, gpu_memory_utilization: float):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.memory_share = memory_share
+        self.gpu_memory_utilization = gpu_memory_utilization
         self.asleep = False
         self.versions: list[int] = []  # that were published
         self.dtypes: dict[str, str] = {}  # of the tensors that were published last, by name
@@ -67,8 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(vocab_size: int, max_model_len: int = 4096, memory_share: float = 0.9) -> Iterator[StubServer]:
-    with StubServer(vocab_size, max_model_len, memory_share) as server:
+def serving(vocab_size: int, max_model_len: int = 4096, gpu_memory_utilization: float = 0.9) -> Iterator[StubServer]:
+    with StubServer(vocab_size, max_model_len, gpu_memory_utilization) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

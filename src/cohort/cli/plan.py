@@ -74,8 +74,6 @@ def plan(
     notes = [message for _, message in missing_files(settings, (config or Path()).parent)]
     machines = _plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
     settings, predicted = _predict(settings, machines, notes, model_shape=model_shape, nodes=nodes)
-    if price is not None and predicted.num_steps is None:
-        notes.append("--price: the number of steps is unknown; set train.steps")
     verified_layers = (4 if layers is None else layers) if verify else None
     _print_result(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
@@ -166,7 +164,7 @@ def _print_result(
     advice = advise(settings, predicted)
     answer: dict[str, Any] = {**predicted.as_json(), "advice": [a.as_json() for a in advice]}
     if price is not None and predicted.num_steps is None:
-        notes.append("--price: neither the configuration nor the data says how many steps the run has; set train.steps")
+        notes.append("--price: the number of steps is unknown; set train.steps")
     answer["notes"] = [*notes, *answer["notes"]]
     if max_ is not None:
         answer["max"], answer["max_problem"] = _largest(settings, predicted, max_)
