@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.policy import linear_logprobs
+from cohort.models import linear_logprobs
 from cohort.records import TrainSequence
 from harness import SkippedError
 

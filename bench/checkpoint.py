@@ -20,7 +20,7 @@ from cohort import checkpoint
 from cohort.checkpoint import TrainerState, save_checkpoint
 from cohort.config import ModelConfig
 from cohort.demo.base_model import BASE_PATH
-from cohort.policy import LoadRequest, load_policy, load_tokenizer
+from cohort.models import LoadRequest, load_policy, load_tokenizer
 from harness import ModelShape, machine, markdown, write_model
 
 WIDTH, VOCAB = 1024, 32_768

@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM
 
 from cohort.config import AdamwConfig
 from cohort.engine.optimizer import Optimizers
+from cohort.host_to_device import to_device
+from cohort.models import Policy, linear_logprobs, linear_loss
+from cohort.models.attention import interface
+from cohort.models.lm_head import tiled_softmax
+from cohort.models.offload.master_weights import MasterWeights
 from cohort.packing import collate
-from cohort.policy import Policy, linear_logprobs, linear_loss, logit_tiles
-from cohort.policy.attention import interface
-from cohort.policy.masters import MasterWeights
 from cohort.records import TrainSequence
-from cohort.staging import to_device
 from comparisons import Check, attempt
 from harness import ModelShape, forward_backward, grpo, make_engine, make_group
 
@@ -162,16 +163,16 @@ def _folds(device: torch.device) -> dict[str, Callable[[], AbstractContextManage
 
     @contextmanager
     def with_triton() -> Iterator[None]:
-        from cohort.policy import triton_tiles
+        from cohort.models.lm_head import triton_kernels
 
-        with patch.object(triton_tiles, "update_softmax", wraps=triton_tiles.update_softmax) as update_softmax:
+        with patch.object(triton_kernels, "update_softmax", wraps=triton_kernels.update_softmax) as update_softmax:
             yield
         if not update_softmax.called:
             raise RuntimeError("PyTorch has taken the place of Triton's kernels")
 
     @contextmanager
     def without_triton() -> Iterator[None]:
-        with patch.object(logit_tiles, "use_triton", False):
+        with patch.object(tiled_softmax, "use_triton", False):
             yield
 
     plain: dict[str, Callable[[], AbstractContextManager[None]]] = {"PyTorch": without_triton}

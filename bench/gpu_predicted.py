@@ -7,12 +7,12 @@ import torch
 from transformers import PretrainedConfig
 
 from cohort.config import AdamwConfig, AdapterConfig, ModelConfig, SgdConfig
-from cohort.plan.adapter import adapter_shape
+from cohort.models.adapters.adapter_folder import adapter_spec
+from cohort.models.adapters.lora import Adapter, AdapterInit
+from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import shape_from_config
 from cohort.plan.work import Workload
-from cohort.policy.adapter import Adapter, AdapterInit
-from cohort.policy.adapter_folder import adapter_spec
 
 
 def predicted_bytes(

@@ -26,7 +26,7 @@ from cohort.launch import train
 from cohort.plan.defaults import server_memory_utilization
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams
-from cohort.rollout.vllm import check_vllm
+from cohort.rollout.engines.vllm import check_vllm
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import compute_estimates
 from cohort.trainer.worker_group import WorkerGroup

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from baselines import trl_fused
 from cohort.metrics.speed import device_peak_flops, flops_of
-from cohort.policy import Policy
-from cohort.policy.activations import enable_gradient_checkpointing
+from cohort.models import Policy
+from cohort.models.offload.activation_checkpointing import enable_gradient_checkpointing
 from cohort.records import TrainSequence
 from comparisons import Check
 from gpu_predicted import add_adapter, predicted_bytes

@@ -34,9 +34,9 @@ from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.engine import TokenBudget, TrainEngine, TrainResult
 from cohort.engine.out_of_memory import is_out_of_memory
 from cohort.errors import OutOfStepError
-from cohort.metrics.memory import reset_resident_peak, resident
+from cohort.metrics.peak_memory import reset_resident_peak, resident
+from cohort.models import LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.packing import pack
-from cohort.policy import LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.records import TrainSequence
 
 RESULT = "result: "  # before the JSON that a process prints for the one that started it

@@ -3,7 +3,7 @@
     python bench/invariance.py [--quick]
 
 Largest relative error of any parameter's gradient against one process with one unpadded forward pass per completion,
-full logits and one backward pass. Steps, models and algorithms are those of tests/test_ranks.py, in float64.
+full logits and one backward pass. Steps, models and algorithms are those of tests/engine/test_ranks.py, in float64.
 """
 
 import argparse
@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from forked import start_server
 

@@ -41,8 +41,8 @@ from cohort.config import AdapterConfig, ModelConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
+from cohort.models import CollectiveCounter, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
 from cohort.packing import pack
-from cohort.policy import CollectiveCounter, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
 from cohort.records import Prompt, TrainSequence
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from families import FAMILIES, VOCABULARY, save_folder

@@ -18,7 +18,7 @@ from typing import Any
 
 from cohort.cli.plan_verify import track_step
 from cohort.config.adapter import AdapterConfig
-from cohort.plan.adapter import adapter_shape
+from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape, shape_from_config

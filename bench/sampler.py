@@ -25,7 +25,7 @@ from cohort.config import ModelConfig
 from cohort.data import PromptRenderer, build_prompts
 from cohort.demo import task
 from cohort.demo.base_model import BASE_PATH
-from cohort.policy import LoadRequest, Policy, end_token_ids, load_policy
+from cohort.models import LoadRequest, Policy, end_token_ids, load_policy
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 

@@ -34,7 +34,7 @@ from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks, join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from cohort.trainer.build import BuildOrder, build_worker
-from cohort.trainer.inputs import read_inputs
+from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches, sample
 from cohort.trainer.worker_group import WorkerGroup

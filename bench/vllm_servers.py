@@ -34,14 +34,14 @@ from cohort.config import Config, config_from_dict
 from cohort.demo import run as demo
 from cohort.demo.base_model import BASE_PATH
 from cohort.distributed import ALONE
-from cohort.policy import end_token_ids, load_tokenizer
+from cohort.models import end_token_ids, load_tokenizer
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
-from cohort.rollout.servers import engine as engine_module
+from cohort.rollout.engines.servers import server_engine as engine_module
 from cohort.trainer.build import BuildOrder, build_worker
-from cohort.trainer.inputs import read_inputs
+from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.setup import rank_device
-from cohort.trainer.vllm import VllmSetup
+from cohort.trainer.vllm_rollouts import VllmSetup
 from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 

@@ -33,7 +33,7 @@ from cohort.checkpoint import (
 )
 from cohort.config import ModelConfig
 from cohort.errors import TrainingError
-from cohort.policy import LoadRequest, Policy, load_policy, load_tokenizer
+from cohort.models import LoadRequest, Policy, load_policy, load_tokenizer
 from forked import fork
 from selection import slow
 from tiny import CHAT_TEMPLATE, make_policy, make_tokenizer, save_model_folder
@@ -323,7 +323,7 @@ def test_a_full_disk_is_told_by_the_name_that_the_folder_was_to_have():
 FULL_ON_ONE_RANK = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/helpers"]
 import torch
 from test_checkpoint import TOKENIZER, make_policy, state
 from cohort.checkpoint import save_checkpoint

@@ -15,7 +15,7 @@ import pytest
 from cohort import checkpoint
 from cohort.checkpoint import load_trainer_state
 from cohort.errors import TrainingError
-from cohort.metrics import writers
+from cohort.metrics import loggers
 from cohort.run_files import checkpoints
 from cohort.trainer import setup
 from commands import Ended, assert_refused, set_up
@@ -125,15 +125,15 @@ def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_gets_full_while_metrics_are_written(tmp_path, cohort, monkeypatch):
     path = set_up(tmp_path)
-    real = writers.MetricsWriter.write
+    real = loggers.MetricsWriter.write
 
-    def write(self: writers.MetricsWriter, step: int, metrics: Any, **more: Any) -> None:
+    def write(self: loggers.MetricsWriter, step: int, metrics: Any, **more: Any) -> None:
         if step == 2:
             self._file = Path("/dev/full").open("a")  # noqa: SIM115
         real(self, step, metrics, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writers.MetricsWriter, "write", write)
+        patch.setattr(loggers.MetricsWriter, "write", write)
         ended = cohort("train", path)
     assert_refused(ended, f"error: {tmp_path}/run/metrics.jsonl: no space left on device.", code=1)
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]

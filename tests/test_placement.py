@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from cohort import placement
-from cohort.choice import choose_engine
+from cohort.auto_engine import choose_engine
 from cohort.config import Config, config_from_dict, to_yaml
 from cohort.display import Display
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.launch import local, start
-from cohort.outcome import EXIT_STATUS_FILE, ExitStatus
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
 from cohort.plan.hardware import hardware
 from cohort.plan.rollout_engine import plan_engine
 from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit
+from cohort.run_result import EXIT_STATUS_FILE, ExitStatus
 from cohort.trainer.setup import rank_device
 from runs import changed, make_inputs
 
@@ -271,7 +271,7 @@ def vllm(monkeypatch):
                 raise UserError(f"{python}: has no vLLM")
             return version
 
-        monkeypatch.setattr("cohort.choice.check_vllm", look)
+        monkeypatch.setattr("cohort.auto_engine.check_vllm", look)
 
     return make
 

@@ -29,9 +29,9 @@ STEPS = 6
 
 # What is called first in each part of a step, and whether the step is finished before the run ends.
 PARTS = {
-    "sampling": ("cohort.rollout.sampler.sample_tokens", False),
-    "rewards": ("cohort.trainer.gather.RewardRunner.score", False),
-    "forward": ("cohort.engine.passes.Passes.compute", False),
+    "sampling": ("cohort.rollout.engines.local.sampler.sample_tokens", False),
+    "rewards": ("cohort.trainer.collect_groups.RewardRunner.score", False),
+    "forward": ("cohort.engine.forward_backward.Passes.compute", False),
     "before the update": ("cohort.trainer.worker.Worker.optim_step", True),
     "publishing": ("cohort.trainer.loop.publish_weights", True),
     "evaluation": ("cohort.trainer.loop.evaluate", True),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from cohort.attention_mask import AttentionMetadata
 from cohort.records import TrainSequence
-from cohort.segments import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from cohort.errors import TrainingError, UserError
 from cohort.run_files import STATE, Checksums, checkpoints, checksums_in_background, write_manifest
 
 if TYPE_CHECKING:  # code that only inspects checkpoints should not import transformers
-    from cohort.policy import Critic, Policy, SaveOptions
+    from cohort.models import Critic, Policy, SaveOptions
 
 _OPTIMIZER = "optimizer"
 _DISK_ERRORS = {
@@ -66,7 +66,7 @@ def save_model(
     policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE, save_options: "SaveOptions | None" = None
 ) -> None:
     """Save a model or adapter folder, see `policy.save_policy`."""
-    from cohort.policy import save_policy
+    from cohort.models import save_policy
 
     save_policy(policy, tokenizer, folder, ranks, save_options)
 

@@ -153,7 +153,7 @@ def _shape(path: str) -> ModelShape | None:
     known = try_read_shape(path)
     if known is not None:
         return known
-    from cohort.policy.skeleton import local_weights  # slow import, needed only for unknown names
+    from cohort.models.loading.meta_device import local_weights  # slow import, needed only for unknown names
 
     weights = local_weights(path)
     if not weights:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from cohort.errors import StopRequested
-from cohort.outcome import EXIT_STATUS_FILE
+from cohort.run_result import EXIT_STATUS_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 LAUNCHER = "COHORT_LAUNCHER"  # environment variable of ranks: process id of `cohort train`

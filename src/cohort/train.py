@@ -11,10 +11,10 @@ from pathlib import Path
 
 import cohort.cli  # noqa: F401  (sets the environment before torch is imported)
 from cohort.config import load_config
+from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
 from cohort.startup import run_and_exit
 from cohort.stopping import dedicate_process
-from cohort.unforeseen import report_crash, set_run_dir
 
 
 def main() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 from cohort.errors import UserError
 
 _PACKAGE = Path(__file__).parent
-_MACHINERY = tuple(str(_PACKAGE / name) for name in ("user_code.py", "rewards/call.py", "algorithms/own.py"))
+_MACHINERY = tuple(
+    str(_PACKAGE / name) for name in ("user_code.py", "rewards/call.py", "algorithms/custom_functions.py")
+)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

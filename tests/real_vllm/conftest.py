@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server, options_for, processes_of, serving_folder, start
 
-from cohort.rollout.vllm.server import ServerProcess, check_vllm, server_command
+from cohort.rollout.engines.vllm.server import ServerProcess, check_vllm, server_command
+from serving import Server, options_for, processes_of, serving_folder, start
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -58,7 +58,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator
         return command, environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cohort.rollout.vllm.server.server_command", as_on_gpus)
+        patch.setattr("cohort.rollout.engines.vllm.server.server_command", as_on_gpus)
         serving = serve(folder := tmp_path_factory.mktemp("tied"), vllm_python, tie=True)
         server = next(serving)
     settings = {p.environ().get("VLLM_ENABLE_V1_MULTIPROCESSING") for p in processes_of(folder / "server.log")}

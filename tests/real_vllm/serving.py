@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import torch
 
-from cohort.policy.export import stream_weights, weight_specs
+from cohort.models.saving.export_weights import stream_weights, weight_specs
 from cohort.records import TrainSequence
-from cohort.rollout.servers.requests import ServerError
-from cohort.rollout.vllm.api import VllmApi
-from cohort.rollout.vllm.publish import publish
-from cohort.rollout.vllm.server import ServerOptions, ServerProcess
-from cohort.rollout.vllm.transfer import WeightChannel
+from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess
+from cohort.rollout.engines.vllm.weight_stream import publish
+from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
 from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_folder
 from waiting import until
 

@@ -8,6 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+
+import cohort
+from cohort.config import VllmRolloutConfig, config_from_dict
+from cohort.errors import TrainingError
+from cohort.models.adapters.lora import Adapter
+from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm import server_options
+from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
+from cohort.rollout.engines.vllm.server import ServerProcess
 from serving import (
     LONG_PROMPT,
     Server,
@@ -20,15 +29,6 @@ from serving import (
     start,
 )
 from test_runs import run_config, steps_of
-
-import cohort
-from cohort.config import VllmRolloutConfig, config_from_dict
-from cohort.errors import TrainingError
-from cohort.policy.adapter import Adapter
-from cohort.rollout.servers.requests import ServerError
-from cohort.rollout.vllm import server_options
-from cohort.rollout.vllm.adapter import AdapterChannel, publish_adapter
-from cohort.rollout.vllm.server import ServerProcess
 
 
 def adapted(seed: int) -> Any:

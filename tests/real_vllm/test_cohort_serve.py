@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 import yaml
-from serving import healthy, models
 
-from cohort.rollout.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.api import VllmApi
+from serving import healthy, models
 from tiny import save_model_folder
 from waiting import free_port, until
 

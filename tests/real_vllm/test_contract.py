@@ -4,9 +4,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from serving import Server, healthy, models, random_prompt
 
-from cohort.rollout.servers.requests import ServerError
+from cohort.rollout.engines.servers.requests import ServerError
+from serving import Server, healthy, models, random_prompt
 
 PARAMETERS = {
     ("get", "/health"): set(),

@@ -13,13 +13,13 @@ import httpx2 as httpx
 import psutil
 import pytest
 import torch
-from serving import Server, engine_of, generate, options_for, processes_of, serving_folder, serving_model, start
 
-from cohort.policy.export import stream_weights, weight_specs
-from cohort.rollout.servers.requests import ServerError
-from cohort.rollout.vllm import server as server_module
-from cohort.rollout.vllm.root_cause import root_cause
-from cohort.rollout.vllm.server import ServerProcess
+from cohort.models.saving.export_weights import stream_weights, weight_specs
+from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm import server as server_module
+from cohort.rollout.engines.vllm.root_cause import root_cause
+from cohort.rollout.engines.vllm.server import ServerProcess
+from serving import Server, engine_of, generate, options_for, processes_of, serving_folder, serving_model, start
 from tiny import policy_of, save_model_folder
 from waiting import until
 
@@ -94,7 +94,7 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from cohort.rollout.vllm.server import ServerProcess
+from cohort.rollout.engines.vllm.server import ServerProcess
 from serving import options_for, start
 process = ServerProcess(options_for(sys.argv[1], Path(sys.argv[2])), log_file=Path(sys.argv[2]) / "server.log")
 start(process)

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from serving import engine_of, processes_of, start
 from torch import Tensor
 
 import cohort
@@ -24,12 +23,13 @@ from cohort.config import config_from_dict
 from cohort.demo import run as demo
 from cohort.demo import task
 from cohort.errors import TrainingError
-from cohort.policy import Policy, stream_weights
-from cohort.rollout.servers import engine
+from cohort.models import Policy, stream_weights
+from cohort.rollout.engines.servers import server_engine
 from cohort.trainer import worker
-from cohort.trainer.inputs import read_inputs
-from cohort.trainer.vllm import VllmSetup
+from cohort.trainer.run_inputs import read_inputs
+from cohort.trainer.vllm_rollouts import VllmSetup
 from selection import slow
+from serving import engine_of, processes_of, start
 from waiting import until
 
 STEPS, PROMPTS, GENERATIONS = 16, 16, 8
@@ -169,8 +169,8 @@ def test_sampling_ahead_learns_as_much_in_less_time(
     def slow(calls: Any, future: Any) -> None:
         threading.Timer(DELAY_S if calls[0].key.purpose == "train" else 0, answer, (calls, future)).start()
 
-    answer = engine._answer_soon
-    monkeypatch.setattr(engine, "_answer_soon", slow)
+    answer = server_engine._answer_soon
+    monkeypatch.setattr(server_engine, "_answer_soon", slow)
     seconds = {}
     for max_staleness in (0, 1):
         config = run_config(tmp_path / f"{max_staleness}")

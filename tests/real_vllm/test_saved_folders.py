@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import SIZES, Server, options_for, serving_model, start
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import tiny
-from cohort.policy import SaveOptions, save_policy
-from cohort.rollout.vllm.server import ServerProcess
+from cohort.models import SaveOptions, save_policy
+from cohort.rollout.engines.vllm.server import ServerProcess
 from selection import mostly_slow
+from serving import SIZES, Server, options_for, serving_model, start
 
 
 def experts() -> torch.nn.Module:

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 import torch
-from serving import LONG_PROMPT, Server, engine_of, largest_difference, random_prompt, serving_model, slow_steps
 
-from cohort.policy.export import TensorSpec, stream_weights, weight_specs
-from cohort.rollout.servers.requests import ServerError
-from cohort.rollout.vllm.api import VllmApi
-from cohort.rollout.vllm.publish import publish
-from cohort.rollout.vllm.transfer import WeightChannel
+from cohort.models.saving.export_weights import TensorSpec, stream_weights, weight_specs
+from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.weight_stream import publish
+from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
+from serving import LONG_PROMPT, Server, engine_of, largest_difference, random_prompt, serving_model, slow_steps
 from tiny import policy_of
 from waiting import until
 
@@ -135,8 +135,8 @@ def test_a_trainer_that_falls_silent_is_given_up(untied: Server):
 
 KILLED = """
 import sys, torch
-from cohort.rollout.vllm.api import VllmApi
-from cohort.rollout.vllm.transfer import TensorSpec, WeightChannel
+from cohort.rollout.engines.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.weight_transfer import TensorSpec, WeightChannel
 channel = WeightChannel(VllmApi(sys.argv[1], timeout_s=20), device=torch.device("cpu"), num_workers=1, timeout_s=20)
 specs = [TensorSpec(name, tuple(shape), torch.float32) for name, shape in eval(sys.argv[2])]
 channel.begin(113, specs)

@@ -1,11 +1,11 @@
 """Algorithms as pure functions: advantage, policy loss and loss weight."""
 
+from cohort.algorithms.adaptive_coefficients import CoefficientState
+from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.algorithms.assign import assign_advantages, bare_sequences, mean_reference_kl, with_gradient
-from cohort.algorithms.control import CoefficientState
-from cohort.algorithms.critic import value_metrics, with_returns
-from cohort.algorithms.inputs import AdvantageInputs
+from cohort.algorithms.gae import value_metrics, with_returns
+from cohort.algorithms.regularizers import Coefficients
 from cohort.algorithms.table import Algorithm, build_algorithm, check_custom_functions
-from cohort.algorithms.terms import Coefficients
 
 __all__ = [
     "AdvantageInputs",

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.algorithms.inputs import AdvantageInputs
+from cohort.algorithms.advantage_inputs import AdvantageInputs
+from cohort.algorithms.regularizers import Coefficients
 from cohort.algorithms.table import Algorithm
-from cohort.algorithms.terms import Coefficients
 from cohort.errors import TrainingError
 from cohort.records import (
     Estimates,

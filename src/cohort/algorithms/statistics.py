@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from cohort.algorithms.inputs import AdvantageInputs
+from cohort.algorithms.advantage_inputs import AdvantageInputs
 
 
 def center(values: Tensor, *, dim: int) -> Tensor:

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cohort.algorithms import advantages, losses, own, terms, weights
-from cohort.algorithms.control import (
+from cohort.algorithms import advantages, custom_functions, loss_weights, losses, regularizers
+from cohort.algorithms.adaptive_coefficients import (
     CoefficientState,
     coefficient_metrics,
     coefficients,
     has_entropy_bonus,
     update_coefficients,
 )
-from cohort.algorithms.correction import Correction, with_correction
-from cohort.algorithms.critic import CriticFunctions, clipped_value, gae_returns
-from cohort.algorithms.inputs import AdvantageInputs
-from cohort.algorithms.terms import Coefficients, KlEstimator, LossTransform
+from cohort.algorithms.advantage_inputs import AdvantageInputs
+from cohort.algorithms.gae import CriticFunctions, clipped_value, gae_returns
+from cohort.algorithms.regularizers import Coefficients, KlEstimator, LossTransform
+from cohort.algorithms.rollout_correction import Correction, with_correction
 from cohort.batch import PolicyLoss
 from cohort.config import COMPONENTS, AlgorithmConfig, Component, CustomFunction
 from cohort.errors import UserError
@@ -27,13 +27,13 @@ from cohort.records import Estimate, FloatArray, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
 LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
-MODULES = {"advantage": advantages, "policy_loss": losses, "loss_weight": weights}
+MODULES = {"advantage": advantages, "policy_loss": losses, "loss_weight": loss_weights}
 CUSTOM_LOADERS: dict[str, Callable[[CustomFunction], Any]] = {
-    "advantage": own.load_advantage,
-    "policy_loss": own.load_policy_loss,
-    "loss_weight": own.load_loss_weight,
+    "advantage": custom_functions.load_advantage,
+    "policy_loss": custom_functions.load_policy_loss,
+    "loss_weight": custom_functions.load_loss_weight,
 }
-KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": terms.k1, "k2": terms.k2, "k3": terms.k3}
+KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": regularizers.k1, "k2": regularizers.k2, "k3": regularizers.k3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def build_algorithm(
     """
     parts = {kind: _function(config, kind) for kind in MODULES}
     if config.loss_weight == "constant":  # its parameter is in another section
-        parts["loss_weight"] = partial(weights.constant, max_completion_tokens=max_completion_tokens)
+        parts["loss_weight"] = partial(loss_weights.constant, max_completion_tokens=max_completion_tokens)
     correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
     traits = _loss_traits(config, parts["policy_loss"])
     kl_in_reward = config.kl_in == "reward"
@@ -130,11 +130,11 @@ def check_custom_functions(
         UserError: names the key, the function and the rule that it breaks.
     """
     if isinstance(config.advantage, CustomFunction):
-        own.try_advantage(config.advantage, num_generations=num_generations, num_rewards=num_rewards)
+        custom_functions.try_advantage(config.advantage, num_generations=num_generations, num_rewards=num_rewards)
     if isinstance(config.loss_weight, CustomFunction):
-        own.try_loss_weight(config.loss_weight)
+        custom_functions.try_loss_weight(config.loss_weight)
     if isinstance(config.policy_loss, CustomFunction):
-        traits = own.try_policy_loss(config.policy_loss, has_reference=config.kl_in == "loss")
+        traits = custom_functions.try_policy_loss(config.policy_loss, has_reference=config.kl_in == "loss")
         if traits.sequence_level and gradients_in_forward:
             raise UserError(
                 f"algorithm.policy_loss: {config.policy_loss.use!r}: a token's loss depends on the other tokens of its "
@@ -152,10 +152,10 @@ def _function(config: AlgorithmConfig, kind: str) -> Any:
     return partial(getattr(MODULES[kind], choice), **{key: getattr(config, key) for key in keys})
 
 
-def _loss_traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> Component | own.LossTraits:
+def _loss_traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> Component | custom_functions.LossTraits:
     """What a built-in loss declares, and what is found of a user's own by trying it."""
     if isinstance(config.policy_loss, CustomFunction):
-        return own.loss_traits(policy_loss, has_reference=config.kl_in == "loss")
+        return custom_functions.loss_traits(policy_loss, has_reference=config.kl_in == "loss")
     return COMPONENTS["policy_loss"][config.policy_loss]
 
 
@@ -173,14 +173,14 @@ def _loss_transforms(config: AlgorithmConfig, correction: Correction) -> list[Lo
         transforms.append(lambda loss, _: with_correction(loss, correction, cap=config.sampling_correction_cap))
     threshold = config.off_policy_mask_threshold
     if threshold is not None:
-        transforms.append(lambda loss, _: terms.with_off_policy_mask(loss, threshold=threshold))
+        transforms.append(lambda loss, _: regularizers.with_off_policy_mask(loss, threshold=threshold))
     if config.kl_in == "loss":
         kl = partial(
-            terms.with_kl, estimator=KL_ESTIMATORS[str(config.kl_estimator)], unbiased=bool(config.kl_unbiased)
+            regularizers.with_kl, estimator=KL_ESTIMATORS[str(config.kl_estimator)], unbiased=bool(config.kl_unbiased)
         )
         transforms.append(lambda loss, now: kl(loss, coefficient=now.kl))
     if has_entropy_bonus(config):
-        transforms.append(lambda loss, now: terms.with_entropy_bonus(loss, coefficient=now.entropy))
+        transforms.append(lambda loss, now: regularizers.with_entropy_bonus(loss, coefficient=now.entropy))
     return transforms
 
 

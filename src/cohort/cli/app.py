@@ -15,10 +15,10 @@ from cohort.cli.merge import merge
 from cohort.cli.options import Debug, Overrides
 from cohort.cli.plan import plan
 from cohort.cli.verify import verify
+from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
 from cohort.startup import print_loading_notice
 from cohort.stopping import dedicate_process
-from cohort.unforeseen import report_crash, set_run_dir
 
 
 class _Commands(TyperGroup):

@@ -19,7 +19,7 @@ def merge(
 ) -> None:
     """Merge an adapter into its base model in float32, tensor by tensor."""
     print_loading_notice()
-    from cohort import policy
+    from cohort import models
     from cohort.checkpoint import write_folder_atomically
 
     source = _find_adapter(adapter)
@@ -28,9 +28,9 @@ def merge(
     with Progress(transient=True) as bar:
         task = bar.add_task("tensors", total=None)
         on_progress = partial(_update_progress, bar, task)
-        write_folder_atomically(out, lambda folder: policy.merge(source, folder, on_progress=on_progress))
+        write_folder_atomically(out, lambda folder: models.merge(source, folder, on_progress=on_progress))
     typer.echo(f"merged: {source}\nmodel:  {out}")
-    quantized = policy.saved_quantization(source)
+    quantized = models.saved_quantization(source)
     if quantized is not None:
         typer.echo(
             f"note:   the adapter was trained on a base quantized to {quantized} but merged into the unquantized base, "
@@ -49,7 +49,7 @@ def _find_adapter(folder: Path) -> Path:
         UserError: There is none.
     """
     from cohort.checkpoint import checkpoints
-    from cohort.policy.adapter_folder import CONFIG_FILE
+    from cohort.models.adapters.adapter_folder import CONFIG_FILE
 
     candidates = (folder, folder / "final", *reversed(checkpoints(folder / "checkpoints")))
     found = next((path for path in candidates if (path / CONFIG_FILE).is_file()), None)

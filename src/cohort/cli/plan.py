@@ -60,7 +60,7 @@ def plan(
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
     from cohort.config import load_config
     from cohort.errors import UserError
-    from cohort.plan.data import missing_files
+    from cohort.plan.dataset import missing_files
 
     if calibrate:
         _calibrate(as_json=json_, alone=config is None)
@@ -113,7 +113,7 @@ def _predict(
     settings: "Config", machines: "Hardware", notes: list[str], *, model_shape: str | None, nodes: int
 ) -> tuple["Config", "Plan"]:
     """Plan the run; return it with the configuration whose rollout engine it assumes, which `notes` names."""
-    from cohort.plan.data import count_prompts
+    from cohort.plan.dataset import count_prompts
     from cohort.plan.predict import predict_run
     from cohort.plan.rollout_engine import plan_engine
     from cohort.plan.shape import preset_shape, read_shape

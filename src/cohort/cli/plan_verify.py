@@ -27,6 +27,14 @@ from cohort.batch import MicroBatch
 from cohort.config import AdamwConfig, AdapterConfig, Config, ModelConfig
 from cohort.distributed import Ranks
 from cohort.errors import UserError
+from cohort.host_to_device import to_device
+from cohort.models import Critic, Policy, attention
+from cohort.models.adapters.lora import Adapter, adapter_init
+from cohort.models.fsdp import CollectiveCounter, Sharding
+from cohort.models.lm_head import logprobs, tiled_softmax
+from cohort.models.loading.meta_device import meta_model
+from cohort.models.offload.activation_checkpointing import prepare_activations
+from cohort.models.policy import ModelTraits
 from cohort.packing import collate
 from cohort.plan.backward import CPU_BLOCK
 from cohort.plan.defaults import compute_dtype
@@ -34,14 +42,7 @@ from cohort.plan.memory import plan_memory
 from cohort.plan.predict import Plan
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import shape_from_config
-from cohort.policy import Critic, Policy, attention, logit_tiles, logprobs
-from cohort.policy.activations import prepare_activations
-from cohort.policy.adapter import Adapter, adapter_init
-from cohort.policy.policy import ModelTraits
-from cohort.policy.sharding import CollectiveCounter, Sharding
-from cohort.policy.skeleton import meta_model
 from cohort.records import TrainSequence
-from cohort.staging import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def track_step(
             FakeTensorMode(allow_non_fake_inputs=True),
             patch.object(logprobs, "_live_rows", lambda _: None),
             patch.object(logprobs, "CPU_TILE_ELEMENTS", logprobs.TILE_ELEMENTS),  # as on a GPU
-            patch.dict(logit_tiles.BLOCK_ELEMENTS, cpu=CPU_BLOCK),  # fewer operations to trace
+            patch.dict(tiled_softmax.BLOCK_ELEMENTS, cpu=CPU_BLOCK),  # fewer operations to trace
         ):
             assert policy.sharding is not None
             policy.sharding.allocate()

@@ -67,7 +67,7 @@ class SamplingConfig(Section):
     default_correction: ClassVar[Literal["none", "token_truncate"]]
     """`algorithm.sampling_correction: auto`: what the engine's logprobs need beside the trainer's."""
     setup: ClassVar[str]
-    """Module and name of what sets the engine up for a run, as `cohort.trainer.engines.EngineSetup` has it."""
+    """Module and name of what sets the engine up for a run, as `cohort.trainer.rollout_engines.EngineSetup` has it."""
     sampled_by: ClassVar[str]
     """Who samples, in the words of messages."""
 
@@ -110,7 +110,7 @@ class TrainingProcessesConfig(SamplingConfig):
     samples_ahead: ClassVar[Literal[False]] = False
     shares_weights: ClassVar[bool] = True
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
-    setup: ClassVar[str] = "cohort.trainer.local:TrainingProcesses"
+    setup: ClassVar[str] = "cohort.trainer.local_rollouts:TrainingProcesses"
 
 
 class AutoRolloutConfig(TrainingProcessesConfig):
@@ -138,7 +138,7 @@ class LocalRolloutConfig(TrainingProcessesConfig):
 class ServersConfig(SamplingConfig):
     """Keys of engines that sample with servers, which get the weights after every step.
 
-    `cohort.trainer.servers.ServersSetup` gives effect to all of them, whatever program the servers are.
+    `cohort.trainer.server_rollouts.ServersSetup` gives effect to all of them, whatever program the servers are.
     """
 
     uses_servers: ClassVar[Literal[True]] = True
@@ -236,7 +236,7 @@ class VllmRolloutConfig(ServersConfig):
     """Sampling of completions by vLLM servers, which get the weights after every step."""
 
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
-    setup: ClassVar[str] = "cohort.trainer.vllm:VllmSetup"
+    setup: ClassVar[str] = "cohort.trainer.vllm_rollouts:VllmSetup"
     server_name: ClassVar[str] = "vLLM server"
     cohort_serve_starts_them: ClassVar[bool] = True
     sampled_by: ClassVar[str] = "by vLLM servers"

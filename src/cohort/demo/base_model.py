@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCaus
 from cohort.demo.pretrain import WarmStart, build_model, habit, warm_start
 from cohort.demo.task import Problem, demonstration, generate
 from cohort.demo.tokenizer import train_tokenizer
-from cohort.policy import quiet_transformers
+from cohort.models import quiet_transformers
 
 BASE_PATH = Path(__file__).parent / "base"
 ANSWER_PATTERN = r"####\s*(-?\d+)\s*$"

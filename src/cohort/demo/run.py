@@ -10,8 +10,8 @@ from cohort.config import Config, config_from_dict, to_yaml
 from cohort.demo import base_model, task
 from cohort.display import on_one_line, render_curve
 from cohort.launch import train
-from cohort.outcome import RunResult
 from cohort.run_folder import check_folder_is_free
+from cohort.run_result import RunResult
 from cohort.startup import resume_gc
 
 NUM_TRAIN, NUM_HELDOUT = 2048, 256

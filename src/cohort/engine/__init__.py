@@ -1,12 +1,12 @@
 """The training engine: gradients of a batch, one optimizer step. It is given the loss and knows no algorithm."""
 
-from cohort.engine.budget import LargestShare, find_budget
-from cohort.engine.critic import CriticEngine
-from cohort.engine.engine import OptimResult, TokenBudget, TrainEngine, TrainResult
+from cohort.engine.budget_search import LargestShare, find_budget
+from cohort.engine.critic_engine import CriticEngine
 from cohort.engine.loss import PerTokenLoss
+from cohort.engine.lr_schedule import learning_rate_factor
 from cohort.engine.optimizer import check_optimizer, check_weights
 from cohort.engine.out_of_memory import must_fit
-from cohort.engine.schedule import learning_rate_factor
+from cohort.engine.train_engine import OptimResult, TokenBudget, TrainEngine, TrainResult
 
 __all__ = [
     "CriticEngine",

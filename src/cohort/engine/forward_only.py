@@ -13,12 +13,12 @@ from torch import Tensor
 from cohort import stopping
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
+from cohort.engine.forward_backward import Accumulation, Sequences, attempt, num_positions, on_device
 from cohort.engine.loss import PerSequence, per_sequence
 from cohort.engine.out_of_memory import must_fit, too_large
-from cohort.engine.passes import Accumulation, Sequences, attempt, num_positions, on_device
 from cohort.errors import StopRequested
+from cohort.models import Policy
 from cohort.packing import collate, pack
-from cohort.policy import Policy
 from cohort.records import TrainSequence
 
 # Times the budget of training: a forward pass without a backward keeps one layer's activations, and not all layers'.

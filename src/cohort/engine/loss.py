@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.batch import LossInputs, LossOutput, MicroBatch, PolicyLoss
 from cohort.distributed import Ranks
-from cohort.policy import Policy, PrefixState
+from cohort.models import Policy, PrefixState
 from cohort.records import TrainSequence
 
 # What is counted, named as the fields of `TrainResult`.

@@ -20,12 +20,12 @@ from cohort.config import (
     SgdConfig,
 )
 from cohort.config.optim import StochasticRoundingConfig
-from cohort.engine.offload import HostUpdates, local
-from cohort.engine.rounding import noise_key, round_at_random
+from cohort.engine.optimizer_offload import HostUpdates, local
+from cohort.engine.stochastic_rounding import noise_key, round_at_random
 from cohort.errors import UserError
-from cohort.plan.optimizer import check_optimizer_sharding, state_bytes
-from cohort.policy.masters import MasterWeights
-from cohort.policy.sharding import local_rows
+from cohort.models.fsdp import local_rows
+from cohort.models.offload.master_weights import MasterWeights
+from cohort.plan.optimizer_memory import check_optimizer_sharding, state_bytes
 
 Group = dict[str, Any]  # of a torch optimizer
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from cohort.batch import TrainBatch
 from cohort.distributed import Ranks
+from cohort.models import Policy
 from cohort.packing import pack
-from cohort.policy import Policy
 
 Known = dict[int, Tensor]  # sequence index -> [C]
 

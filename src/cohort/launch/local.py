@@ -20,13 +20,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from cohort import stopping
 from cohort.config import Config, to_yaml
 from cohort.errors import TrainingError, UserError
-from cohort.launch.report import Failure, read_failures
-from cohort.outcome import EXIT_STATUS_FILE, ExitStatus
+from cohort.launch.failure_report import Failure, read_failures
 from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
 from cohort.run_files import checkpoints, read_metrics
 from cohort.run_folder import LOGS, check_folder, make_folder
+from cohort.run_result import EXIT_STATUS_FILE, ExitStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from cohort.config import Config
 from cohort.errors import TrainingError, UserError
 from cohort.placement import num_gpus, visible_devices
 from cohort.plan.rollout_engine import set_engine
-from cohort.rollout.servers import guard
-from cohort.rollout.vllm.options import server_options
-from cohort.rollout.vllm.server import check_vllm, server_command, start_guarded
+from cohort.rollout.engines.servers import guard
+from cohort.rollout.engines.vllm.server import check_vllm, server_command, start_guarded
+from cohort.rollout.engines.vllm.server_options import server_options
 
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 

@@ -1,10 +1,10 @@
 """Metrics of a step and their loggers. Names are TRL's where the meaning is the same."""
 
 from cohort.metrics.clock import PhaseClock
-from cohort.metrics.memory import PeakMemory, largest_peaks
+from cohort.metrics.loggers import MetricsWriter, check_loggers
+from cohort.metrics.peak_memory import PeakMemory, largest_peaks
 from cohort.metrics.rollouts import has_equal_rewards, rollout_metrics
 from cohort.metrics.speed import device_peak_flops, flops_of, speed_metrics
-from cohort.metrics.writers import MetricsWriter, check_loggers
 
 __all__ = [
     "MetricsWriter",

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.packing.bins import fill_bins
 from cohort.records import IntArray, TrainSequence
-from cohort.segments import CACHED_PREFIX, NO_PARENT, build_attention_metadata
 
 
 def pack(

@@ -5,7 +5,7 @@ Symbols as in `cohort.plan.memory`.
 
 from collections.abc import Iterator, Sequence
 
-from cohort.plan.activations import (
+from cohort.plan.activation_memory import (
     activation_bytes,
     attention_transient_bytes,
     layer_bytes_per_token,
@@ -13,7 +13,7 @@ from cohort.plan.activations import (
     saved_bytes_per_token,
     transient_bytes,
 )
-from cohort.plan.quantization import dequantized_bytes
+from cohort.plan.quantized_memory import dequantized_bytes
 from cohort.plan.tiles import TILE_ELEMENTS, copied_weight_rows, loss_tile_elements, loss_tile_tokens, tile_shape
 from cohort.plan.work import Workload
 

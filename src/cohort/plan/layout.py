@@ -7,7 +7,7 @@ from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.optimizer import check_optimizer_sharding
+from cohort.plan.optimizer_memory import check_optimizer_sharding
 from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cohort.plan.activations import forward_only_bytes, offloaded_bytes
+from cohort.plan.activation_memory import forward_only_bytes, offloaded_bytes
 from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, largest_parts
-from cohort.plan.optimizer import state_bytes
-from cohort.plan.quantization import model_bytes
+from cohort.plan.optimizer_memory import state_bytes
+from cohort.plan.quantized_memory import model_bytes
 from cohort.plan.shape import WeightShape
 from cohort.plan.work import Checkpointing, Workload
 

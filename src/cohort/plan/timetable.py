@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cohort.config import Config
-from cohort.plan.activations import offloaded_bytes_per_token
+from cohort.plan.activation_memory import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout

@@ -21,8 +21,8 @@ import math
 from dataclasses import dataclass
 
 from cohort.config import Config, ServersConfig
-from cohort.plan.adapter import adapter_shape
-from cohort.plan.critic import critic_shape
+from cohort.plan.adapter_shape import adapter_shape
+from cohort.plan.critic_shape import critic_shape
 from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.rates import compute_rate, memory_rate

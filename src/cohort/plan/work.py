@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
-from cohort.plan.adapter import ADAPTER_BYTES, AdapterShape, adapter_shape
-from cohort.plan.critic import critic_shape
+from cohort.plan.adapter_shape import ADAPTER_BYTES, AdapterShape, adapter_shape
+from cohort.plan.critic_shape import critic_shape
 from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.rows import MicroBatchPlan

@@ -5,7 +5,7 @@ deadlines, and validates their results. Built in: `math`, `exact`, `format` and 
 """
 
 from cohort.rewards.function import ChecksArguments, RewardFunction
-from cohort.rewards.load import BUILTINS, build_rewards, check_columns, load_reward
+from cohort.rewards.load_rewards import BUILTINS, build_rewards, check_columns, load_reward
 from cohort.rewards.marker import RewardMarker
 from cohort.rewards.runner import RewardRunner
 

@@ -1,6 +1,7 @@
 """Sample completions for prompts: rollouts are coroutines over one engine protocol."""
 
-from cohort.rollout.base import (
+from cohort.rollout.collector import Rollout, RolloutCollector
+from cohort.rollout.engines.base import (
     CallKey,
     Generate,
     Purpose,
@@ -10,11 +11,10 @@ from cohort.rollout.base import (
     SamplingParams,
     StreamKey,
 )
-from cohort.rollout.collector import Rollout, RolloutCollector
-from cohort.rollout.local import LocalEngine
+from cohort.rollout.engines.local.local_engine import LocalEngine
+from cohort.rollout.engines.local.rank_shares import merge_shares, split_requests
+from cohort.rollout.engines.local.sampler import Sampler
 from cohort.rollout.prefetch import Prefetcher, Prompts
-from cohort.rollout.sampler import Sampler
-from cohort.rollout.shares import merge_shares, split_requests
 
 __all__ = [
     "CallKey",

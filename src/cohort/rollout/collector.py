@@ -13,20 +13,13 @@ from typing import Any, TypeVar
 
 from cohort import stopping
 from cohort.records import Prompt, RolloutGroup, Trajectory
-from cohort.rollout.base import CallKey, Generate, RolloutEngine, SamplingParams, StreamKey
+from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StreamKey
+from cohort.rollout.environments.single_turn import answer_prompt
 
 T = TypeVar("T")
 
 _TICK_S = 0.5  # how long to wait at most without asking whether the run should stop
 _CLOSE_TIMEOUT_S = 10.0  # for coroutines that clean up when they are cancelled
-
-
-async def answer_prompt(
-    generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
-) -> Trajectory:
-    """Roll out a plain prompt: one call."""
-    call = await generate(prompt.token_ids, sampling, key)
-    return Trajectory.single_turn(call, text=tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True))
 
 
 # What one member of a group does, given the key of its first call; later calls have `replace(key, turn=...)`.

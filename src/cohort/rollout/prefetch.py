@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from cohort.records import Prompt, RolloutGroup, Trajectory
-from cohort.rollout.base import SamplingParams, StreamKey
 from cohort.rollout.collector import RolloutCollector
+from cohort.rollout.engines.base import SamplingParams, StreamKey
 
 
 class Prompts(Protocol):

@@ -16,7 +16,7 @@ from cohort.distributed import Ranks, Stopped
 from cohort.engine import CriticEngine, TokenBudget, TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
-from cohort.policy import (
+from cohort.models import (
     CollectiveCounter,
     Critic,
     LoadRequest,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cohort.config import Config
 from cohort.evaluation import EvalResult, evaluate
-from cohort.policy import (
+from cohort.models import (
     LoadRequest,
     check_vocabulary,
     end_token_ids,
@@ -18,7 +18,7 @@ from cohort.policy import (
 from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler
 from cohort.startup import resume_gc
-from cohort.trainer.inputs import (
+from cohort.trainer.run_inputs import (
     check_eval_lengths,
     column_names,
     read_eval_rows,

@@ -12,17 +12,17 @@ from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.evaluation import evaluate
 from cohort.metrics import MetricsWriter, PhaseClock
-from cohort.outcome import RunResult
 from cohort.records import TrainSequence
 from cohort.run_folder import RunFolder
-from cohort.trainer.budget import find_auto_budget
+from cohort.run_result import RunResult
 from cohort.trainer.checkpointer import Checkpointer
-from cohort.trainer.costs import StepCosts
-from cohort.trainer.gather import Gathered
+from cohort.trainer.collect_groups import Gathered
 from cohort.trainer.publish import check_first_parity, publish_weights
 from cohort.trainer.setup import Run
+from cohort.trainer.step_metrics import StepCosts
+from cohort.trainer.step_warnings import StepWarnings
+from cohort.trainer.token_budget import find_auto_budget
 from cohort.trainer.update import Updater
-from cohort.trainer.warn import StepWarnings
 from cohort.trainer.worker_calls import compute_estimates
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from cohort import stopping
-from cohort.choice import choose_engine
+from cohort.auto_engine import choose_engine
 from cohort.config import Config
 from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
 from cohort.errors import TrainingError, UserError
-from cohort.outcome import EXIT_STATUS_FILE, ExitStatus
-from cohort.policy import resolve_device
+from cohort.models import resolve_device
 from cohort.run_files import resume_hint
+from cohort.run_result import EXIT_STATUS_FILE, ExitStatus
 from cohort.startup import resume_gc
 from cohort.trainer.build import BuildOrder, build_worker
 from cohort.trainer.resume import VerifyOrder

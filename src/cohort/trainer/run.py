@@ -9,25 +9,25 @@ from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display
 from cohort.distributed import ALONE, Ranks
 from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
-from cohort.outcome import RunResult
 from cohort.rewards import RewardMarker
 from cohort.run_files import resume_hint
 from cohort.run_folder import REWARD_MARKER, RunFolder
+from cohort.run_result import RunResult
 from cohort.startup import resume_gc
 from cohort.stopping import RunStopped
-from cohort.trainer.budget import first_budget
 from cohort.trainer.build import BuildOrder, build_worker
-from cohort.trainer.engines import find_engine
-from cohort.trainer.foresee import compared, foresee
-from cohort.trainer.inputs import read_inputs
 from cohort.trainer.loop import Trainer
+from cohort.trainer.preflight import compared, foresee
 from cohort.trainer.resume import find_checkpoint
+from cohort.trainer.rollout_engines import find_engine
+from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.setup import (
     build_run,
     check_disk_space,
     check_steps,
     rank_device,
 )
+from cohort.trainer.token_budget import first_budget
 from cohort.trainer.worker_group import WorkerGroup
 
 

@@ -15,21 +15,21 @@ from cohort.config import Config
 from cohort.data import PromptStream
 from cohort.distributed import Ranks
 from cohort.errors import UserError
-from cohort.plan import RunPlan
-from cohort.plan.layout import check_cpu_offload, check_processes
-from cohort.policy import (
+from cohort.models import (
     check_offload,
     check_quantization,
     check_vocabulary,
     resolve_device,
     saved_bytes,
 )
+from cohort.plan import RunPlan
+from cohort.plan.layout import check_cpu_offload, check_processes
 from cohort.rollout import RolloutCollector
 from cohort.run_files import DAMAGED
-from cohort.trainer.engines import EngineSetup
-from cohort.trainer.gather import Gatherer, build_gatherer
-from cohort.trainer.inputs import Inputs
+from cohort.trainer.collect_groups import Gatherer, build_gatherer
 from cohort.trainer.parity import ParityGate
+from cohort.trainer.rollout_engines import EngineSetup
+from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import keep_waiting
 from cohort.trainer.worker_group import WorkerGroup

@@ -25,10 +25,10 @@ from cohort.engine import (
     must_fit,
 )
 from cohort.metrics import PeakMemory
-from cohort.policy import Policy, SaveOptions, stream_weights, weight_specs
+from cohort.models import Policy, SaveOptions, stream_weights, weight_specs
 from cohort.records import Estimate, FloatArray, TrainSequence, scatter
 from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
-from cohort.rollout.servers.lending import Lender, gpu_uuid
+from cohort.rollout.engines.servers.cuda_ipc import Lender, gpu_uuid
 
 TrainedModel = Literal["policy", "critic"]
 SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]

@@ -11,7 +11,7 @@ from cohort.check.launch import Launch, Said, Settings
 from cohort.check.rules.start import Judged, Knobs, Start, refused
 from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
-from cohort.plan.data import missing_files
+from cohort.plan.dataset import missing_files
 
 _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 

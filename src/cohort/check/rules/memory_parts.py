@@ -13,8 +13,8 @@ from typing import Literal
 
 from cohort.check.launch import Sharding
 from cohort.config.adapter import AdapterConfig
-from cohort.plan.activations import activation_bytes
-from cohort.plan.adapter import adapter_shape
+from cohort.plan.activation_memory import activation_bytes
+from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.backward import head_bytes
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES
 from cohort.plan.shape import ModelShape

@@ -1,7 +1,7 @@
 """TRL's batch rules, version by version: numbers in, its own verdict out.
 
-Read in the sources of TRL 0.15 to 1.16 and held to them: `tests/test_check_trl.py` compares every regime with the real
-one's `GRPOConfig` (or, up to 0.17, with a table made of its trainer's check). W is the number of processes.
+Read in the sources of TRL 0.15 to 1.16 and held to them: `tests/check/test_check_trl.py` compares every regime with the
+real one's `GRPOConfig` (or, up to 0.17, with a table made of its trainer's check). W is the number of processes.
 """
 
 import math

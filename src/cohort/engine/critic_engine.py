@@ -1,0 +1,55 @@
+"""Training of a critic: the engine with values in the place of logprobs, and returns in that of advantages.
+
+T loss tokens of a micro-batch, C of one sequence.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cohort.batch import MicroBatch, ValueInputs
+from cohort.engine.loss import MicroBatchLoss, PerSequence, PerTokenLoss, joined
+from cohort.engine.train_engine import TrainEngine
+from cohort.models import Critic, PrefixState
+from cohort.records import Estimate, TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueStepLoss:
+    """`sum(loss_weight * per_token_loss)` of values over the tokens of any of a step's sequences."""
+
+    policy: Critic
+    value_loss: PerTokenLoss  # of `ValueInputs`
+    old_values: PerSequence | None  # None: the current critic is the old one
+
+    def __call__(
+        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
+    ) -> MicroBatchLoss:
+        """Forward pass of a micro-batch, see `StepLoss`."""
+        values = self.policy.values(micro_batch, prefix=prefix)
+        old = joined(self.old_values, sequences, micro_batch.loss_weights)
+        if old is None:
+            old = values.detach()
+        out = self.value_loss(ValueInputs(values=values, old_values=old, returns=micro_batch.returns.to(values)))
+        loss = (micro_batch.loss_weights * out.per_token_loss).sum()
+        sums = {name: metric.sum() for name, metric in out.token_metrics.items()}
+        return MicroBatchLoss(loss=loss, outputs=old, sums={"loss": loss.detach(), **sums}, largest={})
+
+
+class CriticEngine(TrainEngine):
+    """Holds a critic and its optimizer. Its loss is of `ValueInputs`, over sequences that have returns.
+
+    What `TrainEngine` keeps of the first pass over a batch are the old values.
+    """
+
+    policy: Critic
+
+    def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> dict[Estimate, PerSequence]:
+        """The values of this rank's sequences, see `TrainEngine.estimate`."""
+        assert wanted == {"values"}, "a critic has nothing else to say"
+        return {"values": super().estimate(sequences, {"logprobs"})["logprobs"]}
+
+    def _step_loss(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> ValueStepLoss:
+        old: Mapping[int, Tensor] | None = None if is_old else self.old_outputs
+        return ValueStepLoss(policy=self.policy, value_loss=per_token_loss, old_values=old)

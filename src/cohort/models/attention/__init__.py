@@ -1,0 +1,5 @@
+"""Attention over packed rows with shared prefixes."""
+
+from cohort.models.attention.interface import NAME, KVCache
+
+__all__ = ["NAME", "KVCache"]

@@ -1,0 +1,195 @@
+"""Register our attention with transformers, and choose its backend.
+
+The attention metadata is a keyword argument of the model that its layers pass on to attention. (A context variable
+would not work: gradient checkpointing reruns layers in backward.)
+
+S tokens of the row, P of the cached prefix.
+"""
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from cohort.attention_mask import NO_PARENT, AttentionMetadata, build_attention_metadata
+from cohort.host_to_device import to_device
+from cohort.models.attention.cascade import KeyValue, cascade
+from cohort.models.attention.decoding import DecodeBatch, decode_attention
+from cohort.models.attention.flex import flex
+from cohort.models.attention.varlen import varlen
+from cohort.models.kernel_check import kernels_agree, probe_values
+
+NAME = "cohort"
+Backend = Literal["cascade", "varlen", "flex"]
+_BACKENDS: Mapping[Backend, Callable[..., Tensor]] = {"cascade": cascade, "varlen": varlen, "flex": flex}
+# Arguments that layers pass to attention and that have no effect without a KV cache.
+_IGNORED_ARGUMENTS = frozenset(
+    {"position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "layer_idx"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
+)
+_chosen: list[Backend] = []  # set by `backend`, innermost last
+
+
+class KVCache(UserDict[int, KeyValue]):
+    """Keys and values of a prefix by layer index, each [1, key heads, P, dim], after rotary embedding.
+
+    Not a `dict`, because model wrappers copy dicts on the way to the layers.
+    """
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attn_metadata: AttentionMetadata | None = None,
+    prefix: KVCache | None = None,
+    captured: KVCache | None = None,
+    decoding: Sequence[DecodeBatch] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: packed, decoding, or transformers' own sdpa.
+
+    Args:
+        module: the attention module of the layer.
+        query: [1, query heads, S, dim] if packed or decoding.
+        key: [1, key heads, S, dim].
+        value: [1, key heads, S, dim].
+        attention_mask: ignored if packed or decoding.
+        attn_metadata: of a packed row.
+        prefix: keys and values of the cached prefix.
+        captured: filled with the keys and values of the layer, unless it has them (layers may be rerun in backward).
+        decoding: batches of completions; the row has one new token of each.
+        kwargs: scaling and other arguments of the layer.
+
+    Returns:
+        [1, S, query heads, dim], and None for the attention weights.
+
+    Raises:
+        ValueError: the layer uses a feature that packed attention does not support.
+    """
+    if decoding is not None:  # other features are checked in the prefill
+        window, longest = kwargs.get("sliding_window"), max(batch.max_context_tokens for batch in decoding)
+        if window is not None and longest > window:
+            raise ValueError(f"a sequence of {longest} tokens exceeds the sliding window of {window}")
+        return decode_attention(module.layer_idx, query, key, value, decoding, kwargs.get("scaling")), None
+    if attn_metadata is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if captured is not None:
+        captured.setdefault(module.layer_idx, (key, value))
+    return packed_attention(
+        module, query, key, value, attn_metadata, None if prefix is None else prefix[module.layer_idx], **kwargs
+    ), None
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_metadata: AttentionMetadata,
+    prefix: KeyValue | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of a layer over a packed row, [1, S, query heads, dim]."""
+    unknown = sorted(name for name, x in kwargs.items() if x is not None and name not in _IGNORED_ARGUMENTS)
+    if unknown:  # softcaps, sinks, biases
+        raise ValueError(f"packed attention does not support {', '.join(unknown)}")
+    if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError("packed attention must be causal and without dropout")
+    if sliding_window is not None and attn_metadata.max_context_tokens > sliding_window:
+        raise ValueError(
+            f"a sequence of {attn_metadata.max_context_tokens} tokens exceeds the sliding window of {sliding_window}"
+        )
+    dtype = _compute_dtype(query)
+    q, k, v = (_row(x, dtype) for x in (query, key, value))
+    if attn_metadata.prefix_tokens == 0:  # all completions have one token, so nothing attends to the prefix
+        prefix = None
+    prefix_rows = None if prefix is None else (_row(prefix[0], dtype), _row(prefix[1], dtype))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _BACKENDS[choose_backend(q, v)](q, k, v, attn_metadata, prefix=prefix_rows, scale=scale).unsqueeze(0)
+
+
+def choose_backend(query: Tensor, value: Tensor) -> Backend:
+    """Choose the backend of packed attention by device, dtype and head sizes."""
+    if _chosen:
+        return _chosen[-1]
+    if query.device.type != "cuda":
+        return "cascade"
+    size = query.shape[-1]
+    if (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and size == value.shape[-1] <= 256
+        and size % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    ):
+        return "varlen"
+    # FlexAttention has no float64 and needs head sizes of at least 16
+    if query.dtype == torch.float64 or min(size, value.shape[-1]) < 16:
+        return "cascade"
+    return "flex" if _flex_works(query.device, query.dtype, *query.shape[1:], *value.shape[1:]) else "cascade"
+
+
+@cache
+def _flex_works(
+    device: torch.device, dtype: torch.dtype, query_heads: int, dim: int, key_heads: int, value_dim: int
+) -> bool:
+    """Whether FlexAttention compiles and works here, tried on a small row, forward and backward."""
+    attn_metadata = to_device(build_attention_metadata((3, 2, 4), (NO_PARENT, 0, 0)), device)
+    tokens = attn_metadata.num_tokens
+
+    def compare() -> Iterator[tuple[Tensor, Tensor]]:
+        shapes = (query_heads, dim), (key_heads, dim), (key_heads, value_dim)
+        q, k, v = (probe_values(tokens, *shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+        upstream = probe_values(tokens, query_heads, value_dim, device=device, dtype=dtype)
+        results = []
+        for compute in (flex, cascade):
+            out = compute(q, k, v, attn_metadata, prefix=None, scale=dim**-0.5)
+            results.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+        yield from zip(*results, strict=True)
+
+    # independent of the caller's grad mode and saved-tensor hooks
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        return kernels_agree("Compiled FlexAttention kernels", "matrix products", compare)
+
+
+@contextmanager
+def backend(name: Backend) -> Iterator[None]:
+    """Context that forces a backend, for comparisons."""
+    _chosen.append(name)
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def _row(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert [1, heads, tokens, dim] to [tokens, heads, dim]."""
+    return x.squeeze(0).transpose(0, 1).to(dtype)
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """The autocast dtype, if enabled: layers may normalise queries and keys in float32, which sdpa would cast back."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without metadata; packed calls pass a dummy mask

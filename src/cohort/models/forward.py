@@ -1,0 +1,197 @@
+"""Forward pass of micro-batches through a transformers model and its language-model head.
+
+S tokens of the row, B sequences of a padded batch, L the longest, T loss tokens, H hidden size, V vocabulary, R LoRA
+rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cohort.batch import MicroBatch
+from cohort.models.attention import KVCache
+from cohort.models.lm_head.logprobs import LinearLoss, TokenLoss, head_logits, linear_logprobs, linear_loss
+from cohort.models.lm_head.tiled_softmax import check_triton
+from cohort.models.shared_prefix import PrefixState
+
+
+def forward(
+    module: Any,
+    micro_batch: MicroBatch,
+    output: Callable[[Any], Tensor],
+    *,
+    padded: bool,
+    prefix: PrefixState | None = None,
+    captured: KVCache | None = None,
+) -> Tensor:
+    """Return the outputs of `module` at the positions that predict the loss tokens, [T, H].
+
+    Args:
+        module: the model, or its body without the head.
+        micro_batch: on the module's device; without shared prefixes if padded.
+        output: selects the tensor [rows, positions, H] of the module's outputs.
+        padded: compute a padded batch with the module's own attention.
+        prefix: the cached prefix of the micro-batch; gradients flow into it.
+        captured: filled with the keys and values of every layer, with their graph.
+    """
+    if padded:
+        assert prefix is None and captured is None, "padded batches cannot share prefixes"
+        return _forward_padded(module, micro_batch, output)
+    returned = module(
+        input_ids=micro_batch.input_ids.unsqueeze(0),
+        position_ids=micro_batch.position_ids.unsqueeze(0),
+        # A 4-D mask is used as it is, so transformers builds no S x S mask; attention uses the metadata instead.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=micro_batch.input_ids.device),
+        attn_metadata=micro_batch.attn_metadata,
+        prefix=None if prefix is None else prefix.states,
+        captured=captured,
+        use_cache=False,
+    )
+    out = output(returned).squeeze(0)
+    if prefix is not None:
+        out = torch.cat([prefix.hidden_1H, out])
+    return out.index_select(0, micro_batch.logit_positions)
+
+
+def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
+    """Compute whole sequences as a right-padded batch. Attention is causal, so no token attends to padding."""
+    assert not micro_batch.attn_metadata.padded.prefix, "padded batches cannot share prefixes"
+    rows = _pad(micro_batch, micro_batch.input_ids)
+    position_ids = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+    out = output(module(input_ids=rows, position_ids=position_ids, use_cache=False)).flatten(0, 1)
+    return out.index_select(0, _padded_positions(micro_batch).index_select(0, micro_batch.logit_positions))
+
+
+def computed_counts(micro_batch: MicroBatch, *, padded: bool) -> Tensor:
+    """Number of sequences that have each computed position as input; 0 at padding."""
+    counts = micro_batch.input_counts
+    return _pad(micro_batch, counts).flatten() if padded else counts
+
+
+def _pad(micro_batch: MicroBatch, values: Tensor) -> Tensor:
+    """Convert values [S] of a packed row to a padded batch [B, L], 0 at padding."""
+    rows = values.new_zeros(padded_shape(micro_batch))
+    rows.view(-1)[_padded_positions(micro_batch)] = values
+    return rows
+
+
+def _padded_positions(micro_batch: MicroBatch) -> Tensor:
+    """Index of each token of the row in the flattened padded batch, [S]."""
+    column = micro_batch.position_ids
+    row = (column == 0).cumsum(0) - 1  # every sequence starts at position 0
+    return row * padded_shape(micro_batch)[1] + column
+
+
+def padded_shape(micro_batch: MicroBatch) -> tuple[int, int]:
+    """Shape (B, L) of a micro-batch when padded. Computed on the host, without waiting for the device."""
+    lengths = micro_batch.attn_metadata.lengths
+    return len(lengths), max(lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A linear language-model head, with optional LoRA, scale and softcap."""
+
+    linear: nn.Linear  # may be tied to the embedding
+    lora: Any  # peft's wrapper, or None
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """Logits [T, V] in float32 or wider, without gradient."""
+        return head_logits(hidden_TH, self.linear.weight, **self._transform(hidden_TH))
+
+    def logprobs(
+        self, hidden_TH: Tensor, targets_T: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprobs and entropies, see `linear_logprobs`."""
+        args = (hidden_TH, self.linear.weight, targets_T)
+        return linear_logprobs(*args, temperature=temperature, entropy=entropy, **self._transform(hidden_TH))
+
+    def loss(self, hidden_TH: Tensor, targets_T: Tensor, token_loss: TokenLoss, *, temperature: float) -> LinearLoss:
+        """A token-level loss with gradients computed in forward, see `linear_loss`."""
+        args = (hidden_TH, self.linear.weight, targets_T, token_loss)
+        return linear_loss(*args, temperature=temperature, entropy=True, **self._transform(hidden_TH))
+
+    def check_kernels(self, device: torch.device) -> None:
+        """Check that the fused kernels work on a device, see `check_triton`."""
+        check_triton(device, bias=self.linear.bias is not None, softcap=self.softcap is not None)
+
+    def _transform(self, hidden_TH: Tensor) -> dict[str, Any]:
+        return {
+            "bias": self.linear.bias,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "adapter": self._adapter(hidden_TH),
+        }
+
+    def _adapter(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Features [T, R] and weight [V, R] of the active adapter; None if it is disabled or merged."""
+        if self.lora is None or self.lora.disable_adapters or self.lora.merged or not self.lora.active_adapters:
+            return None
+        (name,) = self.lora.active_adapters
+        down, up = self.lora.lora_A[name], self.lora.lora_B[name]
+        return down(hidden_TH.to(down.weight.dtype)) * self.lora.scaling[name], up.weight
+
+
+def find_head(model: Any) -> Head | None:
+    """Find the linear head of a model, or return None if it is not supported.
+
+    The head is checked against the model's own logits on a short input. So an unsupported head costs memory (the model
+    computes full logits), never correctness.
+    """
+    module = model.get_output_embeddings()
+    body = getattr(model, "base_model", None)
+    if not (isinstance(module, nn.Linear) or _is_plain_lora(module)) or body is None or body is model:
+        return None
+    head = build_head(model)
+    weight = head.linear.weight
+    probe = torch.arange(1, 4, device=weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected = model(input_ids=probe, use_cache=False).logits[0].float()
+            actual = head.logits(body(input_ids=probe, use_cache=False).last_hidden_state[0]).float()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None  # the body does not return hidden states
+    finally:
+        model.train(was_training)
+    # bfloat16 logits have 8 significant bits; a missing scale or softcap is off by far more.
+    tolerance = 1e-4 if weight.dtype != torch.bfloat16 else 3e-2
+    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+    return head if error <= tolerance else None
+
+
+def _is_plain_lora(module: Any) -> bool:
+    """Whether a module is peft's plain LoRA around a linear layer, without dropout, bias or DoRA.
+
+    `find_head` could not tell from logits, because a new adapter adds 0.
+    """
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear) or not hasattr(module, "lora_A"):
+        return False
+    adapters = module.lora_A.keys()
+    return (
+        len(module.active_adapters) <= 1
+        and set(module.active_adapters) <= set(adapters)
+        and not any(name in module.lora_variant for name in adapters)  # DoRA and others
+        and all(getattr(module.lora_dropout[name], "p", 0.0) == 0.0 for name in adapters)
+        and all(module.lora_A[name].bias is None and module.lora_B[name].bias is None for name in adapters)
+    )
+
+
+def build_head(model: Any) -> Head:
+    """Build the head with scale and softcap from the model's config."""
+    text_config = model.config.get_text_config()
+    scaling = getattr(text_config, "logits_scaling", None) or 1.0  # Granite divides
+    module = model.get_output_embeddings()
+    is_plain = isinstance(module, nn.Linear)
+    return Head(
+        linear=module if is_plain else module.base_layer,
+        lora=None if is_plain else module,
+        scale=(getattr(text_config, "logit_scale", None) or 1.0) / scaling,  # Cohere multiplies
+        softcap=getattr(text_config, "final_logit_softcapping", None),
+    )

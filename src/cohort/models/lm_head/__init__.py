@@ -1,0 +1,1 @@
+"""The language-model head: logprobs and losses without the logits of a whole batch."""

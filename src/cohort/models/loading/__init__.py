@@ -1,0 +1,1 @@
+"""Load a model: its folder, its files, and its weights from them."""

@@ -1,0 +1,130 @@
+"""Limits of a model: vocabulary, EOS tokens, maximum positions, trainable weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cohort.config import ModelConfig
+from cohort.errors import UserError
+from cohort.models.adapters.lora import Adapter, adapter_init
+from cohort.models.freeze import freeze
+from cohort.models.loading.meta_device import meta_model
+from cohort.models.policy import Policy
+from cohort.models.routers import find_routers
+from cohort.records import Prompt
+
+
+def trained_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the weights that will be trained, by name, on the meta device.
+
+    Raises:
+        UserError: the model or its adapter cannot be used, or `model.freeze` does not match it.
+    """
+    model = meta_model(config)
+    freeze(model, config.freeze)
+    if config.adapter is not None:
+        Adapter(model, adapter_init(config, checkpoint=None, keep_reference=False, seed=0, model=model), trainable=True)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_router_loss(config: ModelConfig, coefficient: float) -> None:
+    """Check that `train.router_aux_loss_coef` has an effect on the model, without loading weights.
+
+    Raises:
+        UserError: the model has no trainable routers that support a load-balancing loss.
+    """
+    if coefficient == 0:
+        return
+    model = meta_model(config)
+    routers, text_config = find_routers(model), model.config.get_text_config()
+    freeze(model, config.freeze)
+    problem = None
+    if not routers:
+        problem = "the model has no supported mixture-of-experts routers"
+    elif any("correction_bias" in name for name in model.state_dict()):
+        problem = "the model balances its experts by a correction bias instead"
+    elif not hasattr(text_config, "router_aux_loss_coef"):
+        problem = "transformers has no load-balancing loss for this architecture"
+    elif not any(p.requires_grad for router in routers for p in router.module.parameters()):
+        problem = "model.freeze freezes all routers"
+    if problem is not None:
+        raise UserError(f"train.router_aux_loss_coef: {coefficient:g} has no effect: {problem}. Remove it")
+
+
+def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
+    """Collect the token ids that end a completion from the tokenizer, config and generation config.
+
+    Raises:
+        UserError: there is none.
+    """
+    config = policy.model.config
+    ids: set[int] = set()
+    for source in (tokenizer, config, config.get_text_config(), getattr(policy.model, "generation_config", None)):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    if not ids:
+        raise UserError(
+            "model.path: no eos_token in the tokenizer, config.json or generation_config.json, so completions would "
+            "never end"
+        )
+    return frozenset(ids)
+
+
+def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
+    """Check that every token of the prompts has an embedding.
+
+    Raises:
+        UserError: one has none, e.g. because tokens were added to the tokenizer but not to the model.
+    """
+    rows = len(policy.model.get_input_embeddings().weight)
+    largest = max(int(p.token_ids.max()) for p in prompts)
+    if largest >= rows:
+        raise UserError(
+            f"model.path: a prompt has token id {largest}, but the model has only {rows} embeddings. Tokenizer and "
+            f"model "
+            f"do not match, or tokens were added without model.resize_token_embeddings"
+        )
+
+
+def check_lengths(
+    config: ModelConfig,
+    prompts: Sequence[Prompt],
+    *,
+    max_completion_tokens: int,
+    field: str = "rollout.max_completion_tokens",
+) -> None:
+    """Check that the longest possible sequence fits the model's maximum positions.
+
+    Raises:
+        UserError: it does not; the message starts with `field`.
+    """
+    from transformers import AutoConfig
+
+    try:
+        text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code).get_text_config()
+    except Exception as error:  # transformers raises many types of errors
+        raise UserError(f"model.path: {config.path!r}: cannot use config.json: {error}") from error
+    limit = _max_positions(text)
+    longest = max(len(p.token_ids) for p in prompts)
+    if limit is not None and longest + max_completion_tokens > limit:
+        raise UserError(
+            f"{field}: {max_completion_tokens} plus the longest prompt of {longest} tokens is "
+            f"{longest + max_completion_tokens}, but the model has {limit} positions. Use at most "
+            f"{max(0, limit - longest)}, or lower rollout.max_prompt_tokens"
+        )
+
+
+def _max_positions(text_config: Any) -> int | None:
+    """Maximum positions that a model was made for; None if its config does not say."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or limit
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        # beyond this, frequencies depend on the longest sequence of a batch
+        return original
+    if rope.get("rope_type") in ("linear", "yarn"):  # some configs state the length before scaling, some after
+        return max(limit, int(original * rope.get("factor", 1.0)))
+    return limit

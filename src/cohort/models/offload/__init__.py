@@ -1,0 +1,1 @@
+"""Keep weights, master weights and activations in host memory."""

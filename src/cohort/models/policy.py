@@ -1,0 +1,323 @@
+"""The policy: a causal language model as used by trainer and sampler.
+
+B rows, S positions, T loss tokens, H hidden size, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cohort.batch import MicroBatch
+from cohort.models.adapters.lora import Adapter
+from cohort.models.attention import KVCache
+from cohort.models.batch_layout import Layout, choose_layout
+from cohort.models.forward import build_head, computed_counts, find_head, forward, padded_shape
+from cohort.models.fsdp import Sharding
+from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
+from cohort.models.offload.master_weights import MasterWeights
+from cohort.models.offload.weight_offload import OffloadedWeights
+from cohort.models.quantization import quantization_notes
+from cohort.models.routers import remove_noise
+from cohort.models.shared_prefix import PrefixState, SharedPrefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """Properties of a model that were found by running it."""
+
+    layout: Layout
+    reason: str | None  # why the layout is not "shared"
+    has_plain_head: bool
+    attention: str  # the implementation that goes with the layout
+
+
+class Policy:
+    """A transformers model with its device and dtypes. It holds the only copy of the weights on the device."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        pad_token_id: int,
+        traits: ModelTraits | None = None,
+        sharding: Sharding | None = None,
+        adapter: Adapter | None = None,
+        master_weights: MasterWeights | None = None,
+        longest_sequence_tokens: int | None = None,
+    ):
+        """Wrap a loaded model.
+
+        Args:
+            model: an `AutoModelForCausalLM`.
+            device: of the weights.
+            compute_dtype: dtype to compute in; None computes in the dtype of the weights.
+            pad_token_id: fills padded batches; never attended to.
+            traits: of the model; None finds them by running it.
+            sharding: of the model; gathered weights have `compute_dtype`. None: not sharded, autocast is used.
+            adapter: of the model; then only the adapter is trained and saved.
+            master_weights: of the model; then these are trained and saved, and the model holds a copy.
+            longest_sequence_tokens: of the run, to check it against sliding windows; None if unknown.
+        """
+        self.model = model
+        self.device = device
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.compute_dtype = compute_dtype
+        self.pad_token_id = pad_token_id
+        self.sharding = sharding
+        self.adapter = adapter
+        self.master_weights = master_weights
+        remove_noise(model)
+        if traits is None:
+            self._head = find_head(model)
+            with self.autocast():  # kernels depend on the dtype that training computes in
+                layout, reason = choose_layout(model, *self._module(), longest_sequence_tokens=longest_sequence_tokens)
+            traits = ModelTraits(
+                layout=layout,
+                reason=reason,
+                has_plain_head=self._head is not None,
+                attention=model.config._attn_implementation,
+            )
+        else:
+            self._head = build_head(model) if traits.has_plain_head else None
+        self.traits = traits
+        if self._head is not None and device.type == "cuda" and torch.float64 not in (self.dtype, compute_dtype):
+            self._head.check_kernels(device)  # they do not support float64
+        self._offloaded: OffloadedWeights | None = None
+        if sharding is not None:
+            sharding.add_forward("scored_logprobs", self._logprobs)
+            sharding.add_forward("token_loss", self._loss)
+            sharding.add_forward("prompt_hidden", self._prompt_hidden)
+
+    @staticmethod
+    def adapt(model: Any) -> None:
+        """Modify a causal language model for this class; a policy needs no change."""
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of micro-batches."""
+        return self.traits.layout
+
+    def notes(self) -> list[str]:
+        """Messages for the user about how the model is computed."""
+        ways = {"packed": "packed rows without shared prompts", "padded": "padded batches"}
+        notes = []
+        if self.layout != "shared":
+            notes.append(f"the model runs on {ways[self.layout]}, because {self.traits.reason}")
+        if not self.has_plain_head:
+            notes.append("the model computes full logits, because its head is not a supported linear layer")
+        return notes + quantization_notes(self.model)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the completions of a group can share their prompt."""
+        return self.layout == "shared"
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logprobs are computed from hidden states; otherwise the model computes full logits."""
+        return self._head is not None
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether the optimizer state is in host memory."""
+        return self.master_weights is not None or (self.sharding is not None and self.sharding.on_host)
+
+    @property
+    def logprob_tolerance(self) -> float:
+        """Largest difference of a logprob between batches of different shape that rounding explains, in nats."""
+        return 0.3 if torch.bfloat16 in (self.dtype, self.compute_dtype) else 1e-3
+
+    def offload_weights(self) -> None:
+        """Keep the weights in host memory, except within `on_device`. For frozen models that are not sharded."""
+        assert self.sharding is None, "sharded weights use FSDP2's offload"
+        self._offloaded = OffloadedWeights(self.model, self.device)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Context for computing with the model: its weights are on the device."""
+        return nullcontext() if self._offloaded is None else self._offloaded.on_device()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Context in which every rank has the full weights and needs no collectives. Enter it on every rank."""
+        if self.sharding is None:
+            yield
+            return
+        with self.sharding.unsharded():
+            yield
+
+    def as_reference(self) -> "Policy":
+        """Return the policy that the run started from: the same model without its adapter, or with the initial one."""
+        return _ReferencePolicy(self)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context that computes in `compute_dtype`."""
+        enabled = self.sharding is None and self.compute_dtype is not None and self.compute_dtype != self.dtype
+        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
+            yield
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, prefix: PrefixState | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logprob and entropy of every loss token, both [T] with gradient.
+
+        With a sharded model, every rank must call it equally often, forward and backward.
+
+        Args:
+            micro_batch: on the policy's device.
+            temperature: divides the logits.
+            entropy: compute the entropy; otherwise it is None.
+            prefix: of all sequences of the micro-batch, if it was computed before.
+        """
+        if self.sharding is None:
+            return self._logprobs(micro_batch, temperature, entropy, prefix)
+        out = self.model.scored_logprobs(micro_batch, temperature, entropy, prefix)
+        if not torch.is_grad_enabled():
+            self.sharding.end_forward()
+        return out
+
+    def loss(
+        self, micro_batch: MicroBatch, token_loss: TokenLoss, *, temperature: float, prefix: PrefixState | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the sum of a token-level loss, with the head's gradient computed in forward.
+
+        Args:
+            micro_batch: on the policy's device.
+            token_loss: logprobs [t], entropy [t] and their slice of tokens -> weighted losses [t].
+            temperature: divides the logits.
+            prefix: see `logprobs`.
+
+        Returns:
+            the loss [] with gradient, and the detached logprobs [T].
+        """
+        compute = self._loss if self.sharding is None else self.model.token_loss
+        return compute(micro_batch, token_loss, temperature, prefix)
+
+    def forward_prefix(self, micro_batch: MicroBatch) -> SharedPrefix:
+        """Compute a prefix that several micro-batches share. Call its `backward` after all of theirs.
+
+        Args:
+            micro_batch: from `collate_prompt`.
+        """
+        states = KVCache()
+        if self.sharding is None:
+            return SharedPrefix(self._prompt_hidden(micro_batch, states), states)
+        hidden = self.model.prompt_hidden(micro_batch, states)
+        self.sharding.end_forward()  # micro-batches start with nothing gathered
+        return SharedPrefix(hidden, states)
+
+    def _prompt_hidden(self, micro_batch: MicroBatch, states: KVCache) -> Tensor:
+        module, output = self._module()
+        with self.autocast():
+            return forward(module, micro_batch, output, padded=False, captured=states)
+
+    def _logprobs(
+        self, micro_batch: MicroBatch, temperature: float, entropy: bool, prefix: PrefixState | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.autocast():
+            out = self._outputs(micro_batch, prefix)
+            if self._head is None:
+                return token_logprobs(_upcast(out), micro_batch.labels, temperature, entropy=entropy)
+            return self._head.logprobs(out, micro_batch.labels, temperature=temperature, entropy=entropy)
+
+    def _loss(
+        self, micro_batch: MicroBatch, token_loss: TokenLoss, temperature: float, prefix: PrefixState | None
+    ) -> tuple[Tensor, Tensor]:
+        with self.autocast():
+            out = self._outputs(micro_batch, prefix)
+            if self._head is None:  # `out` is full logits
+                logprobs, entropy = token_logprobs(_upcast(out), micro_batch.labels, temperature, entropy=True)
+                return token_loss(logprobs, entropy, slice(None)).sum(), logprobs.detach()
+            result = self._head.loss(out, micro_batch.labels, token_loss, temperature=temperature)
+            return result.loss, result.logprobs
+
+    def _outputs(self, micro_batch: MicroBatch, prefix: PrefixState | None) -> Tensor:
+        """Hidden states (logits without a plain head) at the positions that predict the loss tokens."""
+        module, output = self._module()
+        return self._narrow(forward(module, micro_batch, output, padded=self.layout == "padded", prefix=prefix))
+
+    def _narrow(self, hidden: Tensor) -> Tensor:
+        """Cast the input of the head to the compute dtype: under autocast the last norm is float32, and the head is the
+        largest product of a small model. Logits are float32 in any case.
+        """
+        autocasts = self._head is not None and self.sharding is None and self.compute_dtype is not None
+        return hidden.to(self.compute_dtype) if autocasts else hidden
+
+    def embeddings_and_head(self) -> tuple[list[nn.Embedding], Tensor | None]:
+        """Return the trained embeddings, and the weight of the head if it is plain."""
+        modules = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        tables = [module for module in modules if module.weight.requires_grad]
+        return tables, None if self._head is None else self._head.linear.weight
+
+    def num_positions(self, micro_batch: MicroBatch) -> int:
+        """Number of positions computed for a micro-batch, including padding."""
+        return math.prod(padded_shape(micro_batch)) if self.layout == "padded" else len(micro_batch.input_ids)
+
+    def computed_counts(self, micro_batch: MicroBatch) -> Tensor:
+        """Number of sequences that have each computed position as input; 0 at padding."""
+        return computed_counts(micro_batch, padded=self.layout == "padded")
+
+    def _module(self) -> tuple[Any, Callable[[Any], Tensor]]:
+        """Return the module to call, and a function that selects its hidden states (logits without a plain head)."""
+        if self._head is None:
+            return self.model, lambda out: out.logits
+        return self.model.base_model, lambda out: out.last_hidden_state
+
+    def next_token_logits(self, **model_inputs: Any) -> Tensor:
+        """Return next-token logits [B, V] in float32 or wider. Takes the inputs of the model's forward."""
+        with self.autocast():
+            if self._head is None:
+                logits = self.model(**model_inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+                return _upcast(logits)
+            hidden = self.model.base_model(**model_inputs, use_cache=True).last_hidden_state
+            return self._head.logits(self._narrow(hidden[:, -1]))
+
+    def packed_logits(
+        self, input_ids: Tensor, position_ids: Tensor, logit_positions: Tensor, **attention: Any
+    ) -> Tensor:
+        """Return logits [T, V] at `logit_positions` [T] of a packed row [S], float32 or wider; not for layout "padded".
+
+        `attention` is passed on to attention, see `attention.interface`.
+        """
+        inputs = {
+            "input_ids": input_ids.unsqueeze(0),
+            "position_ids": position_ids.unsqueeze(0),
+            "attention_mask": torch.ones(
+                1, 1, 1, 1, dtype=torch.bool, device=input_ids.device
+            ),  # a 4-D mask is used as it is
+            "use_cache": False,
+        }
+        with self.autocast():
+            if self._head is None:
+                logits = self.model(**inputs, **attention, logits_to_keep=logit_positions).logits[0]
+                return _upcast(logits)
+            hidden = self.model.base_model(**inputs, **attention).last_hidden_state[0]
+            return self._head.logits(self._narrow(hidden.index_select(0, logit_positions)))
+
+
+class _ReferencePolicy(Policy):
+    """The policy as it was when the run started. Use only its logprobs, without gradient."""
+
+    def __init__(self, policy: Policy):
+        assert policy.adapter is not None, "needs an adapter, whose base is unchanged"
+        vars(self).update(vars(policy))
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, prefix: PrefixState | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Policy.logprobs`; switches the adapter for the duration of the call."""
+        assert self.adapter is not None
+        with self.adapter.reference():
+            return super().logprobs(micro_batch, temperature=temperature, entropy=entropy, prefix=prefix)
+
+
+def _upcast(logits: Tensor) -> Tensor:
+    """Cast to float32 or wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

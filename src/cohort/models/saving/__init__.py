@@ -1,0 +1,1 @@
+"""Save a policy as a model folder, and export its weights to rollout engines."""

@@ -1,0 +1,135 @@
+"""Save a policy as a model folder, sharded into files, one tensor at a time.
+
+Rank 0 writes everything. Ranks writing into a shared file at once is not safe on network file systems. Only one tensor
+is gathered at a time (or those that are saved as one), which is all the extra memory that saving takes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cohort.distributed import ALONE, Ranks
+from cohort.errors import TrainingError
+from cohort.models.loading.meta_device import quiet_transformers
+from cohort.models.loading.safetensors_files import SHARD, SINGLE, TensorInfo, write_index, write_tensors
+from cohort.models.policy import Policy
+from cohort.models.saving.export_weights import TensorSpec, stream_weights, weight_specs
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Options of saving weights."""
+
+    max_shard_bytes: int = 5 * 10**9  # of a file; larger tensors have a file of their own
+    on_progress: Callable[[int, int], None] = _silent  # called on rank 0 with bytes written and total
+
+
+def save_policy(
+    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks = ALONE, save_options: SaveOptions | None = None
+) -> None:
+    """Save a policy and its tokenizer in the format of `AutoModelForCausalLM.from_pretrained`.
+
+    With an adapter, save the adapter only, in the format of `PeftModel.from_pretrained`. Call on every rank; rank 0
+    writes, and only its tokenizer is used.
+
+    Raises:
+        Exception: of any kind on rank 0, if writing failed.
+        TrainingError: on the other ranks then.
+    """
+    adapter = policy.adapter
+    weights = {} if adapter is None else adapter.full_weights()
+
+    def save_configs() -> None:
+        with quiet_transformers():
+            if adapter is not None:
+                adapter.save(folder, weights)
+            else:  # everything but the weights
+                policy.model.save_pretrained(folder, state_dict={})
+                if policy.master_weights is not None:  # save_pretrained has written the dtype of their copies
+                    policy.model.config.dtype = policy.master_weights.dtype
+                    policy.model.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    _on_first(ranks, folder, save_configs)
+    if adapter is None:
+        _save_weights(policy, folder, ranks, save_options or SaveOptions())
+
+
+def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorInfo]]:
+    """Assign tensors to files, in order, up to `max_shard_bytes` each.
+
+    Args:
+        specs: of all tensors.
+        max_shard_bytes: maximum size of a file's tensors; a larger tensor gets its own file.
+    """
+    files: list[list[TensorInfo]] = []
+    room = 0
+    for spec in specs:
+        written = TensorInfo.of(spec.name, spec.shape, spec.dtype)
+        if not files or written.num_bytes > room:
+            files.append([])
+            room = max_shard_bytes
+        files[-1].append(written)
+        room -= written.num_bytes
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {SHARD.format(n, len(files)): tensors for n, tensors in enumerate(files, start=1)}
+
+
+def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: SaveOptions) -> None:
+    """Save the weights, and an index if there are several files."""
+    files = plan_files(weight_specs(policy), save_options.max_shard_bytes)
+    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+    done = 0
+
+    def with_progress(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        nonlocal done
+        for _, tensor in weights:
+            done += tensor.nbytes
+            yield tensor
+            del tensor  # free it before the next one is gathered
+            save_options.on_progress(done, total)
+
+    stream = stream_weights(policy)
+    for file, tensors in files.items():
+        part = islice(stream, len(tensors))
+        # all ranks gather the tensors of a file even if writing fails, then agree on whether to go on
+        write = partial(write_tensors, folder / file, tensors, with_progress(part))
+        _on_first(ranks, folder, write, meanwhile=partial(deque, part, maxlen=0))
+    if len(files) > 1:
+        _on_first(ranks, folder, partial(write_index, folder, files))
+
+
+def _on_first(
+    ranks: Ranks, folder: Path, write: Callable[[], None], *, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Call `write` on rank 0. If it fails, raise on all ranks.
+
+    Args:
+        ranks: all of them call this.
+        folder: that is written to.
+        write: called on rank 0.
+        meanwhile: called on all ranks; on rank 0 after `write`, even if that failed.
+    """
+    problem: BaseException | None = None
+    try:
+        if ranks.is_first:
+            write()
+    except BaseException as error:
+        problem = error
+    meanwhile()
+    succeeded = ranks.smallest(problem is None)
+    if problem is not None:
+        raise problem
+    if not succeeded:
+        raise TrainingError(f"{folder}: rank 0 failed to write it")

@@ -1,0 +1,1 @@
+"""Rollout engines: what samples completions, in the training processes or on servers."""

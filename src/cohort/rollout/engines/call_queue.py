@@ -1,0 +1,57 @@
+"""Model calls that wait for an engine."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from cohort.records import IntArray, ModelCall
+from cohort.rollout.engines.base import CallKey, Sampled, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WaitingCall:
+    """A model call, and the future that its coroutine awaits."""
+
+    token_ids: IntArray  # [K] the context
+    sampling: SamplingParams
+    key: CallKey
+    result: "asyncio.Future[ModelCall]"
+
+    def answer(self, sampled: Sampled, *, policy_version: int) -> None:
+        """Let the coroutine go on with what was sampled, unless it was cancelled meanwhile."""
+        if not self.result.done():
+            self.result.set_result(
+                ModelCall(
+                    context_ids=self.token_ids,
+                    token_ids=sampled.token_ids,
+                    sampling_logprobs=sampled.sampling_logprobs,
+                    finish_reason=sampled.finish_reason,
+                    policy_version=policy_version,
+                )
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in the coroutine, unless it was cancelled meanwhile."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+class CallQueue:
+    """Calls in the order in which they were made, until an engine takes them."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._calls: list[WaitingCall] = []
+
+    async def put(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
+        """Wait for the answer to a call."""
+        result: asyncio.Future[ModelCall] = asyncio.get_running_loop().create_future()
+        context = np.asarray(token_ids, dtype=np.int64)  # engines tell contexts apart by their bytes
+        self._calls.append(WaitingCall(token_ids=context, sampling=sampling, key=key, result=result))
+        return await result
+
+    def take(self) -> list[WaitingCall]:
+        """Remove and return all calls that are still awaited."""
+        calls, self._calls = self._calls, []
+        return [call for call in calls if not call.result.done()]

@@ -1,0 +1,1 @@
+"""The `local` rollout engine: the training processes sample."""

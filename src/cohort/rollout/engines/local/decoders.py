@@ -1,0 +1,160 @@
+"""Decoders: one token per completion and step, with shared-prompt or library KV caches.
+
+P prompts (contexts of calls), N completions, R of them in flight, S positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.attention_mask import NO_PARENT, build_attention_metadata
+from cohort.host_to_device import to_device
+from cohort.models import Policy
+from cohort.models.attention import KVCache
+from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_length
+from cohort.records import IntArray
+from cohort.rollout.engines.local.kv_cache import make_cache
+
+_PREFILL_TOKENS = 8192  # prompts in one row, unless one is longer by itself; bounds what prefilling holds at a time
+
+
+class Decoder(Protocol):
+    """Completions in flight, in the order in which they were started."""
+
+    can_join: bool  # whether completions can be started while others are in flight
+
+    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
+        """Logits [N, V] of the first token of so many completions of each prompt, which are now in flight."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [R, V] after one more token of each completion [R]."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Let all but these completions go; `rows` ascend."""
+        ...
+
+
+class SharedPromptDecoder:
+    """Each prompt's keys and values stand once, without padding but for prompts of similar length."""
+
+    can_join = True
+
+    def __init__(self, policy: Policy, *, limit: int):
+        """Decode at most `limit` tokens of a completion with a policy whose layout is "shared" or "packed"."""
+        self._policy = policy
+        self._limit = limit
+        self.waves: list[DecodeBatch] = []
+        self._positions = torch.zeros(0, dtype=torch.int64, device=policy.device)  # [R] of the next token
+
+    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
+        """Logits [N, V] of the first token of so many completions of each prompt."""
+        device = self._policy.device
+        lengths = [len(p) for p in prompts]
+        rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+        members = group_by_length(lengths)
+        blocks, logits = zip(*(self._prefill([prompts[n] for n in block]) for block in members), strict=True)
+        order = torch.tensor([n for block in members for n in block]).argsort()  # from the blocks' to the prompts'
+        counts_P = torch.tensor(counts)
+        self.waves.append(
+            DecodeBatch(blocks, [[rows[n] for n in b] for b in members], limit=self._limit, device=device)
+        )
+        self._positions = torch.cat([self._positions, torch.tensor(lengths).repeat_interleave(counts_P).to(device)])
+        return torch.cat(logits).index_select(0, order.repeat_interleave(counts_P).to(device))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [R, V] after one more token of each completion [R]."""
+        everything = torch.arange(len(tokens), device=tokens.device)
+        logits = self._policy.packed_logits(tokens, self._positions, everything, decoding=self.waves)
+        self._positions = self._positions + 1
+        for wave in self.waves:
+            wave.advance()
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Let all but these completions go; `rows` ascend."""
+        self._positions = self._positions[rows]
+        left = rows.cpu().numpy()
+        bounds = np.cumsum([0, *(len(wave) for wave in self.waves)])
+        parts = np.split(left, np.searchsorted(left, bounds[1:-1]))
+        for wave, part, start in zip(self.waves, parts, bounds, strict=False):
+            if 0 < len(part) < len(wave):
+                wave.keep(part - start)
+        self.waves = [wave for wave, part in zip(self.waves, parts, strict=True) if len(part)]
+
+    def _prefill(self, prompts: Sequence[IntArray]) -> tuple[PromptCache, Tensor]:
+        """A block of prompts, and the logits after each, [P, V]. They are computed in rows without padding."""
+        lengths = [len(p) for p in prompts]
+        block = PromptCache(lengths, device=self._policy.device)
+        logits = []
+        start = 0
+        while start < len(prompts):
+            stop = start + 1
+            while stop < len(prompts) and sum(lengths[start : stop + 1]) <= _PREFILL_TOKENS:
+                stop += 1
+            logits.append(self._prefill_row(block, start, prompts[start:stop]))
+            start = stop
+        return block, torch.cat(logits)
+
+    def _prefill_row(self, block: PromptCache, first: int, prompts: Sequence[IntArray]) -> Tensor:
+        """One row of prompts into their block: logits after each."""
+        lengths = [len(p) for p in prompts]
+        captured = KVCache()
+        row = (
+            torch.from_numpy(np.concatenate(prompts)),
+            torch.cat([torch.arange(n) for n in lengths]),
+            torch.tensor(lengths).cumsum(0) - 1,
+        )
+        row, attn_metadata = to_device(
+            (row, build_attention_metadata(lengths, [NO_PARENT] * len(prompts))), self._policy.device
+        )
+        logits = self._policy.packed_logits(*row, attn_metadata=attn_metadata, captured=captured)
+        block.write(first, len(prompts), captured)
+        return logits
+
+
+class CacheDecoder:
+    """The library's cache, for models whose attention is their own: padded prompts, repeated for each completion."""
+
+    can_join = False
+
+    def __init__(self, policy: Policy):
+        """Decode with any policy whose model has a cache."""
+        self._policy = policy
+
+    def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
+        """Logits [N, V] of the first token of so many completions of each prompt; nothing may be in flight."""
+        device, width = self._policy.device, max(len(p) for p in prompts)
+        input_ids = torch.full((len(prompts), width), self._policy.pad_token_id)
+        self._mask = torch.zeros_like(input_ids)
+        for i, prompt in enumerate(prompts):
+            input_ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
+            self._mask[i, width - len(prompt) :] = 1
+        self._mask = self._mask.to(device)
+        self._cache = make_cache(self._policy.model.config)
+        self._positions = self._mask.sum(dim=-1)  # of the next token
+        logits = self._next_logits(input_ids.to(device), (self._mask.cumsum(dim=-1) - 1).clamp(min=0))
+        rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
+        self.keep(rows)
+        return logits[rows]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [R, V] after one more token of each completion [R]."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        logits = self._next_logits(tokens.unsqueeze(-1), self._positions.unsqueeze(-1))
+        self._positions = self._positions + 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Row n becomes what row `rows[n]` was; rows may repeat or be left out."""
+        self._cache.reorder_cache(rows)
+        self._mask, self._positions = self._mask[rows], self._positions[rows]
+
+    def _next_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self._policy.next_token_logits(
+            input_ids=input_ids, attention_mask=self._mask, position_ids=position_ids, past_key_values=self._cache
+        )

@@ -1,0 +1,166 @@
+"""Sample with torch in the training process, on any device, from the training weights themselves.
+
+A request's context is prefilled once. Completions that have ended leave the batch and others join it.
+N completions.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort import stopping
+from cohort.errors import UserError
+from cohort.models import Policy
+from cohort.rollout.engines.base import Sampled, SampleRequest
+from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
+from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
+
+# Dropping rows copies what they have in the cache, so it waits until this share of the batch has ended.
+_DROP_WHEN_ENDED = 0.15
+# Those that begin together are attended to in calls of their own; so a few do not begin by themselves.
+_JOIN_WHEN_FREE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Raw tokens of N rows; entries at and after `lengths` mean nothing."""
+
+    tokens: np.ndarray  # [N, max_completion_tokens] int64
+    logprobs: np.ndarray  # [N, max_completion_tokens] float64
+    lengths: np.ndarray  # [N]
+
+
+class Sampler:
+    """Samples tokens from the policy's own weights."""
+
+    def __init__(self, policy: Policy, *, end_token_ids: frozenset[int], max_num_seqs: int):
+        """Sample from `policy`.
+
+        Args:
+            policy: shared with the trainer, never copied.
+            end_token_ids: each of them ends a completion.
+            max_num_seqs: rows in flight at a time; the completions of one prompt are started together, even if they
+                are more.
+
+        Raises:
+            UserError: the model has no key/value cache.
+        """
+        if "past_key_values" not in inspect.signature(policy.model.base_model.forward).parameters:
+            raise UserError(
+                f"rollout.engine: 'local' needs a model with a key/value cache; {type(policy.model).__name__} has none"
+            )
+        self._policy = policy
+        self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
+        self._max_num_seqs = max_num_seqs
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+        """Sample a completion for each call of each request, in order.
+
+        Args:
+            requests: with equal temperature, top-p and top-k.
+
+        Raises:
+            StopRequested: the run was asked to end.
+        """
+        model = self._policy.model
+        was_training = model.training
+        model.eval()
+        try:
+            # one autocast around all: it casts the weights once. Not inference mode: what a model caches of such
+            # tensors, like the tables of its rotary embedding, could not be used in training.
+            with torch.no_grad(), self._policy.unsharded(), self._policy.autocast():
+                return self._sampled(requests)
+        finally:
+            model.train(was_training)
+
+    def _sampled(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+        if not requests:
+            return []  # a rank's share may be empty
+        raw = self._rows([part for request in requests for part in self._parts(request)])
+        ends = frozenset(self._end_ids.tolist())
+        sampled = [
+            Sampled(
+                token_ids=tokens[:length],
+                sampling_logprobs=logprobs[:length],
+                finish_reason="stop" if int(tokens[length - 1]) in ends else "length",
+            )
+            for tokens, logprobs, length in zip(raw.tokens, raw.logprobs, raw.lengths, strict=True)
+        ]
+        stops = np.cumsum([len(r.keys) for r in requests])
+        return [tuple(sampled[stop - len(r.keys) : stop]) for r, stop in zip(requests, stops, strict=True)]
+
+    def _parts(self, request: SampleRequest) -> Iterator[SampleRequest]:
+        """Divide a request that joins the calls of several prompts and exceeds `max_num_seqs`."""
+        most = max(self._max_num_seqs, request.sampling.num_generations)
+        for start in range(0, len(request.keys), most):
+            yield replace(request, keys=request.keys[start : start + most])
+
+    def _rows(self, requests: Sequence[SampleRequest]) -> _Rows:
+        """Decode, starting further requests as others end, until every completion has ended."""
+        device, sampling = self._policy.device, requests[0].sampling
+        limit = max(request.sampling.max_completion_tokens for request in requests)
+        uniforms = torch.from_numpy(np.stack([uniform_stream(key, limit) for r in requests for key in r.keys])).to(
+            device
+        )
+        unused = torch.tensor(
+            [limit - r.sampling.max_completion_tokens for r in requests for _ in r.keys], device=device
+        )
+        total = len(uniforms)
+        decoder: Decoder = (
+            SharedPromptDecoder(self._policy, limit=limit)
+            if self._policy.shares_prompts
+            else CacheDecoder(self._policy)
+        )
+        tokens = torch.zeros(total, limit, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(total, limit, dtype=torch.float64, device=device)
+        lengths = torch.zeros(total, dtype=torch.int64, device=device)
+        row = torch.zeros(0, dtype=torch.int64, device=device)  # which completion each row in flight is
+        t = torch.zeros_like(row)  # its next token
+        running = torch.zeros_like(row, dtype=torch.bool)  # one that has ended stays for a while, and means nothing
+        waiting, num_started = deque(requests), 0
+        logits: list[Tensor] = []
+        while waiting or len(row):
+            stopping.check()
+            if joining := self._joining(waiting, len(row), decoder):
+                counts = [len(request.keys) for request in joining]
+                logits.append(decoder.start([request.token_ids for request in joining], counts))
+                new = torch.arange(num_started, num_started + sum(counts), device=device)
+                num_started += len(new)
+                row, t = torch.cat([row, new]), torch.cat([t, torch.zeros_like(new)])
+                running = torch.cat([running, torch.ones_like(new, dtype=torch.bool)])
+            chosen, tokens_logprobs = sample_tokens(
+                torch.cat(logits),
+                uniforms[row, t],
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            )
+            tokens[row, t], logprobs[row, t] = chosen, tokens_logprobs.double()
+            t = t + 1
+            age = t + unused[row]  # `limit` at the last token that a call may have
+            ends = running & (torch.isin(chosen, self._end_ids) | (age == limit))
+            lengths[row] = torch.where(ends, t, lengths[row])  # of a mask the host would have to know the size
+            running &= ~ends
+            num_running, oldest = torch.stack([running.sum(), age.max()]).tolist()
+            if num_running <= (1 - _DROP_WHEN_ENDED) * len(row) or oldest == limit:
+                keep = running.nonzero().squeeze(-1)
+                decoder.keep(keep)
+                row, t, running, chosen = row[keep], t[keep], running[keep], chosen[keep]
+            logits = [decoder.step(chosen)] if len(row) else []
+        return _Rows(tokens=tokens.cpu().numpy(), logprobs=logprobs.cpu().numpy(), lengths=lengths.cpu().numpy())
+
+    def _joining(self, waiting: deque[SampleRequest], num_rows: int, decoder: Decoder) -> list[SampleRequest]:
+        """Takes the requests that start now: as many as `max_num_seqs` admits beside the rows in flight."""
+        free = self._max_num_seqs - num_rows
+        if num_rows and not (decoder.can_join and free >= _JOIN_WHEN_FREE * self._max_num_seqs):
+            return []
+        joining: list[SampleRequest] = []
+        while waiting and (len(waiting[0].keys) <= free or not (num_rows or joining)):
+            joining.append(waiting.popleft())
+            free -= len(joining[-1].keys)
+        return joining

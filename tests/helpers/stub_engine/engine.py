@@ -1,0 +1,141 @@
+"""The engine: how one of its servers is started, asked for completions, and given the weights."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+from urllib.request import Request, urlopen
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.plan.defaults import server_memory_utilization
+from cohort.rollout.engines.base import Sampled
+from cohort.rollout.engines.servers import Client, GeneratedGroup, GenerateRequest, ServerError
+from cohort.trainer.server_rollouts import Connect, Publish, ServersSetup
+from cohort.trainer.worker import Worker
+from cohort.trainer.worker_group import WorkerGroup
+from stub_engine.server import StubServer, serving
+from waiting import PATIENCE_S
+
+
+def post(url: str, path: str, *, timeout_s: float = PATIENCE_S, **body: Any) -> Any:
+    try:
+        with urlopen(Request(f"{url}/{path}", json.dumps(body).encode()), timeout=timeout_s) as answer:
+            return json.load(answer)
+    except OSError as error:
+        raise ServerError(f"{url}/{path}: {error}") from error
+
+
+class StubClient:
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None: ...
+
+    async def healthy(self, url: str) -> bool:
+        try:
+            return await self.max_model_len(url) > 0
+        except ServerError:
+            return False
+
+    async def max_model_len(self, url: str) -> int:
+        return (await asyncio.to_thread(post, url, "limits"))["max_model_len"]
+
+    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
+        answer = await asyncio.to_thread(
+            post,
+            url,
+            "generate",
+            timeout_s=self.timeout_s,
+            seeds=[request.seed + i for i in range(request.num_completions)],
+            max_tokens=request.sampling.max_completion_tokens,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+        )
+        if not allows(answer["version"]):
+            raise ServerError(f"{url} has sampled with weights {answer['version']}")
+        completions = [
+            Sampled(
+                token_ids=np.asarray(token_ids),
+                sampling_logprobs=np.full(len(token_ids), answer["logprob"]),
+                finish_reason="length",
+            )
+            for token_ids in answer["token_ids"]
+        ]
+        return GeneratedGroup(completions=tuple(completions), policy_versions=(answer["version"],) * len(completions))
+
+
+class StubChannel:
+    def __init__(self, url: str):
+        self.url = url
+
+    def sleep(self) -> None:
+        post(self.url, "sleep")
+
+    def close(self) -> None: ...
+
+
+def publish(
+    workers: WorkerGroup[Worker], dtype: torch.dtype, channels: Sequence[StubChannel], version: int
+) -> dict[StubChannel, ServerError]:
+    failed = {}
+
+    def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
+        dtypes = {name: str(tensor.dtype) for name, tensor in weights}
+        for channel in channels:
+            try:
+                post(channel.url, "publish", version=version, dtypes=dtypes)
+            except ServerError as error:
+                failed[channel] = error
+
+    workers.call_with_local(Worker.send_weights, send, dtype)
+    return failed
+
+
+class StubHandle:
+    """A server in a thread of this process."""
+
+    url = ""
+    server: StubServer
+
+    def __init__(self, **settings: Any):
+        self.settings = settings
+        self.running = ExitStack()
+
+    def start(self) -> None:
+        self.server = self.running.enter_context(serving(**self.settings))
+        self.url = self.server.url
+
+    def poll(self) -> str | None:
+        return None
+
+    def log(self) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.running.close()
+
+
+class StubSetup(ServersSetup):
+    def own_server(self, gpus: str, log_file: Path) -> StubHandle:
+        return StubHandle(
+            vocab_size=len(self.inputs.tokenizer),
+            max_model_len=self.max_model_len,
+            gpu_memory_utilization=server_memory_utilization(self.rollout, shared=self.shares_gpus),
+        )
+
+    def make_client(self, worker: Worker) -> Callable[[], Client]:
+        return partial(StubClient, self.rollout.request_timeout_s)
+
+    def make_channels(
+        self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
+    ) -> tuple[Connect, Publish]:
+        return StubChannel, partial(publish, workers, self.dtype)

@@ -1,0 +1,360 @@
+"""Attention over segments, in every backend, against one dense mask."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from attending import (
+    GROUPS,
+    LENGTHS,
+    UNEVEN,
+    Groups,
+    dense_mask,
+    flash,
+    flash_backward,
+    make_inputs,
+    reference,
+    run,
+    segments_of,
+    worst_error,
+)
+from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, build_attention_metadata
+from cohort.models import Policy, SharedPrefix
+from cohort.models.attention import KVCache, cascade, flex, interface, varlen
+from cohort.models.forward import forward
+from cohort.models.offload.activation_checkpointing import _selective_contexts, enable_gradient_checkpointing
+from cohort.packing import collate, collate_part, collate_prompt
+from selection import examples
+from tiny import gradients, make_model, policy_of, random_sequences, relative_error
+
+
+@pytest.fixture
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_flash", flash)
+    monkeypatch.setattr(varlen, "_flash_backward", flash_backward)
+
+
+@examples(30)
+@given(groups=GROUPS, prefix=st.none() | st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=4)))
+@pytest.mark.parametrize("value_dim", [8, 6])  # the fused kernel, and matrix products
+def test_cascade_is_dense_attention(value_dim: int, groups: Groups, prefix: tuple[int, list[int]] | None):
+    assert worst_error(cascade.cascade, segments_of(groups, prefix), value_dim=value_dim) < 1e-12
+
+
+def test_cascade_in_float32():
+    assert worst_error(cascade.cascade, segments_of(UNEVEN, (9, [70, 1])), dtype=torch.float32) < 1e-5
+
+
+def test_16_bits_are_rounded_once():
+    """Outputs and gradients are as far from float64 as rounding float64's to bfloat16 is, or little more.
+
+    Where every part is rounded before it is merged, it is 1.35 times as far in outputs, and further in gradients. What
+    is more here is that backward knows the outputs to bfloat16 only.
+    """
+    attn_metadata = segments_of(UNEVEN, (9, [70, 1]))
+    x = {name: t.detach().bfloat16().requires_grad_() for name, t in make_inputs(attn_metadata).items()}
+    exact_x = {name: t.detach().double().requires_grad_() for name, t in x.items()}
+    upstream = torch.randn(attn_metadata.num_tokens, 6, 8).bfloat16()
+    out, exact_out = run(cascade.cascade, x, attn_metadata, 0.3), reference(exact_x, attn_metadata, 0.3)
+    results = [out, *torch.autograd.grad(out, list(x.values()), upstream)]
+    exact = [exact_out, *torch.autograd.grad(exact_out, list(exact_x.values()), upstream.double())]
+    for mine, right in zip(results, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert relative_error(mine, right) < 1.3 * relative_error(right.bfloat16(), right)
+
+
+@pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4])])
+def test_varlen_is_dense_attention(varlen_kernel: None, prefix):
+    assert worst_error(varlen.varlen, segments_of(UNEVEN, prefix)) < 1e-12
+    assert worst_error(varlen.varlen, segments_of([(9, [7, 2])], prefix)) < 1e-12  # slices of the row
+    assert worst_error(varlen.varlen, segments_of([(5, []), (70, [])], prefix)) < 1e-12  # sequences without branches
+
+
+def test_the_fused_kernel_takes_what_it_is_called_with():
+    """Its schemas, and its meta kernels, in this version of PyTorch: names, number and shapes."""
+    attn_metadata = segments_of(UNEVEN, (9, [70, 1, 4]))
+    x = {name: t.detach().bfloat16() for name, t in make_inputs(attn_metadata).items()}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(t).requires_grad_() for name, t in x.items()}
+        out = run(varlen.varlen, fake, attn_metadata, 0.3)
+        grads = torch.autograd.grad(out, list(fake.values()), torch.empty_like(out))
+    assert [g.shape for g in grads] == [t.shape for t in x.values()]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("prefix", [None, (9, [70, 1, 4]), (300, [200, 200])])
+def test_flex_is_dense_attention(prefix):
+    """Forward only: PyTorch has no backward of it on the CPU."""
+    attn_metadata = segments_of([*UNEVEN, (260, [140, 300])], prefix)
+    x = {name: t.detach() for name, t in make_inputs(attn_metadata, dtype=torch.float32).items()}
+    torch.testing.assert_close(run(flex.flex, x, attn_metadata, 0.3), reference(x, attn_metadata, 0.3))
+
+
+@examples(15)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), max_size=3)), min_size=1, max_size=3),
+    prefix=st.none() | st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), min_size=1, max_size=3)),
+)
+def test_blocks_of_flex_are_those_of_the_mask(groups: Groups, prefix: tuple[int, list[int]] | None):
+    attn_metadata = segments_of(groups, prefix)
+    missing = 256 - attn_metadata.num_tokens  # short rows are padded
+    mask = dense_mask(attn_metadata if missing <= 0 else segments_of([*groups, (missing, [])], prefix))
+    num_queries, num_keys = mask.shape
+    mine = flex.block_mask(num_queries, num_keys, *flex.mask_tensors(attn_metadata))
+    theirs = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, num_queries, num_keys, device="cpu")
+    assert torch.equal(mine.to_dense(), theirs.to_dense())
+    rows = (mine.kv_num_blocks, mine.kv_indices, mine.full_kv_num_blocks, mine.full_kv_indices)
+    columns = BlockMask.from_kv_blocks(*rows)
+    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # of the backward pass
+        assert torch.equal(getattr(mine, name), getattr(columns, name))
+    for row in range(mine.full_kv_num_blocks.shape[-1]):  # those that are computed without looking at the mask
+        for block in mine.full_kv_indices[0, 0, row, : mine.full_kv_num_blocks[0, 0, row]].tolist():
+            assert mask[128 * row : 128 * (row + 1), 128 * block : 128 * (block + 1)].sum() == 128 * 128
+    query, key = torch.meshgrid(torch.arange(num_queries), torch.arange(num_keys), indexing="ij")
+    assert torch.equal(mine.mask_mod(0, 0, query, key), mask)
+
+
+@pytest.mark.parametrize("backend", [cascade.cascade, varlen.varlen])
+def test_what_is_kept_for_backward(varlen_kernel: None, backend):
+    """Queries, keys, values, outputs and log-sum-exps: nothing per branch, whatever their number."""
+    attn_metadata = segments_of([(200, [20] * 10), (70, [90, 30])], (50, [8, 9]))
+    x = make_inputs(attn_metadata)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = run(backend, x, attn_metadata, 0.3)
+    lse_bytes = attn_metadata.num_tokens * 6 * 8
+    assert sum(kept.values()) == sum(t.nbytes for t in x.values()) + out.nbytes + lse_bytes
+
+
+def test_nothing_of_the_size_of_all_pairs_is_made():
+    """Nor a root's keys once for each of its branches."""
+    attn_metadata = segments_of([(300, [60] * 10)])
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                largest = max(largest, tensor.numel()) if isinstance(tensor, Tensor) else largest
+            return out
+
+    x = make_inputs(attn_metadata)
+    with Largest():
+        run(cascade.cascade, x, attn_metadata, 0.3).sum().backward()
+    assert largest == x["query"].numel() < 10 * 300 * 2 * 8
+
+
+def test_the_same_every_time():
+    attn_metadata = segments_of(UNEVEN, (9, [70, 1]))
+    x = make_inputs(attn_metadata, dtype=torch.float32)
+
+    def once() -> tuple[Tensor, ...]:
+        out = run(cascade.cascade, x, attn_metadata, 0.3)
+        return (out, *torch.autograd.grad(out.square().sum(), list(x.values())))
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["cascade", "varlen"])
+def test_what_selective_checkpointing_keeps_is_not_written_to(
+    varlen_kernel: None, monkeypatch: pytest.MonkeyPatch, name: interface.Backend
+):
+    """Segments of one length are one block without padding, of which outputs could be merged in place."""
+    with torch.library._scoped_library("test_attention", "FRAGMENT") as kernels:
+        schema = "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, int m, int n, bool c) -> (Tensor, Tensor)"
+        kernels.define(f"attention{schema}")
+        kernels.impl(
+            "attention",
+            lambda q, k, v, a, b, m, n, c: flash(q, k, v, a, b, m, n, 0.0, c, False, scale=0.3)[:2],
+            "CompositeExplicitAutograd",
+        )
+        check_selective_checkpointing(monkeypatch, {"cascade": cascade.cascade, "varlen": varlen.varlen}[name])
+
+
+def check_selective_checkpointing(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    def operation(q, k, v, a, b, m, n, dropout, c, debug, **options):
+        return torch.ops.test_attention.attention(q, k, v, a, b, m, n, c)
+
+    monkeypatch.setattr(varlen, "_flash", operation)
+    attn_metadata = segments_of([(6, [6, 6])])
+    x = make_inputs(attn_metadata)
+    expected = torch.autograd.grad(run(backend, x, attn_metadata, 0.3).square().sum(), list(x.values())[:3])
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return backend(*tensors, attn_metadata, prefix=None, scale=0.3).square().sum()
+
+    used = list(x.values())[:3]
+    loss = checkpoint(layer, *used, use_reentrant=False, context_fn=_selective_contexts)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, used), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("_without_padding", lambda block, grad: grad),
+        ("_padding", lambda block: None),
+        ("_merge", lambda where, out, lse, more_out, more_lse: None),
+    ],
+)
+def test_what_goes_wrong_in_the_cascade_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, broken):
+    """Negative controls: padded queries in backward, padded keys, and a root that is not looked at."""
+    attn_metadata = segments_of([(5, [3, 1, 7]), (9, [2, 4])])
+    assert worst_error(cascade.cascade, attn_metadata) < 1e-12
+    monkeypatch.setattr(cascade, name, broken)
+    assert worst_error(cascade.cascade, attn_metadata) > 1e-3
+
+
+def test_a_broken_plan_of_varlen_is_seen(varlen_kernel: None):
+    """Negative control: branches that see the wrong root."""
+    attn_metadata = segments_of([(5, [3, 1]), (5, [2])])
+    assert worst_error(varlen.varlen, attn_metadata) < 1e-12
+    (block,) = attn_metadata.varlen.prefix
+    block.keys.positions[:] = block.keys.positions.roll(5)
+    assert worst_error(varlen.varlen, attn_metadata) > 1e-3
+
+
+def test_a_backward_that_knows_one_part_only_is_seen(varlen_kernel: None, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: each part's own outputs and log-sum-exps in backward, as autograd through the kernel has."""
+    backward = varlen._flash_backward
+
+    def of_one_part(grad, query, key, value, out, lse, *args, **kwargs):
+        own, lse, *_ = flash(query, key, value, *args[:4], 0.0, args[5], False, scale=kwargs["scale"])
+        return backward(grad, query, key, value, own, lse, *args, **kwargs)
+
+    monkeypatch.setattr(varlen, "_flash_backward", of_one_part)
+    assert worst_error(varlen.varlen, segments_of([(5, []), (70, [])])) < 1e-12
+    assert worst_error(varlen.varlen, segments_of([(5, [3, 1])])) > 1e-3
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+    layer_idx = 0
+
+
+def call_layer(**kwargs: Any) -> tuple[Tensor, None]:
+    attn_metadata = segments_of([(5, [3])])
+    x = {name: t.transpose(0, 1).unsqueeze(0) for name, t in make_inputs(attn_metadata).items()}
+    return interface.attention(Layer(), x["query"], x["key"], x["value"], None, attn_metadata=attn_metadata, **kwargs)
+
+
+def test_what_a_layer_wants_and_segments_do_not_do():
+    call_layer(softcap=None, sliding_window=8)  # 8 tokens see no more than 8
+    for wish in ({"softcap": 50.0}, {"s_aux": torch.zeros(6)}, {"dropout": 0.1}, {"is_causal": False}):
+        with pytest.raises(ValueError, match="packed attention"):
+            call_layer(**wish)
+    with pytest.raises(ValueError, match="a sequence of 8 tokens exceeds the sliding window of 7"):
+        call_layer(sliding_window=7)
+
+
+def test_keys_are_captured_once():
+    captured = KVCache()
+    call_layer(captured=captured)
+    first = captured[0]
+    call_layer(captured=captured)  # as checkpointing does
+    assert captured[0] is first and first[0].shape == (1, 2, 8, 8)
+
+
+def test_the_override_of_the_backend():
+    def name(dtype: torch.dtype, device: str, value_dim: int = 8) -> str:
+        return interface.choose_backend(
+            torch.empty(1, 1, 8, dtype=dtype, device=device), torch.empty(1, 1, value_dim, dtype=dtype, device=device)
+        )
+
+    assert name(torch.bfloat16, "cpu") == "cascade"
+    with interface.backend("flex"):
+        assert name(torch.bfloat16, "cpu") == "flex"
+    assert name(torch.float32, "cpu") == "cascade"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_prompt_outside_the_row(checkpointing: bool):
+    """The prompt first and its completions from its keys and values give the gradient of the row with both."""
+    model = make_model(dtype=torch.float64)
+    if checkpointing:
+        model.train()
+        enable_gradient_checkpointing(model)
+    policy = policy_of(model)
+    whole = collate(random_sequences([(5, [7, 1, 3, 70])]), share_prompts=True)
+    body, output = policy._module()
+    expected = forward(body, whole, output, padded=False)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    expected_gradients = gradients(model)
+
+    prompt_row = replace(
+        whole,
+        input_ids=whole.input_ids[:5],
+        position_ids=whole.position_ids[:5],
+        attn_metadata=build_attention_metadata([5], [NO_PARENT]),
+        logit_positions=torch.tensor([4]),
+    )
+    branches = whole.attn_metadata.lengths[1:]
+    branch_row = replace(
+        whole,
+        input_ids=whole.input_ids[5:],
+        position_ids=whole.position_ids[5:],
+        attn_metadata=build_attention_metadata(branches, [CACHED_PREFIX] * len(branches), prefix_tokens=5),
+        logit_positions=whole.logit_positions - 4,  # the prompt's last token is the first position there is
+    )
+    captured = KVCache()
+    prompt = SharedPrefix(forward(body, prompt_row, output, padded=False, captured=captured), captured)
+    branch = prompt.detach()
+    actual = forward(body, branch_row, output, padded=False, prefix=branch)
+    torch.testing.assert_close(actual, expected)
+    actual.backward(upstream)
+    prompt.add(branch)
+    prompt.backward()
+    actual_gradients = gradients(model)
+    assert max(relative_error(actual_gradients[k], expected_gradients[k]) for k in expected_gradients) < 1e-12
+
+
+def test_autocast_computes_attention_in_its_dtype():
+    """Layers that norm queries and keys hand them over in float32, and values in bfloat16."""
+    model = make_model("qwen3")
+    policy = Policy(model, device=torch.device("cpu"), compute_dtype=torch.bfloat16, pad_token_id=0)
+    sequences = random_sequences([(5, [7, 2]), (3, [9])])
+
+    def logprobs() -> Tensor:
+        return policy.logprobs(collate(sequences, share_prompts=policy.shares_prompts), temperature=1.0)[0]
+
+    assert policy.shares_prompts
+    shared = logprobs()
+    policy.traits = replace(policy.traits, layout="padded")
+    assert 0 < (shared - logprobs()).abs().max() < 0.1
+    shared.sum().backward()
+    assert all(x.isfinite().all() for x in gradients(model).values())
+
+
+def test_branches_of_a_root_follow_each_other():
+    with pytest.raises(AssertionError, match="must be adjacent"):
+        build_attention_metadata([3, 2, 4, 2], [NO_PARENT, 0, NO_PARENT, 0])
+    with pytest.raises(AssertionError, match="prefix"):
+        build_attention_metadata([3], [CACHED_PREFIX])
+
+
+@pytest.mark.parametrize("name", ["cascade", "varlen", "flex"])
+def test_a_prefix_that_nothing_goes_on_from(name: interface.Backend, varlen_kernel: None):
+    """Completions of one token: the row is a placeholder, and the prompt's keys are not there to be seen."""
+    policy = policy_of(make_model())
+    sequences = random_sequences([(5, [1, 1])])
+    prompt = policy.forward_prefix(collate_prompt(sequences[0].token_ids[:5]))
+    expected, _ = policy.logprobs(collate(sequences, share_prompts=True), temperature=1.0)
+    with interface.backend(name), torch.no_grad():
+        actual, _ = policy.logprobs(collate_part(sequences), temperature=1.0, prefix=prompt.detach())
+    torch.testing.assert_close(actual, expected.detach())

@@ -1,0 +1,159 @@
+"""Law 2 for the logprobs: the fast path equals one unpadded forward per completion with full logits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from cohort.attention_mask import NO_PARENT, AttentionMetadata, build_attention_metadata
+from cohort.models import Policy, attention
+from cohort.models.attention import cascade
+from cohort.models.batch_layout import Layout
+from cohort.packing import collate
+from tiny import (
+    SIZES,
+    VOCAB_SIZE,
+    gradients,
+    make_model,
+    make_policy,
+    naive_logprobs,
+    pack_for,
+    policy_of,
+    random_sequences,
+    relative_error,
+)
+
+LENGTHS = [(5, [7, 1, 3]), (1, [1]), (9, [3, 12]), (4, [1, 1]), (7, [8, 2, 5]), (1, [4, 1, 2])]
+
+
+def compare_with_naive(
+    policy: Policy, *, temperature: float = 1.0, budget: int = 40, lengths=LENGTHS
+) -> tuple[float, float, float]:
+    """Largest difference of logprobs and entropies, and largest relative error of a gradient."""
+    sequences = random_sequences(lengths)
+    (batch,) = pack_for(policy, sequences, budget)
+    naive = [naive_logprobs(policy.model, s, temperature) for s in sequences]
+    torch.cat([logprobs for logprobs, _ in naive]).sum().backward()
+    expected = gradients(policy.model)
+    worst_logprob = worst_entropy = 0.0
+    for mine in batch.micro_batches:
+        micro_batch = collate(mine, share_prompts=policy.shares_prompts)
+        logprobs, entropy = policy.logprobs(micro_batch, temperature=temperature)
+        logprobs.sum().backward()
+        for i, sequence in enumerate(mine):
+            tokens = micro_batch.trajectory_ids == i
+            naive_logprob, naive_entropy = naive[sequence.index]
+            worst_logprob = max(worst_logprob, (logprobs[tokens] - naive_logprob).abs().max().item())
+            worst_entropy = max(worst_entropy, (entropy[tokens] - naive_entropy).abs().max().item())
+    actual = gradients(policy.model)
+    assert actual.keys() == expected.keys()
+    return worst_logprob, worst_entropy, max(relative_error(actual[k], expected[k]) for k in expected)
+
+
+def test_a_scaled_head():
+    torch.manual_seed(0)
+    config = GraniteConfig(**SIZES, vocab_size=VOCAB_SIZE, pad_token_id=0, logits_scaling=4.0, attention_multiplier=0.3)
+    policy = policy_of(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+    assert policy.has_plain_head
+    assert policy.layout == "shared"
+    assert max(compare_with_naive(policy)) < 1e-6
+
+
+def test_a_completion_that_sees_another_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: the comparison fails when the branches of a root are laid out as if they were one."""
+
+    def joined(lengths: list[int], roots: list[int], *, prefix_tokens: int) -> AttentionMetadata:
+        segments: list[tuple[int, int]] = []
+        for length, root in zip(lengths, roots, strict=True):
+            if root != NO_PARENT and segments[-1][1] == root:
+                length += segments.pop()[0]
+            segments.append((length, root))
+        assert [root for _, root in segments] == roots[: len(segments)]  # roots are still where branches point
+        return build_attention_metadata(*zip(*segments, strict=True))
+
+    monkeypatch.setattr("cohort.packing.micro_batches.build_attention_metadata", joined)
+    policy = make_policy(dtype=torch.float64)
+    assert policy.shares_prompts
+    logprob, _, gradient = compare_with_naive(policy, lengths=[(5, [7, 4, 3])])
+    assert logprob > 0.01 and gradient > 0.01
+
+
+def test_a_model_that_does_not_listen_is_computed_in_padded_rows(monkeypatch: pytest.MonkeyPatch):
+    """Whatever keeps the segments from a layer's attention is found when the policy is made."""
+    model = make_model(dtype=torch.float64)
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *args, attn_metadata=None, **kwargs: forward(*args, **kwargs))
+    policy = policy_of(model)
+    assert policy.layout == "padded"
+    assert policy.traits.reason.startswith("a packed row gives other outputs than the model (relative error ")
+    assert model.config._attn_implementation == "sdpa"
+    assert max(compare_with_naive(policy)) < 1e-6
+
+
+def test_calls_without_segments_are_the_librarys_own():
+    own, model = make_model(), make_model()
+    policy_of(model)
+    assert (own.config._attn_implementation, model.config._attn_implementation) == ("sdpa", attention.NAME)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(2, VOCAB_SIZE, (3, 9)))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    for kwargs in ({}, {"attention_mask": mask}):
+        first, second = (m(input_ids=ids, use_cache=True, **kwargs) for m in (own, model))
+        assert torch.equal(first.logits, second.logits)
+        mask = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+        kwargs = {"attention_mask": mask} if kwargs else {}
+        first, second = (
+            m(input_ids=ids[:, :1], past_key_values=out.past_key_values, **kwargs)
+            for m, out in ((own, first), (model, second))
+        )
+        assert torch.equal(first.logits, second.logits)
+
+
+def test_no_mask_of_the_whole_row_is_made(monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy()
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, attention.NAME, None)
+    policy.logprobs(collate(random_sequences(LENGTHS), share_prompts=True), temperature=1.0)
+
+
+def test_the_saved_model_does_not_know_of_packed_rows(tmp_path):
+    policy = make_policy()
+    policy.model.save_pretrained(tmp_path)
+    assert attention.NAME not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_an_empty_micro_batch_has_a_gradient_of_zero(tie: bool, layout: Layout):
+    policy = make_policy(tie=tie)
+    policy.traits = replace(policy.traits, layout=layout)
+    logprobs, entropy = policy.logprobs(collate([], share_prompts=True), temperature=1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_an_unknown_head_falls_back_to_the_models_own_logits():
+    model = make_model(dtype=torch.float64)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    policy = policy_of(model)
+    assert not policy.has_plain_head
+    assert policy.shares_prompts
+    assert max(compare_with_naive(policy)) < 1e-6
+
+
+def test_a_backward_that_is_wrong_is_found_when_the_policy_is_made(monkeypatch: pytest.MonkeyPatch):
+    """Outputs alone would not tell: a prompt gets no gradient from its completions."""
+    attend_backward = cascade.attend_backward
+
+    def detached(*args, causal: bool = False, **kwargs):
+        grads = attend_backward(*args, causal=causal, **kwargs)
+        return grads if causal else (grads[0], *(torch.zeros_like(g) for g in grads[1:]))
+
+    monkeypatch.setattr(cascade, "attend_backward", detached)
+    policy = make_policy(dtype=torch.float64)
+    assert policy.layout == "packed"
+    assert policy.traits.reason.startswith("a row with shared prompts gives other gradients than the model")

@@ -1,0 +1,197 @@
+"""Weights and optimizer state in host memory: the same steps, whenever copies arrive, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from cohort.checkpoint import save_model
+from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
+from cohort.distributed import ALONE
+from cohort.engine.optimizer import Optimizers
+from cohort.engine.optimizer_offload import HostUpdates
+from cohort.errors import UserError
+from cohort.models import load_tokenizer
+from cohort.models.offload.master_weights import MasterWeights
+from cohort.plan.layout import check_cpu_offload, check_resharding
+from rank_engine import OPTIMIZERS
+from rank_offload import make_engine, run_resumed, run_saved, run_trajectory, update
+from selection import mostly_slow
+from test_optimizers import Model, train, weights_of
+from tiny import save_model_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model_folder(tmp_path_factory.mktemp("offload") / "model"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "sgd"])
+def test_fifty_steps_are_the_same_bit_for_bit(name: str):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
+    groups = ({"match": "head.*", "learning_rate_factor": 0.5, "weight_decay": 0.2},)
+    config = type(OPTIMIZERS[name]).model_validate({**dict(OPTIMIZERS[name]), "groups": groups})
+    plain, moved = Model(width=64), Model(width=64)
+    masters = MasterWeights(moved, torch.float32)
+    with torch.compiler.set_stance("force_eager"):
+        expected = train(plain, Optimizers(plain, config), 50)
+        assert train(moved, Optimizers(moved, config, master_weights=masters), 50) == expected
+    assert expected[-1] < 0.5 * expected[0]
+    for name, weight, master in masters.pairs():
+        assert torch.equal(weight, weights_of(plain)[name]) and torch.equal(master, weight), name
+
+
+def test_bfloat16_copies_of_float32_masters_follow_float32():
+    """Fifty steps: the loss to 2 %, the weights to a tenth of their way. Negative control: bfloat16 without masters."""
+    ends, losses = {}, {}
+    for way, dtype in (("float32", torch.float32), ("masters", torch.float32), ("neither", torch.bfloat16)):
+        model = Model(width=64, dtype=dtype)
+        masters = MasterWeights(model, torch.bfloat16) if way == "masters" else None
+        losses[way] = train(model, Optimizers(model, AdamwConfig(), master_weights=masters), 50, learning_rate=3e-4)
+        ends[way] = weights_of(masters.tree if masters else model)["body.weight"].float()
+    gone = (ends["float32"] - weights_of(Model(width=64))["body.weight"]).norm()
+    error = {way: ((end - ends["float32"]).norm() / gone).item() for way, end in ends.items()}
+    assert losses["masters"] == pytest.approx(losses["float32"], rel=0.02)
+    assert error["masters"] < 0.1 < 0.5 < error["neither"]
+
+
+class Late:
+    """A lane of a GPU at its slowest: nothing is copied until somebody waits, and then all that was asked for."""
+
+    def __init__(self, device: torch.device, *, waits: bool = True):
+        self._asked: list[tuple[Tensor, Tensor]] = []
+        self._waits = waits
+
+    def begin(self) -> None:
+        self._asked.clear()
+
+    def copy(self, into: Tensor, source: Tensor) -> Callable[[], object]:
+        self._asked.append((into, source))
+        return self.end if self._waits else bool
+
+    def end(self) -> None:
+        for into, source in self._asked:
+            into.copy_(source)
+        self._asked.clear()
+
+
+@pytest.mark.parametrize(("waits", "is_right"), [(True, True), (False, False)])
+def test_copies_may_be_as_late_as_they_like(monkeypatch: pytest.MonkeyPatch, waits: bool, is_right: bool):
+    """A stand-in for streams, which only GPUs have. Negative control: updates that do not wait for gradients."""
+    plain, moved = Model(width=16), Model(width=16)
+    masters = MasterWeights(moved, torch.float32)
+    optimizers = Optimizers(moved, AdamwConfig(), master_weights=masters)
+    pairs = [(weight, master) for _, weight, master in masters.pairs()]
+    late = HostUpdates(pairs, make_lane=lambda device: Late(device, waits=waits))
+    for slot in (*late._gradients, *late._copies):
+        slot.fill_(63)  # what lay there before
+    monkeypatch.setattr(optimizers, "_host", late)
+    train(plain, Optimizers(plain, AdamwConfig()), 5)
+    train(moved, optimizers, 5)
+    same = [torch.equal(weight, weights_of(plain)[name]) for name, weight, _ in masters.pairs()]
+    assert all(same) is is_right
+
+
+@pytest.mark.parametrize("mode", ["offloaded", "sgd, offloaded", "parameters"])
+def test_a_run_of_updates_is_that_without_offload(folder: str, mode: str):
+    """Clipped gradients of micro-batches, several in an update. FSDP2 adds up in another order, to rounding."""
+    expected = run_trajectory(ALONE, folder, "sgd" if mode.startswith("sgd") else "adamw", 4)
+    actual = run_trajectory(ALONE, folder, mode, 4)
+    near = {"rtol": 0, "atol": 0 if mode != "parameters" else 1e-6}
+    torch.testing.assert_close(actual["norms"], expected["norms"], rtol=1e-6 * (mode == "parameters"), atol=0)
+    for name, weight in actual["weights"].items():
+        torch.testing.assert_close(weight, expected["weights"][name], **near, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["offloaded", "parameters", "8 bits", "8 bits, offloaded"])
+def test_law_one(folder: str, mode: str):
+    """The gradient's norm is the same in micro-batches of one sequence and in one of all, update by update."""
+    if mode.startswith("8"):
+        pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
+    with torch.compiler.set_stance("force_eager"):
+        small, large = (run_trajectory(ALONE, folder, mode, 2, budget) for budget in (1, 10_000))
+    assert small["norms"] == pytest.approx(large["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    mostly_slow(
+        [
+            *("offloaded", "mixed, offloaded", "parameters", "8 bits", "8 bits, offloaded", "at random"),
+            "at random, 8 bits",
+        ],
+        "mixed, offloaded",
+        "at random, 8 bits",
+        reason="parts of these",
+    ),
+)
+def test_it_goes_on_exactly_from_a_checkpoint(folder: str, tmp_path: Path, mode: str):
+    if "8 bits" in mode:
+        pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
+    with torch.compiler.set_stance("force_eager"):
+        expected = run_saved(ALONE, folder, mode, str(tmp_path))["weights"]
+        actual = run_resumed(ALONE, folder, mode, str(tmp_path))["weights"]
+    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
+
+
+def test_the_masters_are_what_is_saved(folder: str, tmp_path: Path):
+    engine = make_engine(folder, ALONE, "mixed, offloaded")
+    update(engine, ALONE, 0)
+    weight = engine.policy.model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.bfloat16 and weight.grad_dtype == torch.float32
+    save_model(engine.policy, load_tokenizer(ModelConfig(path=folder)), tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight  # dtype of config.json
+    assert saved.dtype == torch.float32 and torch.equal(saved.bfloat16(), weight)
+    assert not torch.equal(saved, weight.float())  # which are rounded
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
+def parsed(**sections: Any) -> Config:
+    raw = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"use": "math"}]}
+    return config_from_dict({**raw, **{k: {**raw.get(k, {}), **v} for k, v in sections.items()}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"optim": {"offload": True}, "model": {"adapter": {"rank": 4}}}, "its state is small beside the model"),
+        (
+            {"model": {"adapter": {"rank": 4}, "parameter_offload": True}},
+            "bring the frozen weights from host memory twice",
+        ),
+        ({"optim": {"offload": True, "stochastic_rounding": True}}, "remove stochastic_rounding, and use model.dtype"),
+        ({"optim": {"offload": True, "name": "muon"}}, "15 matrix products per weight"),
+        ({"optim": {"name": "muon"}, "model": {"parameter_offload": True}}, "15 matrix products per weight"),
+        ({"optim": {"offload": True}, "model": {"parameter_offload": True}}, "optim.offload has no effect with"),
+        ({"hardware": {"reshard_after_forward": 1}}, "must be auto, true, false or a whole number of at least 2"),
+    ],
+)
+def test_contradictions_are_refused(sections: dict[str, Any], expected: str):
+    with pytest.raises(UserError) as caught:
+        parsed(**sections)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["optim", "model"])
+def test_without_a_gpu_there_is_nothing_to_offload(section: str):
+    config = parsed(**{section: {"offload" if section == "optim" else "parameter_offload": True}})
+    check_cpu_offload(config, on_gpu=True, processes=2)
+    with pytest.raises(UserError, match=rf"{section}\..*offload: true has no effect on CPU"):
+        check_cpu_offload(config, on_gpu=False, processes=1)
+
+
+def test_resharding_is_compared_with_the_processes():
+    for wanted, processes in ((False, 2), (True, 3), (2, 4), (3, 6)):
+        check_resharding(parsed(hardware={"reshard_after_forward": wanted}), processes)
+    with pytest.raises(UserError, match="false has no effect on one process"):
+        check_resharding(parsed(hardware={"reshard_after_forward": False}), 1)
+    with pytest.raises(
+        UserError, match=r"4 must be a proper divisor of the 6 training processes, .* use 2, 3, true or false"
+    ):
+        check_resharding(parsed(hardware={"reshard_after_forward": 4}), 6)

@@ -1,0 +1,179 @@
+"""Pinned host memory: as much as is asked for, until it is given back; and what is put there."""
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cohort.distributed import ALONE
+from cohort.engine.optimizer_offload import HostUpdates, local
+from cohort.models import fsdp
+from cohort.models.offload import pinned_memory
+from cohort.models.offload.pinned_memory import PinnedMemory, PinnedStack, bytes_for
+from cohort.models.offload.weight_offload import OffloadedWeights
+from rank_offload import make_engine, update
+from tiny import save_model_folder
+from weight_servers import load_worker
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Cudart:
+    """CUDA's runtime, as far as it pins memory."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.pinned: dict[int, int] = {}  # address -> bytes
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if self.status == 0:
+            assert not any(a < address + num_bytes and address < a + n for a, n in self.pinned.items())
+            self.pinned[address] = num_bytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.pinned.values())
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(pinned_memory, "_clear_error", lambda device: None)
+    return runtime
+
+
+def test_it_is_pinned_as_it_is_and_until_nobody_has_it(cudart: Cudart):
+    like = [torch.empty(3, 1000, dtype=torch.bfloat16), torch.empty(7, dtype=torch.float64), torch.empty(0, 5)]
+    memory = PinnedMemory(bytes_for(like), CUDA)
+    assert cudart.num_bytes == bytes_for(like) == 6016 + 64
+    tensors = [memory.take(x.shape, x.dtype) for x in like]
+    for x, y in zip(like, tensors, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype) and y.is_contiguous() and not y.any()
+    ((start, size),) = cudart.pinned.items()
+    assert all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= start + size for x in tensors[:2])
+    del memory, x, y
+    last = tensors[1][2:]
+    tensors.clear()
+    gc.collect()
+    assert cudart.pinned
+    del last
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_what_cannot_be_pinned_is_used_as_it_is(cudart: Cudart):
+    cudart.status = 2
+    with pytest.warns(UserWarning, match=r"0\.0 GB of host memory could not be pinned .*error 2"):
+        memory = PinnedMemory(64, CUDA)
+    assert not cudart.pinned and memory.take([16], torch.float32).sum() == 0
+
+
+def test_nothing_is_pinned_for_a_cpu(cudart: Cudart):
+    assert PinnedMemory(64, CPU).take([64], torch.uint8).numel() == 64
+    assert not cudart.pinned
+
+
+class Owner:
+    """Of memory that is taken from a stack."""
+
+
+def test_a_stack_grows_by_blocks_and_gives_what_is_free_out_again(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
+    """Literal: blocks of 1,024 bytes; 1,500 bytes are in two of them, in pieces."""
+    monkeypatch.setattr(pinned_memory, "BLOCK_BYTES", 1024)
+    stack, owners = PinnedStack(CUDA), [Owner() for _ in range(3)]
+    assert stack.num_bytes == cudart.num_bytes == 0
+    first, second = stack.take(1500, owners[0]), stack.take(10, owners[1])
+    assert [len(x) for x in (*first, *second)] == [1024, 476, 10] and list(cudart.pinned.values()) == [1024, 1024]
+    owners[0] = Owner()  # gone, but under the second
+    (third,) = stack.take(400, owners[2])
+    assert third.data_ptr() == second[0].data_ptr() + 64 == first[1].data_ptr() + 512 + 64
+    assert stack.num_bytes == 2048
+    owners[:] = [Owner()]
+    again = stack.take(2048, owners[0])
+    assert [x.data_ptr() for x in again] == [x.data_ptr() for x in (first[0], first[1])]
+    assert stack.num_bytes == cudart.num_bytes == 2048
+    del stack, first, second, third
+    gc.collect()
+    assert cudart.num_bytes == 2048
+    del again
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_a_parked_model_takes_its_size(cudart: Cudart):
+    """Sizes just over a power of two, of which PyTorch's allocator would take twice as much."""
+    model = nn.ModuleDict({str(n): nn.Linear(65, 64) for n in range(5)})
+    model["tied"] = model["0"]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    own = sum(p.nbytes for p in model.parameters())
+    parking: Any = OffloadedWeights(model, CUDA)
+    assert own <= cudart.num_bytes < 1.01 * own
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert model["tied"].weight is model["0"].weight
+    del parking, model
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_transfers_of_updates_take_their_size(cudart: Cudart):
+    """Two places in each direction, each of the largest weight."""
+
+    class OnGpu(nn.Parameter):
+        device = CUDA  # type: ignore[assignment]
+
+    weight, master = OnGpu(torch.zeros(33, 31)), nn.Parameter(torch.zeros(33, 31))
+    with warnings.catch_warnings(action="error"):
+        updates: Any = HostUpdates([(weight, master)], make_lane=lambda device: None)
+    assert list(cudart.pinned.values()) == 4 * [33 * 31 * 4]
+    del updates
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatch: pytest.MonkeyPatch):
+    """One place, which the next update takes again; another model's is another one."""
+    worker = load_worker(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))  # no room beside the model
+    engine = worker.CohortEngine(None, None, CUDA, None)
+    for shapes, num_bytes in ([(65, 64), (3,), ()], 65 * 64 * 4 + 64 + 64), ([(33, 5)], 704):
+        tensors = [torch.rand(shape) for shape in shapes]
+        for _ in range(2):
+            keep = engine._keeper([{"shape": x.shape, "dtype": "float32"} for x in tensors])
+            staged = [keep(x) for x in tensors]
+            assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(tensors, staged, strict=True))
+            assert list(cudart.pinned.items()) == [(staged[0].data_ptr(), num_bytes)]
+            del staged, keep
+
+
+def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From where they are loaded to where they are updated: nothing moves them, nor pins them again."""
+    monkeypatch.setattr(fsdp, "PinnedMemory", lambda num_bytes, device: PinnedMemory(num_bytes, CUDA))
+    engine = make_engine(str(save_model_folder(tmp_path / "model")), ALONE, "parameters")
+    weights = [local(p) for p in engine.policy.model.parameters()]
+    own = sum(x.nbytes for x in weights)
+    assert own <= cudart.num_bytes < 1.01 * own + 64 * len(weights)
+
+    def are_pinned() -> bool:
+        ((start, size),) = cudart.pinned.items()
+        now = [local(p) for p in engine.policy.model.parameters()]
+        groups = engine.policy.sharding._groups()
+        gathered = [p._sharded_param_data for group in groups for p in group.fsdp_params]
+        assert len(now) == len(gathered)
+        return all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= start + size for x in (*now, *gathered))
+
+    assert are_pinned()
+    before = [x.clone() for x in weights]
+    for number in range(2):
+        update(engine, ALONE, number)
+    assert are_pinned()
+    assert not any(torch.equal(x, local(p)) for x, p in zip(before, engine.policy.model.parameters(), strict=True))

@@ -1,0 +1,156 @@
+"""Saved weights: files of a stated size, one tensor at a time, whole or not there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cohort.checkpoint import save_model, write_folder_atomically
+from cohort.config.sizes import parse_size
+from cohort.display import ConsoleDisplay
+from cohort.errors import TrainingError
+from cohort.models import SaveOptions, TensorSpec, save_policy
+from cohort.models.loading.safetensors_files import INDEX, SINGLE, stored_weights
+from cohort.models.saving.save_model import plan_files
+from configs import MINIMAL, message
+from live_bytes import LiveBytes
+from tiny import make_model, make_policy, make_tokenizer, policy_of
+
+TOKENIZER = make_tokenizer()
+
+
+def spec(name: str, num_bytes: int) -> TensorSpec:
+    return TensorSpec(name, (num_bytes // 4,), torch.float32)
+
+
+def test_a_file_has_as_many_tensors_as_fit():
+    specs = [spec(name, size) for name, size in (("a", 40), ("b", 60), ("c", 4), ("d", 120), ("e", 96))]
+    files = {file: [t.name for t in tensors] for file, tensors in plan_files(specs, 100).items()}
+    assert files == {
+        "model-00001-of-00004.safetensors": ["a", "b"],
+        "model-00002-of-00004.safetensors": ["c"],
+        "model-00003-of-00004.safetensors": ["d"],  # by itself, as it fits nowhere
+        "model-00004-of-00004.safetensors": ["e"],
+    }
+    assert list(plan_files(specs, 320)) == [SINGLE]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_that_of_the_library(tmp_path, dtype):
+    model = make_model("qwen3", tie=False, dtype=dtype, num_hidden_layers=11)
+    model.save_pretrained(tmp_path / "expected", max_shard_size="20KB")
+    save_policy(policy_of(model), TOKENIZER, tmp_path / "saved", save_options=SaveOptions(max_shard_bytes=20_000))
+    expected, saved = (stored_weights(tmp_path / name) for name in ("expected", "saved"))
+    assert {n: (s.shape, s.stored_dtype) for n, s in saved.items()} == {
+        n: (s.shape, s.stored_dtype) for n, s in expected.items()
+    }
+    index, ours = (json.loads((tmp_path / name / INDEX).read_text()) for name in ("expected", "saved"))
+    assert ours["metadata"]["total_size"] == index["metadata"]["total_size"]
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "saved" / name).read_text() == (tmp_path / "expected" / name).read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        tensors = load_file(file).values()
+        assert sum(t.nbytes for t in tensors) <= 20_000 or len(tensors) == 1
+
+
+def test_saving_takes_no_memory_where_the_weights_are_as_they_are_stored(tmp_path):
+    model = make_model("qwen3", tie=False, num_hidden_layers=8)
+    total, policy = sum(p.nbytes for p in model.parameters()), policy_of(model)
+    with LiveBytes() as live:
+        save_policy(policy, TOKENIZER, tmp_path, save_options=SaveOptions(max_shard_bytes=20_000))
+    assert live.most < 0.01 * total
+    with LiveBytes() as live:  # negative control: what is gathered at once is counted
+        kept = [p.detach().clone() for p in model.parameters()]
+    assert live.most == total == sum(t.nbytes for t in kept)
+
+
+def test_a_full_disk_in_the_third_file_leaves_what_there_was(tmp_path, monkeypatch):
+    policy, real = make_policy(), Path.open
+
+    def open_on_a_full_disk(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name.startswith("model-00003-of-"):
+            return real(Path("/dev/full"), *args, **kwargs)
+        return real(self, *args, **kwargs)
+
+    write_folder_atomically(tmp_path / "final", lambda folder: save_model(policy, TOKENIZER, folder))
+    before = (tmp_path / "final" / SINGLE).read_bytes()
+    monkeypatch.setattr(Path, "open", open_on_a_full_disk)
+    with pytest.raises(TrainingError, match=r"final: no space left on device. Earlier checkpoints are intact"):
+        write_folder_atomically(
+            tmp_path / "final",
+            lambda folder: save_model(policy, TOKENIZER, folder, save_options=SaveOptions(max_shard_bytes=20_000)),
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["final"]
+    assert (tmp_path / "final" / SINGLE).read_bytes() == before
+
+
+def test_an_interrupt_in_a_file_leaves_what_there_was(tmp_path):
+    policy = make_policy()
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    save_options = SaveOptions(max_shard_bytes=20_000, on_progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder_atomically(
+            tmp_path / "step-1", lambda folder: save_model(policy, TOKENIZER, folder, save_options=save_options)
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_told_in_bytes_to_the_end(tmp_path):
+    policy, told = make_policy(), []
+    save_policy(policy, TOKENIZER, tmp_path, save_options=SaveOptions(on_progress=lambda *how: told.append(how)))
+    total = sum(p.nbytes for p in policy.model.parameters())
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+def test_only_a_save_that_takes_long_has_a_bar(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("cohort.display.console.time.monotonic", lambda: now)
+    display = ConsoleDisplay()
+    display.save_progress(1, 8 * 10**6)
+    now = 101.0
+    display.save_progress(2 * 10**6, 8 * 10**6)
+    assert display._progress.tasks == []
+    now = 103.0
+    display.save_progress(4 * 10**6, 8 * 10**6)
+    (bar,) = display._progress.tasks
+    assert (bar.completed, bar.total) == (4, 8)
+    display.save_progress(8 * 10**6, 8 * 10**6)
+    assert display._progress.tasks == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("5", "has no unit; write 5GB or 5MB")]
+    + [(text, "is not a size; write it as 5GB or 500MB") for text in ("", "0", "0GB", "-1GB", "much", "5 GBit")],
+)
+def test_what_is_no_size(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_size(text)
+    assert parse_size("500MB") == 500_000_000
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"run": {"max_shard_size": "0GB"}}, "run.max_shard_size: '0GB': is not a size; write it as 5GB or 500MB"),
+        ({"run": {"max_shard_size": "5"}}, "run.max_shard_size: '5': has no unit; write 5GB or 5MB"),
+        (
+            {"run": {"max_shard_size": "1GB"}, "model": {"path": "m", "adapter": {}}},
+            "run.max_shard_size: 1GB has no effect with model.adapter, which is saved in one file; remove it",
+        ),
+    ],
+)
+def test_a_shard_size_that_is_none_or_has_no_effect(section, expected):
+    assert expected in message({**MINIMAL, **section})

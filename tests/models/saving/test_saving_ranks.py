@@ -1,0 +1,90 @@
+"""What several ranks load and save: each reads its own rows, one tensor at a time is gathered, and no rank waits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cohort.models.loading.safetensors_files import stored_weights
+from ranks import run_ranks
+from selection import slow
+from test_weight_conversion import load, save_family
+from tiny import make_model, make_tokenizer
+
+SHARD_BYTES = 10_000
+KINDS = ["tied", "untied", "mixtral", "qwen3 moe"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("tied", "untied"):
+        make_model("qwen3", tie=kind == "tied", num_hidden_layers=5).save_pretrained(folder / kind)
+        make_tokenizer().save_pretrained(folder / kind)
+    return {kind: folder / kind if "tied" in kind else save_family(folder / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=slow("three ranks show it")), 3])
+def done(request, tmp_path_factory, models) -> dict[str, Any]:
+    """What came of a number of ranks, and the folder of what they saved: one start for all."""
+    folder = tmp_path_factory.mktemp("saved")
+    jobs: list[tuple[Any, ...]] = [
+        ("saving", str(folder), SHARD_BYTES, *map(str, models.values())),
+        ("saving_fails", str(folder), str(models["untied"])),
+    ]
+    saving, fails = run_ranks(request.param, folder, *jobs)
+    return {"folder": folder, "saving": saving, "fails": fails, "world_size": request.param}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_put_together_are_what_the_files_hold(done, models, kind: str):
+    stored = load_file(models[kind] / "model.safetensors")
+    weights = done["saving"][str(models[kind])]["weights"]
+    assert weights.keys() == stored.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_reads_its_rows_and_nothing_else(done, models, kind: str):
+    """Of experts too, whose rows are made of several tensors of the files."""
+    result = done["saving"][str(models[kind])]
+    total = sum(tensor.num_bytes for tensor in stored_weights(models[kind]).values())
+    for num_bytes, own in zip(result["num_bytes"], result["own_bytes"], strict=True):
+        assert 0 <= num_bytes - own < 500  # what reads the counter is counted too
+        assert own < 0.6 * total
+    assert 0 <= sum(result["num_bytes"]) - total < 500 * done["world_size"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_tensor_is_gathered_at_a_time(done, models, kind: str):
+    result = done["saving"][str(models[kind])]
+    model = AutoModelForCausalLM.from_pretrained(models[kind])
+    sizes = [p.nbytes for p in model.parameters()]
+    # two at the most: gloo's thread may let go of one a moment after the next is there
+    assert max(sizes) <= max(result["most_gathered"]) <= 2 * max(sizes) < 0.6 * sum(sizes)
+    assert result["left"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_is_loaded_by_the_library_and_here(done, models, kind: str):
+    folder = done["folder"] / models[kind].name
+    files = list(folder.glob("model-*-of-*.safetensors"))
+    assert len(files) > 5
+    expected, again = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (models[kind], folder))
+    tokens = torch.arange(2, 40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected(tokens).logits)
+    own = load(folder).model.state_dict()  # on one rank, whatever their number was
+    assert all(torch.equal(own[name], weight) for name, weight in expected.state_dict().items())
+
+
+def test_a_full_disk_in_the_third_file_is_known_to_all_ranks(done, models):
+    first, *others = done["fails"]["said"]
+    assert "No space left on device" in first
+    assert others == [f"TrainingError: {done['folder']}/full: rank 0 failed to write it"] * (done["world_size"] - 1)
+    written = {p.name for p in (done["folder"] / "full").glob("model-*")}
+    assert {name[:11] for name in written} == {"model-00001", "model-00002"}
+    assert stored_weights(done["folder"] / "room").keys() == stored_weights(models["untied"]).keys()

@@ -1,0 +1,236 @@
+"""`cohort plan`: layout, advice, limits, the command, and what a run does with its plan."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.config.adapter import AdapterConfig
+from cohort.errors import UserError
+from cohort.plan import plan_run
+from cohort.plan.adapter_shape import adapter_shape
+from cohort.plan.advice import replan
+from cohort.plan.calibration import Calibration
+from cohort.plan.critic_shape import critic_shape
+from cohort.plan.hardware import hardware, parse_bytes
+from cohort.plan.layout import plan_layout
+from cohort.plan.predict import predict_run
+from cohort.plan.presets import PRESETS
+from cohort.plan.rows import plan_micro_batches
+from cohort.plan.shape import preset_shape, read_shape, shape_from_config
+from plans import EIGHT, config
+
+SHORT = ("rollout.max_prompt_tokens=4", "rollout.max_completion_tokens=4")  # so that attention is next to nothing
+
+
+def test_rows_of_groups_that_fit_and_of_groups_in_parts() -> None:
+    """A group is 512 + 8 x 4,096 = 33,280 tokens."""
+    whole = plan_micro_batches(config(), 8, 70_000)
+    assert (whole.packed_tokens, whole.completions_per_micro_batch, whole.shared_prefix_tokens) == (66_560, 16, 0)
+    assert (whole.num_micro_batches, whole.prompts_per_rank, whole.completions_per_rank) == (1, 2, 16)
+    parts = plan_micro_batches(config(), 8, 8192)
+    assert (parts.packed_tokens, parts.completions_per_micro_batch, parts.shared_prefix_tokens) == (4096, 1, 512)
+    assert parts.num_micro_batches == 16
+    three = plan_micro_batches(config(), 8, 512 + 3 * 4096)
+    assert (three.completions_per_micro_batch, three.num_micro_batches) == (3, 6)
+
+
+def test_three_training_gpus_with_eight_generations() -> None:
+    """No divisibility: 16 prompts of 8 completions over 3 processes."""
+    plan = predict_run(config("hardware.processes=3"), preset_shape("0.5b"), EIGHT, num_prompts=7500)
+    assert plan.layout.num_training == 3
+    assert plan.micro_batches.completions_per_rank == pytest.approx(128 / 3)
+    assert plan.num_steps == 469
+    assert plan.steps_per_epoch == pytest.approx(468.75)
+
+
+def test_nodes_and_servers() -> None:
+    many = hardware(gpu="h100", gpus=8, nodes=8, gpu_memory=None)
+    assert plan_layout(config(), preset_shape("7b"), many).num_training == 64
+    served = plan_layout(config("rollout={engine: vllm}"), preset_shape("7b"), many)
+    assert served.num_training + served.num_sampling == 64
+    assert served.num_training % 8 == 0
+    assert not served.shared
+    elsewhere = plan_layout(config("rollout={engine: vllm, urls: ['http://a:1']}"), preset_shape("7b"), many)
+    assert (elsewhere.num_training, elsewhere.num_sampling) == (64, 0)
+    with pytest.raises(UserError, match=r"hardware\.processes: 9 exceeds the 8 GPUs"):
+        predict_run(config("hardware.processes=9"), preset_shape("7b"), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("more", "positions"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1024}}, 1024),
+        ({"max_position_embeddings": "many"}, None),
+    ],
+)
+def test_positions_of_a_config(more: dict[str, Any], positions: int | None) -> None:
+    shape = shape_from_config({**PRESETS["qwen2.5-7b"], "max_position_embeddings": 4096, **more}, name="x")
+    assert shape.max_positions == positions
+
+
+def test_a_model_of_the_hub_is_known_by_its_id(tmp_path: Path) -> None:
+    for model_id, name in (
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Coder-1.5B", "qwen2.5-1.5b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama3-1b"),
+        ("google/gemma-2-9b-it", "gemma2-9b"),
+    ):
+        assert read_shape(model_id).name == name
+    for model_id in ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-VL-7B-Instruct", "org/model"):
+        with pytest.raises(UserError, match="--model-shape"):
+            read_shape(model_id)
+
+
+def test_rank_is_in_the_predicted_gain() -> None:
+    wanted = config("model.adapter={rank: 512}")
+    plan = predict_run(wanted, preset_shape("7b"), EIGHT)
+    narrower = replan(wanted, preset_shape("7b"), EIGHT, {"model.adapter.rank": 8})
+    adapter_bytes = [p.memory.phases["optimizer"]["adapter"] for p in (plan, narrower)]
+    assert adapter_bytes[0] == 64 * adapter_bytes[1]
+    assert narrower.memory.peak_bytes < plan.memory.peak_bytes
+
+
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    whole = predict_run(config(*SHORT), preset_shape("7b"), EIGHT)
+    adapted = predict_run(config(*SHORT, "model.adapter={rank: 1}"), preset_shape("7b"), EIGHT)
+    ratio = adapted.timing["training_s"].value / whole.timing["training_s"].value
+    assert ratio == pytest.approx(4 / 6, rel=1e-3)
+    assert "4 FLOPs" in adapted.timing["training_s"].how
+    with_reference = predict_run(config("model.adapter={rank: 1}", "algorithm.beta=0.1"), preset_shape("7b"), EIGHT)
+    assert "reference weights" not in with_reference.memory.phases["backward"]
+
+
+def test_a_plan_with_a_critic() -> None:
+    without, ppo = (
+        predict_run(config("train.micro_batch_tokens=8192", *more), preset_shape("0.5b"), EIGHT)
+        for more in ([], ["algorithm.name=ppo"])
+    )
+    assert ppo.workload.critic is not None and without.workload.critic is None
+    assert ppo.workload.critic.shape.num_parameters == 494_032_768 + 897  # its embedding was the head too
+    state = 3 * 4 * (494_032_768 + 897) // 8
+    assert ppo.memory.peak_bytes - without.memory.peak_bytes == pytest.approx(state, rel=1e-3)
+    without, ppo = (
+        predict_run(config(*SHORT, *more), preset_shape("0.5b"), EIGHT) for more in ([], ["algorithm.name=ppo"])
+    )
+    # a forward for the values, and one there and back, of all but the head
+    body = 494_032_768 - 151_936 * 896
+    ratio = ppo.timing["training_s"].value / without.timing["training_s"].value
+    assert ratio == pytest.approx(1 + 8 * body / (6 * 494_032_768), rel=1e-3)
+    assert "the critic" in ppo.timing["training_s"].how
+
+
+def test_a_critic_of_its_own_path_has_its_own_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-0.6b"]))
+    shapes = [
+        critic_shape(config("algorithm.name=ppo", f"critic.path={path}"), preset_shape("7b"))
+        for path in (tmp_path, "somebody/elses")
+    ]
+    assert [shape.num_parameters for shape in shapes if shape] == [596_049_920 + 1025, 7_070_622_721]
+    assert critic_shape(config(), preset_shape("7b")) is None
+
+
+def test_a_reference_in_host_memory_takes_its_way_once_a_step() -> None:
+    measured = Calibration(
+        device=EIGHT.gpu_name,
+        on_gpu=True,
+        machine="x",
+        date="2026-11-01",
+        torch_version="2.13.0",
+        flops={"float32": 5e13, "bfloat16": 6e14},
+        memory_bandwidth=2.5e12,
+        host_bandwidth=4 * 494_032_768.0,
+        collective_bandwidth=None,
+        memory_bytes=80 * 10**9,
+        framework_bytes=10**9,
+    )
+    one = dataclasses.replace(EIGHT, gpus_per_node=1, calibration=measured)
+    more = ("hardware.processes=1", "algorithm.beta=0.1", "train.micro_batch_tokens=8192")
+    beside, parked, refreshed = (
+        predict_run(config(*more, *reference), preset_shape("0.5b"), one)
+        for reference in ([], ["reference.device=cpu"], ["reference={device: cpu, refresh_every: 8}"])
+    )
+    assert beside.memory.peak_bytes - parked.memory.peak_bytes == 4 * 494_032_768
+    for name in ("training_s", "step_s"):
+        assert parked.timing[name].value == pytest.approx(beside.timing[name].value + 1)
+    assert refreshed.memory == parked.memory  # it moves in place
+    assert refreshed.timing["step_s"] == parked.timing["step_s"]
+
+
+def test_dropout_computes_a_prompt_for_every_completion() -> None:
+    rows = plan_micro_batches(config("model.adapter={dropout: 0.1}"), 8, 2 * (512 + 4097))
+    assert (rows.completions_per_micro_batch, rows.packed_tokens, rows.shared_prefix_tokens) == (2, 2 * (512 + 4097), 0)
+
+
+def test_sizes() -> None:
+    assert parse_bytes("80GB", option="x") == 80 * 10**9
+    assert parse_bytes(" 79.5 GiB", option="x") == 79 * 2**30 + 2**29
+    for wrong in ("", "many", "80 parsecs", "0GB", "-1GB", "80"):
+        with pytest.raises(UserError, match="--gpu-memory"):
+            parse_bytes(wrong, option="--gpu-memory")
+    with pytest.raises(UserError, match="has no unit; write 80GB"):
+        parse_bytes("80", option="--gpu-memory")
+    with pytest.raises(UserError, match="--gpu: 'abacus'"):
+        hardware(gpu="abacus", gpus=1, nodes=1, gpu_memory=None)
+    with pytest.raises(UserError, match="--nodes: 0"):
+        hardware(gpu="h100", gpus=1, nodes=0, gpu_memory=None)
+
+
+@pytest.mark.parametrize(
+    ("targets", "parameters"),
+    [  # rank 16 on Qwen2.5-7B, 28 layers: q_proj 3584 x 3584, v_proj 3584 x 512
+        (["q_proj"], 28 * 16 * 2 * 3584),
+        (["self_attn.q_proj"], 28 * 16 * 2 * 3584),
+        (["model.layers.3.self_attn.q_proj"], 28 * 16 * 2 * 3584 // 28),
+        (["layers.3.self_attn.q_proj", "layers.4.self_attn.v_proj"], 16 * (2 * 3584 + 3584 + 512)),
+        (["model.embed_tokens"], 16 * (3584 + 152_064)),
+    ],
+)
+def test_targets_are_those_of_any_dotted_ending(targets: list[str], parameters: int) -> None:
+    shape = preset_shape("7b")
+    counted = adapter_shape(AdapterConfig(targets=tuple(targets)), shape)
+    assert counted.note is None
+    assert 0 <= counted.num_parameters(shape.layers) - parameters < shape.layers  # the mean is rounded up
+
+
+@pytest.mark.parametrize("pattern", [".*(q_proj|v_proj)", r"model\.layers\.\d+\.self_attn\.[qv]_proj"])
+def test_a_saved_pattern_is_one(tmp_path: Path, pattern: str) -> None:
+    saved = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": pattern}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    shape = preset_shape("7b")
+    found = adapter_shape(AdapterConfig(path=str(tmp_path)), shape)
+    listed = adapter_shape(AdapterConfig(rank=4, targets=("q_proj", "v_proj")), shape)
+    assert found == listed and found.note is None
+
+
+@pytest.mark.parametrize("nodes", [4, 5, 6])
+def test_nodes_that_train_are_enough_for_the_state(nodes: int) -> None:
+    """Of Llama-3 70B in float32 a GPU of 8 has 141 GB of state; of 16, 70.6 GB, and all else fits beside it."""
+    engine = "rollout={engine: vllm, tensor_parallel: 4, max_staleness: 1}"
+    more = ("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
+    wanted = config(engine, "train.prompts_per_step=16", *more)
+    many = hardware(gpu="h100", gpus=8, nodes=nodes, gpu_memory=None)
+    layout = plan_layout(wanted, preset_shape("llama3-70b"), many)
+    assert layout.num_training >= 16
+    assert predict_run(wanted, preset_shape("llama3-70b"), many, layout=layout).fits
+    assert layout.num_training + layout.num_sampling == 8 * nodes
+
+
+@pytest.mark.parametrize(("waits", "warmup", "most"), [(10, 0, 9), (8, 2, 7), (9, 2, 7)])
+def test_a_critics_warm_up_leaves_the_policy_some_steps(waits: int, warmup: int, most: int) -> None:
+    """Where the number of steps comes from epochs, too."""
+    settings = config(
+        "algorithm.name=ppo", f"critic.warmup_steps={waits}", f"train.warmup_steps={warmup}", "train.epochs=1"
+    )
+    prompts = 10 * settings.train.prompts_per_step
+    with pytest.raises(UserError, match=rf"critic.warmup_steps: {waits} .* run's 10 steps .* at most {most}"):
+        plan_run(settings, num_prompts=prompts)
+    shorter = settings.model_copy(update={"critic": settings.critic.model_copy(update={"warmup_steps": most})})
+    assert plan_run(shorter, num_prompts=prompts).num_steps == 10

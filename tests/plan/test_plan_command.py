@@ -1,0 +1,173 @@
+"""`cohort plan` as a command, and what a run does with its plan."""
+
+import json
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import cohort
+from cohort.cli.app import app
+from cohort.config.adapter import AdapterConfig
+from cohort.display import Display
+from cohort.errors import UserError
+from cohort.plan.adapter_shape import adapter_shape
+from cohort.plan.dataset import count_prompts
+from cohort.plan.hardware import hardware
+from cohort.plan.presets import PRESETS
+from cohort.plan.rows import plan_micro_batches
+from cohort.plan.shape import preset_shape
+from cohort.trainer.preflight import compared, plan_on
+from plans import EIGHT, config
+from runs import changed, make_inputs
+
+
+def test_prompts_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert count_prompts(str(tmp_path / "a.jsonl")) == 2
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    assert count_prompts(str(tmp_path / "a.csv")) is None
+    (tmp_path / "broken.parquet").write_text("no")
+    assert count_prompts(str(tmp_path / "broken.parquet")) is None
+    assert count_prompts(str(tmp_path / "missing.jsonl")) is None
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1"}\n' * 100)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'data.jsonl'}}}\nrewards: [{{use: math}}]\n"
+        "rollout: {engine: local, max_prompt_tokens: 512, max_completion_tokens: 4096}\nhardware: {processes: auto}\n"
+    )
+    return file
+
+
+def test_the_command(run_file: Path) -> None:
+    fits = CliRunner().invoke(app, ["plan", str(run_file), "--gpu-memory", "80GB", "--json", "--max", "length"])
+    assert fits.exit_code == 0, fits.output
+    plan = json.loads(fits.output)
+    assert plan["model"]["parameters"] == 7_615_616_512
+    assert plan["layout"]["num_steps"] == 7
+    assert plan["memory"]["fits"]
+    assert plan["max"]["length"] > 4096
+    backward = plan["memory"]["phases"]["backward"]
+    assert backward["total"] == sum(backward["parts"].values())
+    assert {number["origin"] for number in plan["timing"].values()} <= {"measured", "assumed", "derived"}
+    does_not = CliRunner().invoke(app, ["plan", str(run_file), "--gpu", "4090"])
+    assert does_not.exit_code == 1
+    assert "does not fit" in does_not.output
+
+
+def test_vllm_is_not_proposed_to_a_run_that_has_it(run_file: Path) -> None:
+    """On a GPU of 4 GB nothing that is known fits."""
+    small = ["plan", str(run_file), "--gpu-memory", "4GB", "--gpus", "1"]
+    local, served = (CliRunner().invoke(app, [*small, *more]).output for more in ([], ["rollout={engine: vllm}"]))
+    assert "or rollout.engine: vllm" in local and "no known change" in served
+    assert "or rollout.engine: vllm" not in served
+
+
+def test_targets_that_the_shape_cannot_tell_are_noted_and_not_refused(run_file: Path) -> None:
+    shape = preset_shape("7b")
+    unknown = adapter_shape(AdapterConfig(targets=("qkv_proj",)), shape)
+    everywhere = adapter_shape(AdapterConfig(), shape)
+    assert unknown.layer_parameters == everywhere.layer_parameters
+    assert "qkv_proj" in str(unknown.note) and everywhere.note is None
+    arguments = ["plan", str(run_file), "model.adapter={targets: [qkv_proj]}"]
+    assert "qkv_proj not found in the shape" in CliRunner().invoke(app, arguments).output
+    assert "qkv_proj" in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "options", [["--max", "everything"], ["--gpus", "0"], ["--model-shape", "9t"], ["--price", "-3"]]
+)
+def test_mistakes_exit_with_2(run_file: Path, options: list[str]) -> None:
+    assert CliRunner().invoke(app, ["plan", str(run_file), *options]).exit_code == 2
+
+
+def test_no_torch_is_imported(run_file: Path) -> None:
+    code = (
+        "import sys; from cohort.cli.app import app\n"
+        f"app(['plan', {str(run_file)!r}, '--json'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) -> None:
+    notes: list[str] = []
+    wanted = config(f"model.path={run_file.parent / 'model'}")
+    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "note": notes.append}
+    fitting = plan_on(wanted, EIGHT, **about)
+    assert fitting is not None and fitting.fits
+    small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
+    with pytest.raises(UserError, match=r"needs .* GB of each GPU in .* run\.ignore_plan: true"):
+        plan_on(wanted, small, **about)
+    assert not notes
+    told = wanted.model_copy(update={"run": wanted.run.model_copy(update={"ignore_plan": True})})
+    assert plan_on(told, small, **about) is not None
+    assert "goes on all the same" in notes[0]
+    assert compared(fitting, {}) is None
+    assert "20.00 GB at most" in (compared(fitting, {1: 19e9, 2: 20e9}) or "")
+
+
+def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    class Notes(Display):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def as_on(memory: str) -> Any:
+        machines = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=memory)
+        return lambda config, inputs, servers, *, device, world_size, note: plan_on(
+            config,
+            machines,
+            shared=False,
+            longest_prompt_tokens=20,
+            num_prompts=len(inputs.prompts.prompts),
+            note=note,
+        )
+
+    settings = changed(make_inputs(tmp_path), train={"steps": 1})
+    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("1MB"))
+    with pytest.raises(UserError, match="this run needs"):
+        cohort.train(settings, display=Notes())
+    assert not (tmp_path / "run" / "plan.json").exists()
+    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("80GB"))
+    done = cohort.train(settings, display=Notes())
+    plan = json.loads((done.run_dir / "plan.json").read_text())
+    assert plan["layout"]["num_prompts"] == 40
+    assert plan["memory"]["fits"]
+    assert "memory of one process" in notes[-1]
+
+
+def test_groups_of_one(run_file: Path) -> None:
+    """A prompt of 512 tokens and 4,095 of its completion are one sequence: no prompt is kept for others."""
+    one = plan_micro_batches(config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 4608)
+    assert (one.packed_tokens, one.completions_per_micro_batch, one.shared_prefix_tokens, one.num_micro_batches) == (
+        4608,
+        1,
+        0,
+        2,
+    )
+    long = plan_micro_batches(
+        config("algorithm.name=ppo", "rollout.num_generations=1"), 8, 1000
+    )  # over the cap by itself
+    assert (
+        long.packed_tokens,
+        long.completions_per_micro_batch,
+        long.shared_prefix_tokens,
+        long.num_micro_batches,
+    ) == (4608, 1, 0, 2)
+    command = ["plan", str(run_file), "algorithm.name=ppo", "rollout.num_generations=1"]
+    told = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).output.split())
+    assert "prompts per step and process 2, with one completion each" in told
+    assert "completions per step" not in told
+    assert "critic 7.07 billion parameters" in told

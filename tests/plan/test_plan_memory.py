@@ -1,0 +1,311 @@
+"""Memory in closed form: counted parameters, monotone parts, and the symbolic run of the real step."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from cohort.cli.app import app
+from cohort.cli.plan_verify import track_step
+from cohort.config import (
+    AdafactorConfig,
+    Adamw8bitConfig,
+    AdamwConfig,
+    AdapterConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimConfig,
+    SgdConfig,
+)
+from cohort.engine.optimizer import Optimizers
+from cohort.models.adapters.adapter_folder import adapter_spec
+from cohort.models.adapters.lora import Adapter, AdapterInit
+from cohort.plan.activation_memory import activation_bytes
+from cohort.plan.adapter_shape import adapter_shape
+from cohort.plan.memory import plan_memory
+from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
+from cohort.plan.work import Workload, critic_workload
+from rank_engine import OPTIMIZERS
+from selection import examples, slow
+
+OTHER_SHAPES = "a symbolic step takes seconds; make test has one"
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+
+
+def workload(shape: ModelShape, **changes: Any) -> Workload:
+    base = Workload(
+        shape=shape,
+        processes=8,
+        weight_bytes=4,
+        compute_bytes=2,
+        checkpointing=True,
+        offload=False,
+        gradients_in_forward=False,
+        has_reference=False,
+        packed_tokens=8192,
+        loss_tokens=6144,
+        shared_prefix_tokens=0,
+        sampled_sequences=0,
+        sampled_tokens=0,
+        vllm_bytes=0,
+    )
+    return replace(base, **changes)
+
+
+def test_state_of_seven_billion_parameters_on_eight_gpus() -> None:
+    """Literal: 7,615,616,512 / 8 parameters of 4 bytes are 3,807,808,256 bytes, and AdamW keeps two more."""
+    backward = plan_memory(workload(preset_shape("7b"))).phases["backward"]
+    assert backward["weights"] == backward["gradients"] == 3_807_808_256
+    assert backward["optimizer state"] == 2 * 3_807_808_256
+    # 28 inputs of 3,584 numbers, one layer, and what passes by it; 2 bytes each, per token
+    layer = 16 * 3584 + 4 * (3584 + 512) + 4 * 28 + 8 * 18944
+    assert activation_bytes(workload(preset_shape("7b"))) == 8192 * (28 * 2 * 3584 + layer + 4 * (18944 + 3584))
+
+
+_works = st.builds(
+    workload,
+    st.sampled_from([preset_shape(name) for name in ("0.5b", "7b", "qwen3-30b-a3b", "gemma2-2b")]),
+    processes=st.integers(1, 64),
+    weight_bytes=st.sampled_from([2, 4]),
+    checkpointing=st.sampled_from([False, True, "selective"]),
+    offload=st.booleans(),
+    has_reference=st.booleans(),
+    gradients_in_forward=st.booleans(),
+    packed_tokens=st.integers(1, 40_000),
+    loss_tokens=st.integers(0, 40_000),
+    shared_prefix_tokens=st.integers(0, 4000),
+    sampled_sequences=st.integers(0, 256),
+    sampled_tokens=st.integers(0, 100_000),
+    vllm_bytes=st.sampled_from([0, 40 * 10**9]),
+    weight_transfer_bytes=st.sampled_from([0, 10**9]),
+    framework_bytes=st.sampled_from([None, 600_000_000]),
+    reference_on_host=st.booleans(),
+)
+
+
+@given(_works)
+@examples(200)
+def test_more_of_anything_never_needs_less(some: Workload) -> None:
+    plan = plan_memory(some)
+    assert plan.peak_bytes == max(map(plan.total, plan.phases))
+    assert all(size >= 0 for parts in plan.phases.values() for size in parts.values())
+    for more in (
+        replace(some, packed_tokens=some.packed_tokens + 100),
+        replace(some, shared_prefix_tokens=some.shared_prefix_tokens + 100),
+        replace(some, sampled_tokens=some.sampled_tokens + 100),
+        replace(some, has_reference=True),
+        replace(some, offload=False),
+        replace(some, critic=critic_workload(some, some.shape.as_critic())),
+    ):
+        assert plan_memory(more).peak_bytes >= plan.peak_bytes
+    if some.processes > 1:
+        further = plan_memory(replace(some, processes=some.processes + 1))
+        assert further.peak_bytes <= plan.peak_bytes
+
+
+@given(_works)
+@examples(100)
+def test_what_is_kept_less_of_needs_less(some: Workload) -> None:
+    bytes_by = [activation_bytes(replace(some, checkpointing=c, offload=False)) for c in (True, "selective", False)]
+    if some.shape.layers > 8:
+        assert bytes_by == sorted(bytes_by)
+
+
+@pytest.mark.parametrize(
+    ("more", "processes", "checkpointing"),
+    [
+        pytest.param({"model_type": "qwen2", "vocab_size": 512}, 2, False, marks=slow(OTHER_SHAPES)),
+        ({"model_type": "qwen3", "vocab_size": 8192, "head_dim": 64, "tie_word_embeddings": True}, 4, True),
+        pytest.param({"model_type": "llama", "vocab_size": 4096}, 8, "selective", marks=slow(OTHER_SHAPES)),
+    ],
+)
+def test_closed_form_agrees_with_the_symbolic_run(more: dict[str, Any], processes: int, checkpointing: Any) -> None:
+    """Of the real step's every tensor; measured differences are at most 3 %."""
+    compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapter=None, tolerance=0.06)
+
+
+@slow("a symbolic step takes seconds; make test has one")
+@pytest.mark.parametrize(
+    ("more", "processes", "checkpointing", "adapter"),
+    [
+        ({"model_type": "qwen2", "vocab_size": 512}, 2, False, {"rank": 16}),
+        ({"model_type": "qwen3", "vocab_size": 512, "head_dim": 64}, 4, False, {"targets": ["q_proj", "v_proj"]}),
+        ({"model_type": "llama", "vocab_size": 4096}, 8, True, {"rank": 64}),
+    ],
+)
+def test_closed_form_of_adapters_agrees_with_the_symbolic_run(
+    more: dict[str, Any], processes: int, checkpointing: Any, adapter: dict[str, Any]
+) -> None:
+    """Frozen weights have no gradients, and their products keep no inputs that the adapter does not want."""
+    adapted = AdapterConfig(**adapter)
+    plan = compare_with_the_symbolic_run({**SMALL, **more}, processes, checkpointing, adapted, tolerance=0.08)
+    whole = plan_memory(replace(plan, adapter=None))
+    assert whole.peak_bytes > 1.05 * plan_memory(plan).peak_bytes
+
+
+def compare_with_the_symbolic_run(
+    config: dict[str, Any],
+    processes: int,
+    checkpointing: Any,
+    adapter: AdapterConfig | None,
+    tolerance: float,
+    *,
+    critic: bool = False,
+) -> Workload:
+    prompt, completion, group = 100, 200, 4
+    tracked = track_step(
+        config,
+        world_size=processes,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        num_generations=group,
+        checkpointing=checkpointing,
+        adapter=adapter,
+        critic=critic,
+    )
+    shape = shape_from_config(config, name="small")
+    shape = shape.as_critic() if critic else shape
+    some = workload(
+        shape,
+        processes=processes,
+        checkpointing=checkpointing,
+        packed_tokens=prompt + group * (completion - 1),
+        loss_tokens=group * completion,
+        on_gpu=False,
+        adapter=adapter_shape(adapter, shape) if adapter else None,
+    )
+    plan = plan_memory(some)
+    assert plan.total("optimizer") == pytest.approx(tracked.update_bytes, rel=0.02)
+    assert plan.total("backward") == pytest.approx(tracked.train_bytes, rel=tolerance)
+    return some
+
+
+def test_state_of_an_adapter_on_eight_gpus() -> None:
+    """Literal: rank 16 on all linear layers of Qwen2.5-7B is 40,370,176 parameters, of 4 bytes each on 8 processes."""
+    shape = preset_shape("7b")
+    adapter = adapter_shape(AdapterConfig(rank=16), shape)
+    assert adapter.num_parameters(shape.layers) == 40_370_176
+    phases = plan_memory(workload(shape, adapter=adapter)).phases
+    assert phases["optimizer"]["weights"] == 3_807_808_256
+    assert phases["optimizer"]["adapter"] == phases["optimizer"]["gradients"] == 20_185_088
+    assert phases["optimizer"]["optimizer state"] == 2 * 20_185_088
+    with_reference = plan_memory(workload(shape, adapter=adapter, has_reference=True)).phases
+    assert with_reference["optimizer"]["reference weights"] == 20_185_088  # what the adapter was at the start
+
+
+LITERAL_STATES: list[tuple[OptimConfig, int, int]] = [
+    # two moments of 4 bytes for each of 7,615,616,512 weights
+    (AdamwConfig(), 1, 60_924_932_096),
+    (AdamwConfig(), 8, 7_615_616_512),
+    # 2 bytes, 8 for every 256 and tables of 2,048 for each weight
+    (Adamw8bitConfig(), 1, 15_469_705_280),
+    # one of 6,525,288,448 weights in matrices of layers, two of the other 1,090,328,064
+    (MuonConfig(), 1, 4 * 6_525_288_448 + 8 * 1_090_328_064),
+    (SgdConfig(), 8, 0),
+    (SgdConfig(momentum=0.9), 8, 3_807_808_256),
+    # of two tables 152,064 + 3,584 numbers, of layers' matrices rows and columns, of vectors all
+    (AdafactorConfig(), 1, 4 * (2 * (152_064 + 3584) + 28 * (4 * 3584 + 2 * 4096 + 3 * 22_528 + 11_776) + 3584)),
+]
+
+
+@pytest.mark.parametrize(("optim", "processes", "expected"), LITERAL_STATES)
+def test_optimizer_state_of_seven_billion_parameters(optim: OptimConfig, processes: int, expected: int) -> None:
+    some = workload(preset_shape("7b"), processes=processes, optim=optim)
+    assert plan_memory(some).phases["optimizer"]["optimizer state"] == expected
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_what_the_optimizer_allocates(name: str, adapted: bool) -> None:
+    """Of one process, after a step; an adapter's weights are float32."""
+    import torch
+
+    config, optim = {**SMALL, "num_hidden_layers": 2, "model_type": "qwen2", "vocab_size": 512}, OPTIMIZERS[name]
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    wanted, shape = AdapterConfig(rank=16) if adapted else None, shape_from_config(config, name="small")
+    if wanted is not None:
+        spec = adapter_spec(ModelConfig(path="m", adapter=wanted), model)
+        Adapter(model, AdapterInit(spec=spec, seed=0, weights=None, reference=None), trainable=True).initialize()
+    optimizers = Optimizers(model, optim)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.grad = torch.ones_like(parameter)
+    with torch.compiler.set_stance("force_eager"):
+        optimizers.step(0.01)
+    adapter = adapter_shape(wanted, shape) if wanted else None
+    some = workload(shape, processes=1, weight_bytes=2, optim=optim, adapter=adapter)
+    assert plan_memory(some).phases["optimizer"]["optimizer state"] == pytest.approx(allocated(optimizers), rel=0.05)
+
+
+def allocated(optimizers: Optimizers) -> int:
+    """Bytes of all tensors of the state, those inside of torchao's included."""
+    tensors = [x for state in optimizers.state_dict()["state"].values() for x in state.values() if x.ndim > 0]
+    inner = [getattr(x, name) for x in tensors for name in getattr(x, "tensor_attrs", [])]
+    return sum(x.nbytes for x in [*inner, *(x for x in tensors if not hasattr(x, "tensor_attrs"))])
+
+
+def test_a_critic_is_there_always_and_its_gradients_never_beside_the_policys() -> None:
+    """Literal: 7,615,616,512 parameters less a head of 152,064 x 3,584, and 3,585 for the value head."""
+    shape = preset_shape("7b")
+    policy = workload(shape)
+    both = replace(policy, critic=critic_workload(policy, shape.as_critic()))
+    phases = plan_memory(both).phases
+    for parts in phases.values():
+        assert parts["critic weights"] == 7_070_622_721 * 4 // 8 + 1
+        assert parts["critic optimizer"] == pytest.approx(2 * parts["critic weights"], rel=1e-5)
+    assert phases["backward"]["gradients"] == phases["optimizer"]["gradients"] == 3_807_808_256  # the policy's
+    assert phases["backward"]["activations"] == plan_memory(policy).phases["backward"]["activations"]
+    # beside an adapter the critic, which is trained whole, has the larger ones
+    adapted = replace(both, adapter=adapter_shape(AdapterConfig(rank=16), shape))
+    assert plan_memory(adapted).phases["backward"]["gradients"] == 7_070_622_721 * 4 // 8 + 1
+    assert plan_memory(adapted).phases["backward"]["logprob head"] < 10**9
+
+
+@slow(OTHER_SHAPES)
+@pytest.mark.parametrize(("processes", "checkpointing"), [(2, False), (4, True)])
+def test_closed_form_of_a_critic_agrees_with_the_symbolic_run(processes: int, checkpointing: bool) -> None:
+    config = {**SMALL, "model_type": "qwen2", "vocab_size": 4096, "tie_word_embeddings": True}
+    some = compare_with_the_symbolic_run(config, processes, checkpointing, None, tolerance=0.06, critic=True)
+    assert (
+        plan_memory(replace(some, shape=shape_from_config(config, name="small"))).peak_bytes
+        > plan_memory(some).peak_bytes
+    )
+
+
+def test_a_reference_in_host_memory_is_there_while_it_is_computed_with() -> None:
+    shape = preset_shape("0.5b")
+    parked = plan_memory(workload(shape, processes=1, reference_on_host=True)).phases
+    assert parked["logprobs"]["reference weights"] == 4 * 494_032_768
+    assert all("reference weights" not in parked[phase] for phase in ("sampling", "backward", "optimizer", "publish"))
+    beside = plan_memory(workload(shape, processes=1, has_reference=True)).phases
+    assert all(parts["reference weights"] == 4 * 494_032_768 for parts in beside.values())
+
+
+@slow(OTHER_SHAPES)
+@pytest.mark.parametrize("more", [[], ["model.adapter={rank: 8}", "model.gradient_checkpointing=true"]])
+def test_the_command_verifies_its_own_plan(tmp_path: Any, more: list[str]) -> None:
+    config = {**SMALL, "model_type": "qwen2", "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{path: d.jsonl}}\nrewards: [{{use: math}}]\n"
+        "rollout: {max_prompt_tokens: 64, max_completion_tokens: 128, num_generations: 4}\nhardware: {processes: 2}\n"
+    )
+    command = ["plan", str(tmp_path / "run.yaml"), *more, "--verify", "--layers", "2", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    verified = json.loads(done.stdout)["verified"]
+    assert verified["layers"] == 2
+    assert verified["ratio"] == pytest.approx(1, abs=0.08)

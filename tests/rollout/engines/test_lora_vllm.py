@@ -1,0 +1,143 @@
+"""Adapters for vLLM, with made-up servers: what is refused, the room that servers have, and what they are told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.config import config_from_dict
+from cohort.errors import UserError
+from cohort.launch.serve import serve_command
+from cohort.plan.rollout_engine import plan_engine
+from cohort.rollout.engines.servers import ServerError
+from cohort.rollout.engines.vllm import AdapterChannel, publish_adapter
+from cohort.trainer import vllm_rollouts
+from cohort.trainer.run_inputs import read_inputs
+from configs import MINIMAL
+from fake_vllm import ThreadServer
+from runs import changed, make_inputs
+
+Find = Callable[..., vllm_rollouts.VllmSetup]
+
+
+@pytest.fixture
+def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """The servers of a run with an adapter."""
+    monkeypatch.setattr(vllm_rollouts, "check_vllm", lambda python: "0.32.0")
+    raw = changed(make_inputs(tmp_path, hidden_size=64), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+
+    def servers(**adapter: Any) -> vllm_rollouts.VllmSetup:
+        config = config_from_dict(changed(raw, model={"adapter": adapter}))
+        return vllm_rollouts.VllmSetup(config, read_inputs(config))
+
+    return servers
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"dora": True}, r"adapter.dora: true: vLLM supports plain LoRA only; use dora: false, or rollout.engine"),
+        ({"targets": ["q_proj", "lm_head"]}, r"adapter.targets: lm_head: vLLM supports adapters inside layers"),
+        ({"targets": ["embed_tokens"]}, r"adapter.targets: model.embed_tokens: vLLM samples"),
+    ],
+)
+def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, adapter: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        find(rank=4, **adapter)
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"model": {"adapter": {"dora": True}}}, "model.adapter.dora: true: vLLM supports plain LoRA only"),
+        (
+            {"model": {"adapter": {"rank": 513}}},
+            "model.adapter.rank: 513 exceeds vLLM's maximum; use at",
+        ),
+        ({"model": {"adapter": {"targets": ["q_proj", "lm_head"]}}}, "model.adapter.targets: lm_head: vLLM samples"),
+        (
+            {"model": {"adapter": {"targets": ["model.embed_tokens"]}}},
+            "model.adapter.targets: model.embed_tokens",
+        ),
+        ({"model": {"adapter": {"path": "list"}}}, "model.adapter.targets: lm_head: vLLM samples"),
+        ({"model": {"adapter": {"path": "pattern"}}}, "model.adapter.targets: model.embed_tokens: vLLM samples"),
+        ({"model": {"adapter": {"path": "wide"}}}, "model.adapter.rank: 600 is more"),
+        ({"rollout": {"temperature": 0.001}}, "rollout.temperature: 0.001 is below vLLM's minimum; use 0.01"),
+        ({"eval": {"path": "d", "temperature": 0.001}}, "eval.temperature: 0.001 is below vLLM's minimum"),
+    ],
+)
+def test_what_is_refused_with_vllm_has_auto_take_the_local_engine(
+    tmp_path: Path, sections: dict[str, Any], reason: str
+) -> None:
+    saved = {"list": (4, ["q_proj", "lm_head"]), "pattern": (4, r".*embed_tokens|.*q_proj"), "wide": (600, ["q_proj"])}
+    for name, (rank, targets) in saved.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank, "target_modules": targets}))
+    auto = config_from_dict(changed(MINIMAL, **sections), base_dir=tmp_path)
+    planned, why = plan_engine(auto)
+    assert planned.rollout.engine == "local" and str(why).startswith(reason)
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path: Path, section: str) -> None:
+    raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+    config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
+    with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
+        vllm_rollouts.VllmSetup(config, read_inputs(config))
+
+
+def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
+    assert find(rank=12).own_server("", tmp_path / "log").options.lora_rank == 12
+    (tmp_path / "adapter").mkdir()
+    saved = {"peft_type": "LORA", "r": 40, "lora_alpha": 1}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(saved))
+    for adapter, room in (({"rank": 12}, "16"), ({"path": str(tmp_path / "adapter")}, "64")):
+        raw = changed(make_inputs(tmp_path), model={"adapter": adapter}, rollout={"engine": "vllm"})
+        command, _ = serve_command(config_from_dict(raw), host="127.0.0.1", port=8000)
+        assert command[command.index("--max-lora-rank") + 1] == room
+
+
+def test_a_server_without_room_for_an_adapter_is_refused(tmp_path: Path):
+    config = config_from_dict(changed(make_inputs(tmp_path), rollout={"engine": "vllm"}))
+    server = ThreadServer()
+    server.start()
+    try:
+        with pytest.raises(UserError, match=r"rollout.urls: http\S+ serves the model without an adapter"):
+            vllm_rollouts._connect_adapter(config, server.url)
+    finally:
+        server.stop()
+
+
+class Api:
+    """Remembers what a server is told; one that is `broken` loads nothing."""
+
+    def __init__(self, *, broken: bool = False):
+        self.told: list[Any] = []
+        self._broken = broken
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def tell(*args: Any) -> None:
+            self.told.append((name, *args))
+            if self._broken and name == "load_lora_adapter":
+                raise ServerError("no")
+
+        return tell
+
+
+def test_what_servers_are_told(tmp_path: Path):
+    """A server that fails goes on holding what it samples; one that slept wakes before it loads."""
+    well, broken = Api(), Api(broken=True)
+    channels = [AdapterChannel(broken), AdapterChannel(well)]  # type: ignore[arg-type]
+    failed = publish_adapter(channels, 3, save=Path.mkdir, folder=tmp_path)
+    assert [*failed] == channels[:1]
+    folder = str(tmp_path / "version-3")
+    loaded = [("load_lora_adapter", "policy", folder), ("set_weight_version", 3), ("reset_prefix_cache",), ("resume",)]
+    assert well.told == [("pause",), *loaded]
+    assert broken.told == [("pause",), loaded[0]]
+    well.told.clear()
+    channels[1].sleep()
+    publish_adapter(channels[1:], 4, save=Path.mkdir, folder=tmp_path)
+    assert well.told[:3] == [("sleep", 1), ("pause",), ("wake_up", ["weights", "kv_cache"])]
+    assert [path.name for path in tmp_path.iterdir()] == ["version-4"]

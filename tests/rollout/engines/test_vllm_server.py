@@ -1,0 +1,283 @@
+"""Servers as processes, without vLLM: `tests/real_vllm` has the real ones."""
+
+import os
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from cohort.errors import UserError
+from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm import server as server_module
+from cohort.rollout.engines.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess, check_vllm, server_command
+from waiting import until
+
+OPTIONS: dict[str, Any] = {
+    "python": "/env/bin/python",
+    "model": "/models/m",
+    "dtype": "bfloat16",
+    "max_model_len": 768,
+    "max_num_seqs": 32,
+}
+
+
+def flags(**options: Any) -> tuple[dict[str, str | None], dict[str, str]]:
+    """The options of a command line with their values, and the environment."""
+    (python, module_flag, module, *rest), environment = server_command(ServerOptions(**{**OPTIONS, **options}), 8123)
+    assert (python, module_flag, module) == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    given: dict[str, str | None] = {}
+    for word in rest:
+        if word.startswith("--"):
+            assert word not in given
+            given[word] = None
+        else:
+            given[list(given)[-1]] = word
+    return given, environment
+
+
+def test_the_command_on_a_cpu():
+    given, environment = flags(device="cpu", dtype="float32")
+    assert given == {
+        "--model": "/models/m",
+        "--served-model-name": "policy",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--dtype": "float32",
+        "--max-model-len": "768",
+        "--max-num-seqs": "32",
+        "--seed": "0",
+        "--enable-scale-out": None,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--worker-extension-cls": "cohort_vllm_worker.CohortWorker",
+        "--weight-transfer-config": '{"backend": "cohort"}',
+        "--disable-uvicorn-access-log": None,
+        "--enforce-eager": None,
+        "--distributed-executor-backend": "uni",
+        "--kv-cache-memory-bytes": str(2**28),
+        "--no-enable-chunked-prefill": None,
+        "--max-num-batched-tokens": "2048",
+    }
+    long, _ = flags(device="cpu", max_model_len=5000)
+    assert long["--max-num-batched-tokens"] == "5000"  # a prompt is computed at once
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["PYTHONPATH"] == str(WORKER_FOLDER)
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+@pytest.mark.parametrize(("tensor_parallel", "executor"), [(1, "uni"), (2, "mp")])
+def test_the_command_on_gpus(tensor_parallel: int, executor: str):
+    given, environment = flags(device="cuda", gpus="2,3", tensor_parallel=tensor_parallel, gpu_memory_utilization=0.8)
+    assert given["--distributed-executor-backend"] == executor
+    assert given["--tensor-parallel-size"] == str(tensor_parallel)
+    assert given["--gpu-memory-utilization"] == "0.8"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not {"--enforce-eager", "--enable-sleep-mode", "--kv-cache-memory-bytes"} & given.keys()
+    assert not {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & environment.keys()
+    assert "--enable-sleep-mode" in flags(device="cuda", sleep=True)[0]
+
+
+def test_an_adapter_has_the_policys_name_and_the_model_another():
+    given, environment = flags(device="cpu", lora_rank=20)
+    assert (given["--served-model-name"], given["--max-lora-rank"]) == ("policy-base", "32")
+    assert "--enable-lora" in given and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_options_of_the_user_come_last():
+    given, _ = flags(device="cpu", extra={"quantization": "fp8", "max-num-seqs": 7, "enforce_eager": False})
+    assert (given["--quantization"], given["--max-num-seqs"]) == ("fp8", "7")
+    assert "--enforce-eager" not in given
+
+
+def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):
+    with pytest.raises(UserError, match=r"rollout\.vllm_python: .* has no vLLM.*pip install 'vllm==0\.32\.\*'"):
+        check_vllm(sys.executable)
+    with pytest.raises(UserError, match=r"rollout\.vllm_python: '/no/python' cannot be run"):
+        check_vllm("/no/python")
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("0.32.0", True), ("0.32.9", True), ("0.33.0", False), ("0.3.2", False)]
+)
+def test_only_one_line_of_vllm_is_known(tmp_path: Path, version: str, known: bool):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    if known:
+        assert check_vllm(str(python)) == version
+    else:
+        with pytest.raises(UserError, match=rf"has vLLM {version}, and only 0\.32\.\* is known"):
+            check_vllm(str(python))
+
+
+# What stands in for a server: it has a child that ignores SIGTERM, as engines left behind do.
+SERVER = """
+import os, signal, sys, time
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ]
+print("port", sys.argv[1], inherited, flush=True)
+{then}
+"""
+
+
+@pytest.fixture
+def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a server process whose command is a script."""
+    made: list[ServerProcess] = []
+
+    def make(then: str) -> ServerProcess:
+        script = SERVER.format(then=then)
+
+        def command(options: ServerOptions, port: int) -> tuple[list[str], dict[str, str]]:
+            return [sys.executable, "-c", script, str(port)], {}
+
+        monkeypatch.setattr(server_module, "server_command", command)
+        monkeypatch.setattr(server_module.guard, "GRACE_S", 0.3)
+        made.append(ServerProcess(ServerOptions(**OPTIONS, device="cpu"), log_file=tmp_path / "logs" / "server.log"))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.stop()
+
+
+def group_of(process: ServerProcess) -> list[psutil.Process]:
+    found = []
+    for candidate in psutil.process_iter():
+        try:
+            if os.getpgid(candidate.pid) == process._group and candidate.status() != psutil.STATUS_ZOMBIE:
+                found.append(candidate)
+        except (OSError, psutil.Error):
+            pass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("pass", "it ended by itself with exit code 0"),
+        ("sys.exit(3)", "it ended by itself with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "it was killed by SIGKILL"),
+    ],
+)
+def test_every_end_is_a_failure_and_leaves_nothing_behind(standin, then: str, said: str):
+    process = standin(then)
+    assert process.poll() == "it was not started"
+    process.start()
+    group = process._group
+    until(lambda: process.poll() is not None)
+    assert process.poll() == said
+    process._group = group
+    until(lambda: not group_of(process))  # the kernel may take its time
+    assert process.log() == f"port {process.url.rsplit(':', 1)[1]} []\n"
+
+
+def test_stop_ends_what_ignores_sigterm_and_a_start_has_a_new_port(standin, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")  # of torchrun; a server has no rank
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # of training; weights that sleep lie otherwise
+        monkeypatch.setenv(name, "expandable_segments:True")
+    process = standin("time.sleep(600)")
+    process.start()
+    until(process.log)
+    assert process.poll() is None
+    old, url = group_of(process), process.url
+    assert len(old) == 2
+    process.start()
+    until(process.log)
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in old))
+    assert process.url != url
+    assert process.log() == f"port {process.url.rsplit(':', 1)[1]} []\n"  # of this start alone
+    current = group_of(process)
+    process.stop()
+    assert not psutil.wait_procs(current, timeout=600)[1]
+
+
+def test_a_guard_that_is_killed_is_told_and_its_server_ended(standin):
+    process = standin("time.sleep(600)")
+    process.start()
+    until(process.log)
+    members = group_of(process)
+    process._guard.kill()
+    until(lambda: process.poll() is not None)
+    assert process.poll() == "its guard was killed by SIGKILL"
+    assert not psutil.wait_procs(members, timeout=600)[1]
+
+
+PARENT = """
+import os, subprocess, sys, time
+guard = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], sys.executable, "-c", sys.argv[2], "1"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+server = guard.stdout.readline().strip()
+if os.fork() == 0:  # a child without exec holds the guard's input open
+    time.sleep(600)
+print(guard.pid, server, flush=True)
+time.sleep(600)
+"""
+
+
+def test_servers_end_with_a_parent_that_is_killed():
+    script = SERVER.format(then="time.sleep(600)")
+    command = [sys.executable, "-c", PARENT, server_module.guard.__file__, script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        guard, server = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+        until(lambda: server.children())
+        members = [guard, server, *server.children()]
+        parent.send_signal(signal.SIGKILL)
+        try:
+            assert not psutil.wait_procs(members, timeout=600)[1]
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers by path: a status and a body."""
+
+    answers: ClassVar[dict[str, tuple[int, bytes]]] = {
+        "/health": (503, b""),
+        "/weight_info": (200, b'{"weight_version": "default"}'),
+        "/version": (200, b"<html>"),
+        "/resume": (500, b'{"error": {"message": "first line\\nsecond line"}}'),
+        "/reset_prefix_cache": (200, b'{"success": false}'),
+    }
+
+    def do_GET(self) -> None:
+        status, body = self.answers[self.path.partition("?")[0]]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_errors_name_the_server_the_endpoint_and_what_came_back():
+    with HTTPServer(("127.0.0.1", 0), Answers) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{http.server_port}"
+        api = VllmApi(url, timeout_s=600)
+        assert api.weight_version() is None
+        for call, said in (
+            (api.resume, f"{url}/resume: HTTP 500: first line"),
+            (api.version, f"{url}/version: no version in the answer '<html>'"),
+            (api.reset_prefix_cache, f"{url}/reset_prefix_cache: keys and values are still in use"),
+        ):
+            with pytest.raises(ServerError) as caught:
+                call()
+            assert str(caught.value) == said
+        api.close()
+        http.shutdown()
+    with pytest.raises(ServerError, match=rf"^{url}/resume: ConnectError"):
+        VllmApi(url, timeout_s=600).resume()
