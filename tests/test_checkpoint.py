@@ -308,7 +308,7 @@ class SafetensorError(Exception):
 def test_every_way_to_say_that_the_disk_is_full(error):
     with pytest.raises(TrainingError) as caught, disk_errors(Path("/runs/a/final")):
         raise error
-    assert str(caught.value) == (f"/runs/a/final: {FULL} to go on from the last checkpoint")
+    assert str(caught.value) == (f"/runs/a/final: {FULL} to resume from the last one")
     assert caught.value.__cause__ is error
 
 

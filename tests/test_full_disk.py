@@ -109,7 +109,7 @@ def assert_ends_with_a_full_disk_and_goes_on(cohort: Callable[..., Ended], path:
     assert_refused(
         cohort("train", path),
         f"error: {written}: no space left on device. Earlier checkpoints are intact: free some space and run the "
-        "same command again to go on from the last checkpoint\n",
+        "same command again to resume from the last one\n",
         code=1,
     )
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-1"]

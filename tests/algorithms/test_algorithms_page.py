@@ -44,13 +44,13 @@ def test_the_list_names_each_with_its_parts_and_paper():
 def test_one_algorithm_with_formulas_and_its_own_defaults():
     output = CliRunner().invoke(app, ["algorithms", "dapo"]).output
     assert COMPONENTS["policy_loss"]["clipped"].formula in output
-    assert "    clip_high: 0.28\n        The ratio is clipped from above at" in output and "    delta: null\n" in output
+    assert "    clip_high: 0.28\n        Upper clip of the ratio" in output and "    delta: null\n" in output
 
 
 def test_one_component_with_its_formula_and_defaults():
     output = CliRunner().invoke(app, ["algorithms", "max_at_k"]).output
     assert output.startswith("advantage: max_at_k  (arXiv:2505.15201)\n    G * mean over sets")
-    assert "\n    at_k: 4\n        The best of so many completions counts" in output
+    assert "\n    at_k: 4\n        k of the max@k objective" in output
     assert output.endswith(" (at least 2)\n\nalgorithm: {advantage: max_at_k}\n")
     found = json.loads(CliRunner().invoke(app, ["algorithms", "token_mean", "--json"]).output)
     assert found["kind"] == "loss_weight" and found["formula"] == COMPONENTS["loss_weight"]["token_mean"].formula

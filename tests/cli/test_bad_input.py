@@ -143,7 +143,10 @@ def test_a_tokenizer_that_cannot_end_a_completion(tmp_path, cohort):
     for name in ("config.json", "generation_config.json"):
         file = tmp_path / "model" / name
         file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
-    assert_refused(cohort("train", path), "has an eos_token, so completions would never end")
+    assert_refused(
+        cohort("train", path),
+        "no eos_token in the tokenizer, config.json or generation_config.json, so completions would never end",
+    )
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -179,7 +182,7 @@ def test_a_tokenizer_with_tokens_that_the_model_does_not_have(tmp_path, cohort):
     tokenizer.add_tokens(["say"])
     tokenizer.save_pretrained(tmp_path / "model")
     rows = len(make_tokenizer())
-    assert_refused(cohort("train", path), f"token id {rows}, and the model has embeddings for {rows} tokens")
+    assert_refused(cohort("train", path), f"token id {rows}, but the model has only {rows} embeddings")
 
 
 def test_fewer_steps_than_the_run_has_behind_it(tmp_path, cohort):

@@ -254,7 +254,7 @@ def test_a_whole_run_on_the_first_gpu(tmp_path: Path):
     ) as cuda:
         result = train(config)
     assert metric(result.run_dir, "grad_norm") == [1.0]
-    assert cuda.launches["_fold_kernel"] and cuda.launches["_gradient_kernel"]
+    assert cuda.launches["_softmax_kernel"] and cuda.launches["_gradient_kernel"]
 
 
 def sampler_answers(num_tokens: int) -> Iterator[float]:
@@ -282,7 +282,7 @@ def test_the_sampler_waits_once_for_each_token(tmp_path: Path, folders):
 
 
 def test_a_tensor_that_is_left_on_the_host_is_found(tmp_path: Path, folders, monkeypatch):
-    monkeypatch.setattr(forward_backward, "to_device", lambda x, *to: replace(to_device(x, *to), targets=x.targets))
+    monkeypatch.setattr(forward_backward, "to_device", lambda x, *to: replace(to_device(x, *to), labels=x.labels))
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
         worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
         with pytest.raises((RuntimeError, AssertionError), match="cpu"):

@@ -46,7 +46,7 @@ def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = Tr
         tokenizer=load_tokenizer(config) if ranks.is_first else None,
         ranks=ranks,
         collectives=CollectiveCounter(),
-        masters_on_host=optim.offload,
+        offload_master_weights=optim.offload,
         reshard_after_forward=reshard,
     )
     return TrainEngine(

@@ -178,7 +178,7 @@ def run_replicas(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     workers = workers_of(make_engine(model, ranks, reference=reference), ranks)
 
     def command() -> dict[str, Any]:
-        first = workers.local.algorithm.coefficients(workers.local.algorithm.first_control)
+        first = workers.local.algorithm.coefficients(workers.local.algorithm.initial_coefficients)
         batches = pack_batches(workers.local.engine, sequences())
         # packed for another number of tokens than the engine has left: it packs them again
         too_large = [replace(batch, micro_batch_tokens=2 * batch.micro_batch_tokens) for batch in batches]

@@ -159,9 +159,9 @@ def test_more_processes_than_completions(tmp_path: Path):
             9,
             "auto",
             8,
-            "hardware.processes: 9 exceeds this machine's 8 GPUs (one per process); use at",
+            "hardware.processes: 9 is more than this machine's 8 GPUs, and each process needs its own; use at",
         ),
-        (2, "cuda", 0, "hardware.device: 'cuda': this machine has 0 CUDA devices. Use auto or cpu"),
+        (2, "cuda", 0, "hardware.device: 'cuda': this machine has 0 CUDA devices; use auto or cpu"),
     ],
 )
 def test_how_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes, device, gpus, expected):

@@ -69,11 +69,11 @@ def test_a_loss_of_routers_without_routers_is_refused(moe, dense, tmp_path):
     check_router_loss(ModelConfig(path=dense), 0.0)
     deepseek = str(save_folder(FAMILIES["DeepSeek-V3, Kimi-K2"], tmp_path))
     for config, why in (
-        (ModelConfig(path=dense), "no mixture of experts"),
+        (ModelConfig(path=dense), "no supported mixture-of-experts routers"),
         (ModelConfig(path=deepseek), "a correction bias"),
         (ModelConfig(path=moe, freeze=("*.mlp.gate.*",)), "freezes all routers"),
     ):
-        with pytest.raises(UserError, match=rf"train\.router_aux_loss_coef: 0\.01 has no effect: .*{why}.*; remove it"):
+        with pytest.raises(UserError, match=rf"train\.router_aux_loss_coef: 0\.01 has no effect: .*{why}.*. Remove it"):
             check_router_loss(config, 0.01)
 
 
@@ -106,7 +106,11 @@ def test_adapters_leave_routers_and_what_is_taken_for_experts_alone(kind, left_o
 @pytest.mark.parametrize(
     ("kind", "target", "message"),
     [
-        ("DeepSeek-V3, Kimi-K2", "gate_proj", "'gate_proj': peft takes layers of the name of .* for the fused experts"),
+        (
+            "DeepSeek-V3, Kimi-K2",
+            "gate_proj",
+            "'gate_proj' is not supported: peft mistakes layers named like .* for the fused experts",
+        ),
         ("Qwen3-MoE", "experts", "'experts' is a Qwen3MoeExperts, not a linear layer of this model"),
         ("Llama 4 (text)", "router", "'router' is a Llama4Router, not a linear layer of this model"),
     ],

@@ -248,7 +248,7 @@ def test_a_window_that_is_too_short_is_never_computed_in_a_row():
     """Even where the ladder was told of shorter sequences than there are."""
     policy = make_law_policy(make_law_model("mistral", sliding_window=20), longest=20)
     assert policy.shares_prompts
-    with pytest.raises(ValueError, match="a sequence of 149 tokens does not fit a window of 20"):
+    with pytest.raises(ValueError, match="a sequence of 149 tokens exceeds the sliding window of 20"):
         fast(policy, random_sequences(GROUPS), "shared")
 
 

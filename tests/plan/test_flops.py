@@ -53,7 +53,7 @@ def counted(model: Any, tokens: int) -> tuple[int, int]:
 
 def close(costs: ModelFlops, model: Any, tokens: int) -> None:
     forward, both = counted(model, tokens)
-    sizes = {"tokens": tokens, "scored": tokens, "pairs": tokens**2}
+    sizes = {"tokens": tokens, "loss_tokens": tokens, "pairs": tokens**2}
     # rotary embeddings have a product of their own, of dim / 2 operations per token, once in a model
     assert costs.forward(**sizes) == pytest.approx(forward, rel=0.01)
     assert costs.forward_backward(**sizes) == pytest.approx(both, rel=0.01)
@@ -108,7 +108,7 @@ def test_adapters(targets: Any, tie: bool):
     start = AdapterInit(spec=adapter_spec(settings, model), seed=0, weights=None, reference=None)
     Adapter(model, start, trainable=True).initialize()
     forward, both = counted(model, 40)
-    costs, sizes = flops_of(model), {"tokens": 40, "scored": 40, "pairs": 1600}
+    costs, sizes = flops_of(model), {"tokens": 40, "loss_tokens": 40, "pairs": 1600}
     assert costs.forward(**sizes) == pytest.approx(forward, rel=0.01)
     assert costs.forward_backward(**sizes) == pytest.approx(both, rel=0.04)
 

@@ -118,7 +118,7 @@ def test_plans_of_measured_hardware_use_it_and_say_so() -> None:
     assert after.hardware.gpu_memory_bytes == 84_000_000_000
     assert after.memory_origins["there"].origin == "measured"
     assert after.memory.phases["optimizer"]["framework"] == 700_000_000 + 500_000_000
-    assert "0.7 GB of a process" in after.memory_origins["framework"].how
+    assert "0.7 GB for a process" in after.memory_origins["framework"].how
     gathered = (2 * 2 + 4) * shape.num_parameters * after.micro_batches.num_micro_batches
     assert after.timing["gathering_s"].value == pytest.approx(gathered / 300e9)
     said = hardware(gpu="h100", gpus=8, nodes=1, gpu_memory="80GB")

@@ -57,7 +57,7 @@ def test_active_parameters_of_experts() -> None:
 def test_what_is_not_known_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UserError, match=r"not a local folder with a config\.json"):
         read_shape(str(tmp_path))
-    for text, match in (("{", "cannot be read"), ("[]", "JSON object"), ('{"model_type": "mamba"}', "'mamba'")):
+    for text, match in (("{", "cannot read"), ("[]", "JSON object"), ('{"model_type": "mamba"}', "'mamba'")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=match):
             read_shape(str(tmp_path))

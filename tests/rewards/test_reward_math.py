@@ -173,7 +173,7 @@ def test_a_worker_that_does_not_start_is_an_error(command, words):
     f = MathReward(worker=MathWorker(command, start_timeout_s=0.3 if "ready" in words[0] else 600))
     with pytest.raises(UserError) as caught:
         RewardRunner([reward(f, name="math")]).score([group("p", ["x = 1"], answer="1")])
-    for word in ["reward 'math'", "does not start", *words]:
+    for word in ["reward 'math'", "failed to start", *words]:
         assert word in str(caught.value)
 
 

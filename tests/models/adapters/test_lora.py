@@ -297,8 +297,8 @@ def test_full_rank_reaches_what_training_all_weights_reaches(tmp_path: Path):
     [
         ({"targets": ["q_prj"]}, r"targets: 'q_prj' is not a layer of this model; nearest: q_proj"),
         ({"targets": ["q_proj", "mlp"]}, r"targets: 'mlp' is a Qwen2MLP, not a linear layer of this model"),
-        ({"rank": 17}, r"rank: 17: the layer model.layers.0.self_attn.k_proj is 16 x 32, .* use at most 16"),
-        ({"rank": 33, "targets": ["q_proj"]}, r"rank: 33: .* is 32 x 32, .* use at most 32"),
+        ({"rank": 17}, r"rank: 17 exceeds .* model.layers.0.self_attn.k_proj \(16 x 32\). Use at most 16"),
+        ({"rank": 33, "targets": ["q_proj"]}, r"rank: 33 exceeds .* \(32 x 32\). Use at most 32"),
         ({"path": "/nowhere"}, r"adapter.path: '/nowhere' has no adapter_config.json"),
     ],
 )
@@ -317,9 +317,9 @@ def test_an_adapter_of_another_base(base: Path, tmp_path: Path):
     def check(model: Path, adapter: str, **keys: Any) -> Any:
         return check_adapter(ModelConfig(path=str(model), adapter=AdapterConfig(path=adapter, **keys)))
 
-    with pytest.raises(UserError, match=r"of another model than .*q_proj.lora_A.weight is 4 x 64, and here .* 4 x 32"):
+    with pytest.raises(UserError, match=r"for another model than .*q_proj.lora_A.weight is 4 x 64, expected 4 x 32"):
         check(base, of_wide)
-    with pytest.raises(UserError, match=r"the model has no layer for its base_model.model.model.layers.2."):
+    with pytest.raises(UserError, match=r"the model has no layer for base_model.model.model.layers.2."):
         check(base, of_deep)
     file = Path(of_base) / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
@@ -364,7 +364,7 @@ def test_adapters_of_kinds_that_are_not_trained_here(base: Path, tmp_path: Path)
 
 def test_rows_of_zeros_have_no_direction(tmp_path: Path):
     base = save_model_folder(tmp_path / "base", tie=True)  # the padding token's row is 0
-    with pytest.raises(UserError, match=r"dora: true: 1 rows of lm_head are 0"):
+    with pytest.raises(UserError, match=r"dora: true .* 1 rows of lm_head are 0"):
         load(base, dora=True, rank=4, targets=["lm_head"])
 
 

@@ -122,7 +122,7 @@ def test_a_config_that_is_not_an_object(folder):
 def test_weights_of_another_model(folder, key, value):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: value}))
-    assert f"the embedding is {VOCAB_SIZE} x 32, and config.json says" in refusal(folder)
+    assert f"the embedding is {VOCAB_SIZE} x 32, but config.json says" in refusal(folder)
 
 
 def test_a_tensor_of_another_shape_deeper_in_the_model(folder):

@@ -130,7 +130,7 @@ def test_a_quantized_reference_does_not_wait_on_the_host():
 @pytest.mark.parametrize(
     ("reference", "model", "expected"),
     [
-        ({"refresh_every": 2}, {}, r"reference\.mix: 0\.6 with optim\.offload: true: .* bfloat16, .*compute_dtype: fl"),
+        ({"refresh_every": 2}, {}, r"reference\.mix: 0\.6 with optim\.offload: true .* bfloat16, .*compute_dtype: fl"),
         ({"refresh_every": 2, "mix": 0.25}, {"compute_dtype": "bfloat16"}, r"reference\.mix: 0\.25"),
         ({"refresh_every": 2, "mix": 1}, {}, None),  # a copy is no average
         ({"refresh_every": 2}, {"compute_dtype": "float32"}, None),

@@ -40,7 +40,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     [
         ({"dora": True}, r"adapter.dora: true: vLLM supports plain LoRA only; use dora: false, or rollout.engine"),
         ({"targets": ["q_proj", "lm_head"]}, r"adapter.targets: lm_head: vLLM supports adapters inside layers"),
-        ({"targets": ["embed_tokens"]}, r"adapter.targets: model.embed_tokens: vLLM samples"),
+        ({"targets": ["embed_tokens"]}, r"adapter.targets: model.embed_tokens: vLLM supports"),
     ],
 )
 def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, adapter: dict[str, Any], message: str):
@@ -56,14 +56,14 @@ def test_what_vllm_does_not_serve_is_refused_before_anything_starts(find: Find, 
             {"model": {"adapter": {"rank": 513}}},
             "model.adapter.rank: 513 exceeds vLLM's maximum; use at",
         ),
-        ({"model": {"adapter": {"targets": ["q_proj", "lm_head"]}}}, "model.adapter.targets: lm_head: vLLM samples"),
+        ({"model": {"adapter": {"targets": ["q_proj", "lm_head"]}}}, "model.adapter.targets: lm_head: vLLM supports"),
         (
             {"model": {"adapter": {"targets": ["model.embed_tokens"]}}},
             "model.adapter.targets: model.embed_tokens",
         ),
-        ({"model": {"adapter": {"path": "list"}}}, "model.adapter.targets: lm_head: vLLM samples"),
-        ({"model": {"adapter": {"path": "pattern"}}}, "model.adapter.targets: model.embed_tokens: vLLM samples"),
-        ({"model": {"adapter": {"path": "wide"}}}, "model.adapter.rank: 600 is more"),
+        ({"model": {"adapter": {"path": "list"}}}, "model.adapter.targets: lm_head: vLLM supports"),
+        ({"model": {"adapter": {"path": "pattern"}}}, "model.adapter.targets: model.embed_tokens: vLLM supports"),
+        ({"model": {"adapter": {"path": "wide"}}}, "model.adapter.rank: 600 exceeds"),
         ({"rollout": {"temperature": 0.001}}, "rollout.temperature: 0.001 is below vLLM's minimum; use 0.01"),
         ({"eval": {"path": "d", "temperature": 0.001}}, "eval.temperature: 0.001 is below vLLM's minimum"),
     ],
