@@ -1,9 +1,11 @@
 """Code that the pages for newcomers point to: every linked file, and every name in it, exists."""
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOUR = "docs/tour.md"
-PAGES = (TOUR, "docs/design.md", "CONTRIBUTING.md")
+RECIPES = "CONTRIBUTING.md"
+PAGES = (TOUR, RECIPES, "docs/design.md")
 LINK = re.compile(r"\[`([^`\]]+)`\]\(([^)#\s]+)\)")  # [`name`](file)
 QUOTED = re.compile(r"`([^`\n]+)`")
+DIAGRAM = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
 
 
 class Reference(NamedTuple):
@@ -62,10 +66,16 @@ def is_path(quoted: str) -> bool:
     return re.fullmatch(r"(\w+/)+|[\w/.-]+\.(py|md)", quoted) is not None
 
 
-def exists(path: str) -> bool:
-    """Relative to the repository, `docs` or `src`, or to any folder of the package or of the tests."""
-    fixed = any((folder / path).exists() for folder in (ROOT, ROOT / "docs", ROOT / "src"))
-    return fixed or any(any((ROOT / folder).rglob(path)) for folder in ("src/cohort", "tests"))
+def find(path: str) -> Path | None:
+    """A file or folder of the repository, `docs` or `src`, or of any folder of the package or of the tests.
+
+    Of a file that a reader is to write, with NAME in its name, the folder.
+    """
+    path = path if "NAME" not in path else f"{path.partition('NAME')[0].rpartition('/')[0]}/"
+    if not is_path(path):
+        return None
+    fixed = [folder / path for folder in (ROOT, ROOT / "docs", ROOT / "src") if (folder / path).exists()]
+    return next(chain(fixed, *((ROOT / folder).rglob(path) for folder in ("src/cohort", "tests"))), None)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -80,23 +90,26 @@ def test_quoted_paths_exist(page: str):
     quoted = QUOTED.findall((ROOT / page).read_text(encoding="utf-8"))
     paths = {text for text in quoted if is_path(text)}
     assert paths
-    absent = sorted(path for path in paths if not exists(path))
+    absent = sorted(path for path in paths if not find(path))
     assert not absent, "\n" + "\n".join(f"{page}: no file or folder `{path}`" for path in absent)
 
 
-def test_every_other_name_of_the_tour_is_known():
-    """Names without a link, and those of the diagram, are in a linked file or are configuration keys."""
-    text = (ROOT / TOUR).read_text(encoding="utf-8")
-    found = references(TOUR, text)
-    parts = {name for path in {reference.path for reference in found} for name in names_in(path)}
-    parts |= {name.rpartition(".")[2] for name in parts}
-    diagram = text.split("```")[1]
-    names = {name for name in QUOTED.findall(text.replace(diagram, "")) if re.fullmatch(r"[A-Za-z_][\w.]*", name)}
-    names |= set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", diagram))
-    unknown = sorted(name for name in names - parts if not is_path(name) and not is_key(name))
-    assert not unknown, "\n" + "\n".join(f"{TOUR}: no linked file defines `{name}`" for name in unknown)
-    absent = [path for path in re.findall(r"[a-z_]+/(?:\w+\.py)?", diagram) if not exists(path)]
-    assert not absent, f"{TOUR}: the diagram names what does not exist: {', '.join(absent)}"
+@pytest.mark.parametrize("page", [TOUR, RECIPES])
+def test_names_without_a_link_are_known(page: str):
+    """They are part of a file that the page names, or configuration keys."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text if page == TOUR else text.partition("## Adding things")[2].partition("## Words")[0]
+    files = {reference.path for reference in references(page, text)}
+    files |= {path.relative_to(ROOT).as_posix() for path in map(find, QUOTED.findall(text)) if path and path.is_file()}
+    known = {name for path in files if path.endswith(".py") for name in names_in(path)} | set(dir(builtins))
+    known |= {name.rpartition(".")[2] for name in known}
+    diagram = DIAGRAM.findall(text)
+    names = {name for name in QUOTED.findall(DIAGRAM.sub("", text)) if re.fullmatch(r"[A-Za-z_][\w.]*", name)}
+    names |= set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", "".join(diagram)))
+    unknown = sorted(name for name in names - known if not is_path(name) and not is_key(name))
+    assert not unknown, "\n" + "\n".join(f"{page}: no file that it names defines `{name}`" for name in unknown)
+    absent = [path for path in re.findall(r"[a-z_]+/(?:\w+\.py)?", "".join(diagram)) if not find(path)]
+    assert not absent, f"{page}: the diagram names what does not exist: {', '.join(absent)}"
 
 
 def is_key(name: str) -> bool:
@@ -112,4 +125,4 @@ def test_a_wrong_name_and_a_wrong_file_fail():
     assert missing(references(TOUR, page)) == [f"{TOUR}: src/cohort/trainer/loop.py defines no `Trainer.leap`"]
     with pytest.raises(AssertionError, match=r"docs/tour\.md links `x` to \.\./src/x\.py, which does not exist"):
         references(TOUR, "[`x`](../src/x.py)")
-    assert not exists("trainer/leap.py") and not is_key("rollout.leap")
+    assert not find("trainer/leap.py") and not is_key("rollout.leap")
