@@ -99,13 +99,15 @@ def test_names_without_a_link_are_known(page: str):
     """They are part of a file that the page names, or configuration keys."""
     text = (ROOT / page).read_text(encoding="utf-8")
     text = text if page == TOUR else text.partition("## Adding things")[2].partition("## Words")[0]
-    files = {reference.path for reference in references(page, text)}
+    linked = references(page, text)
+    files = {reference.path for reference in linked}
     files |= {path.relative_to(ROOT).as_posix() for path in map(find, QUOTED.findall(text)) if path and path.is_file()}
     known = {name for path in files if path.endswith(".py") for name in names_in(path)} | set(dir(builtins))
     known |= {name.rpartition(".")[2] for name in known}
     diagram = DIAGRAM.findall(text)
     names = {name for name in QUOTED.findall(DIAGRAM.sub("", text)) if re.fullmatch(r"[A-Za-z_][\w.]*", name)}
     names |= set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", "".join(diagram)))
+    names -= {reference.name for reference in linked}
     unknown = sorted(name for name in names - known if not is_path(name) and not is_key(name))
     assert not unknown, "\n" + "\n".join(f"{page}: no file that it names defines `{name}`" for name in unknown)
     absent = [path for path in re.findall(r"[a-z_]+/(?:\w+\.py)?", "".join(diagram)) if not find(path)]
