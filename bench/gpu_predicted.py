@@ -12,7 +12,7 @@ from cohort.models.adapters.lora import Adapter, AdapterInit
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import shape_from_config
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 
 
 def predicted_bytes(

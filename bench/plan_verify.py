@@ -22,7 +22,7 @@ from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape, shape_from_config
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 
 SHAPES = ("0.5b", "qwen3-0.6b", "llama3-1b", "7b", "llama3-70b")
 PROCESSES = (2, 8, 64)

@@ -16,9 +16,9 @@ from cohort.plan.calibration import Calibration
 from cohort.plan.critic_shape import critic_shape
 from cohort.plan.hardware import hardware, parse_bytes
 from cohort.plan.layout import plan_layout
+from cohort.plan.micro_batch_plan import plan_micro_batches
 from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
-from cohort.plan.rows import plan_micro_batches
 from cohort.plan.shape import preset_shape, read_shape, shape_from_config
 from plans import EIGHT, config
 

@@ -11,7 +11,7 @@ from cohort.plan.activation_memory import activation_bytes, layer_bytes_per_toke
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 from selection import slow
 
 SMALL = {

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from cohort.plan.cost import PlannedValue
 from cohort.plan.hardware import hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
-from cohort.plan.timetable import PlannedValue
 from plans import config
 
 N = 7_615_616_512

@@ -17,8 +17,8 @@ from cohort.errors import UserError
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.dataset import count_prompts
 from cohort.plan.hardware import hardware
+from cohort.plan.micro_batch_plan import plan_micro_batches
 from cohort.plan.presets import PRESETS
-from cohort.plan.rows import plan_micro_batches
 from cohort.plan.shape import preset_shape
 from cohort.trainer.preflight import compared, plan_on
 from plans import EIGHT, config

@@ -29,7 +29,7 @@ from cohort.plan.activation_memory import activation_bytes
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.memory import plan_memory
 from cohort.plan.shape import ModelShape, preset_shape, shape_from_config
-from cohort.plan.work import Workload, critic_workload
+from cohort.plan.workload import Workload, critic_workload
 from rank_engine import OPTIMIZERS
 from selection import examples, slow
 

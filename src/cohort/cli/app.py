@@ -87,7 +87,7 @@ def train(
 
     settings = load_config(config, overrides or ())
     set_run_dir(Path(settings.run.dir))
-    from cohort.display.lasting import SafeStdout
+    from cohort.display.safe_stdout import SafeStdout
 
     print_loading_notice()
     from cohort.launch import train as run_training

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from cohort.display.events import Display, StepReport
-from cohort.display.lasting import SafeStdout
+from cohort.display.safe_stdout import SafeStdout
 from cohort.plan import RunPlan
 from cohort.records import ScoredGroup
 

@@ -4,7 +4,7 @@ Symbols as in `cohort.plan.memory`.
 """
 
 from cohort.plan.adapter_shape import AdapterShape
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 
 _KEPT_LAYERS_OF_OFFLOAD = 2  # on the GPU at a time: the one computing and the one being copied
 

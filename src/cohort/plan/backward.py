@@ -15,7 +15,7 @@ from cohort.plan.activation_memory import (
 )
 from cohort.plan.quantized_memory import dequantized_bytes
 from cohort.plan.tiles import TILE_ELEMENTS, copied_weight_rows, loss_tile_elements, loss_tile_tokens, tile_shape
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 
 CPU_BLOCK = 1 << 21  # logits per softmax block without a fused kernel, in the symbolic run
 

@@ -6,9 +6,9 @@ from cohort.config import Config
 from cohort.config.quantization import ONE_PROCESS
 from cohort.errors import UserError
 from cohort.plan.defaults import BYTES, compute_dtype
+from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
 from cohort.plan.optimizer_memory import check_optimizer_sharding
-from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus
 from cohort.plan.timing import step_times

@@ -21,7 +21,7 @@ from cohort.plan.backward import backward_parts, gathered_bytes, head_bytes, lar
 from cohort.plan.optimizer_memory import state_bytes
 from cohort.plan.quantized_memory import model_bytes
 from cohort.plan.shape import WeightShape
-from cohort.plan.work import Checkpointing, Workload
+from cohort.plan.workload import Checkpointing, Workload
 
 Phase = Literal["sampling", "logprobs", "backward", "optimizer", "publish"]
 PHASES: Mapping[Phase, str] = {  # display names

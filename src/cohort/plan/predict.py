@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import Config
+from cohort.plan.cost import PlannedValue, plan_timing
 from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, check_cpu_offload, check_processes, plan_layout
@@ -17,10 +18,9 @@ from cohort.plan.memory import (
     host_bytes,
     plan_memory,
 )
-from cohort.plan.rows import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches
+from cohort.plan.micro_batch_plan import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape
-from cohort.plan.timetable import PlannedValue, plan_timing
-from cohort.plan.work import Workload, critic_workload, process_workload
+from cohort.plan.workload import Workload, critic_workload, process_workload
 
 _TRL_LOGITS = 3  # copies of padded logits in float32: logits, their gradient, a temporary
 

@@ -7,8 +7,8 @@ from cohort.config.load import config_from_dict
 from cohort.config.rollout import LOWEST_TEMPERATURE
 from cohort.errors import UserError
 from cohort.plan.adapter_shape import requested_adapter
+from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
-from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import ModelShape
 from cohort.plan.split import DoesNotFitError, split_gpus
 

@@ -1,7 +1,7 @@
 """Split a machine's GPUs between training and rollout servers.
 
 Explicit numbers are kept, and `auto` gets the remaining GPUs. If both sides are `auto`, take the split with the
-shortest predicted step (`cohort.plan.timing`) among those that fit (`cohort.plan.room`).
+shortest predicted step (`cohort.plan.timing`) among those that fit (`cohort.plan.fit`).
 """
 
 import math
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
+from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
 from cohort.plan.rates import DEFAULT_GPU
-from cohort.plan.room import memory_shortfall
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import step_times
 

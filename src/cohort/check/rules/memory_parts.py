@@ -18,7 +18,7 @@ from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.backward import head_bytes
 from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES
 from cohort.plan.shape import ModelShape
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 
 Phase = Literal["training", "sampling"]
 _BITS_OF_SCALES = {4: 0.127, 8: 0.0}  # of one weight: bitsandbytes' nf4 with its scales quantized too; rows' scales

@@ -12,10 +12,10 @@ from cohort.plan.activation_memory import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout
+from cohort.plan.micro_batch_plan import MicroBatchPlan
 from cohort.plan.rates import Rate, bus_rate, compute_rate, memory_rate
-from cohort.plan.rows import MicroBatchPlan
 from cohort.plan.timing import step_times, training_operations
-from cohort.plan.work import Workload
+from cohort.plan.workload import Workload
 
 Origin = Literal["measured", "assumed", "derived"]
 _REDUCED_BYTES = 4  # bytes per gradient element in the reduction

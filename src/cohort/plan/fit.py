@@ -4,9 +4,9 @@ from cohort.config import Config, ServersConfig
 from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.memory import PHASES, plan_memory
-from cohort.plan.rows import min_budget, plan_micro_batches
+from cohort.plan.micro_batch_plan import min_budget, plan_micro_batches
 from cohort.plan.shape import ModelShape
-from cohort.plan.work import process_workload
+from cohort.plan.workload import process_workload
 
 _KV_SHARE = 0.2  # of a server's GPU, reserved for the KV cache
 

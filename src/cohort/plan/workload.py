@@ -12,7 +12,7 @@ from cohort.plan.adapter_shape import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.critic_shape import critic_shape
 from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.rows import MicroBatchPlan
+from cohort.plan.micro_batch_plan import MicroBatchPlan
 from cohort.plan.shape import ModelShape
 
 Checkpointing = bool | Literal["selective"]
