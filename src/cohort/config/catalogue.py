@@ -5,8 +5,10 @@ keyword arguments. The keys of the `algorithm` section, their validation, `cohor
 from these entries.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -231,132 +233,9 @@ COMPONENTS: dict[str, dict[str, Component]] = {
 }
 
 
-def _named(
-    title: str, source: str, parts: tuple[str, str, str], when: str, defaults: Mapping[str, Any] | None = None
-) -> NamedAlgorithm:
-    advantage, policy_loss, loss_weight = parts
-    return NamedAlgorithm(
-        title=title,
-        source=source,
-        when=when,
-        advantage=advantage,
-        policy_loss=policy_loss,
-        loss_weight=loss_weight,
-        defaults=defaults or {},
-    )
-
-
 ALGORITHMS: dict[str, NamedAlgorithm] = {
-    "grpo": _named("GRPO", "arXiv:2402.03300", ("group_mean_std", "clipped", "sequence_mean"), "the default choice"),
-    "dr_grpo": _named(
-        "Dr. GRPO",
-        "arXiv:2503.20783",
-        ("group_mean", "clipped", "constant"),
-        "wrong answers keep getting longer",
-    ),
-    "dapo": _named(
-        "DAPO",
-        "arXiv:2503.14476",
-        ("group_mean_std", "clipped", "token_mean"),
-        "long chains of thought; entropy collapses",
-        {"clip_high": 0.28},
-    ),
-    "bnpo": _named(
-        "BNPO",
-        "TRL's loss_type of this name",
-        ("group_mean_std", "clipped", "token_mean"),
-        "migrating from TRL; the mean is over the step's tokens, not a micro-batch's",
-    ),
-    "rloo": _named(
-        "RLOO",
-        "arXiv:2402.14740",
-        ("leave_one_out", "reinforce", "sequence_sum"),
-        "one update per rollout, with an unbiased gradient",
-    ),
-    "reinforce_pp": _named(
-        "REINFORCE++",
-        "arXiv:2501.03262",
-        ("batch_mean_std", "clipped", "sequence_mean"),
-        "one completion per prompt (num_generations: 1) without a critic",
-    ),
-    "reinforce_pp_baseline": _named(
-        "REINFORCE++ with baseline",
-        "arXiv:2501.03262",
-        ("group_mean_whitened", "clipped", "sequence_mean"),
-        "small groups, whose own standard deviation is mostly noise",
-    ),
-    "gdpo": _named(
-        "GDPO",
-        "arXiv:2601.05242",
-        ("per_reward_mean_std", "clipped", "sequence_mean"),
-        "several rewards on different scales, where one dominates",
-    ),
-    "gspo": _named(
-        "GSPO",
-        "arXiv:2507.18071",
-        ("group_mean_std", "gspo", "sequence_mean"),
-        "mixture-of-experts models; several updates per rollout are unstable",
-    ),
-    "gspo_token": _named(
-        "GSPO-token",
-        "arXiv:2507.18071",
-        ("group_mean_std", "gspo_token", "sequence_mean"),
-        "gspo with token-level advantages",
-    ),
-    "cispo": _named(
-        "CISPO",
-        "arXiv:2506.13585",
-        ("group_mean_std", "cispo", "token_mean"),
-        "rare but decisive tokens must keep their gradient; off-policy completions",
-    ),
-    "sapo": _named(
-        "SAPO",
-        "arXiv:2511.20347",
-        ("group_mean_std", "sapo", "sequence_mean"),
-        "several updates per rollout, with a soft gate instead of clipping",
-    ),
-    "vespo": _named(
-        "VESPO",
-        "arXiv:2602.10693",
-        ("group_mean_std", "vespo", "token_mean"),
-        "very off-policy completions",
-    ),
-    "luspo": _named(
-        "LUSPO",
-        "arXiv:2602.05261",
-        ("group_mean_std", "gspo", "sequence_sum"),
-        "gspo, if completions become too short",
-    ),
-    "gmpo": _named(
-        "GMPO",
-        "arXiv:2507.20673",
-        ("group_mean_std", "gmpo", "sequence_mean"),
-        "tokens with extreme ratios destabilize training",
-    ),
-    "reinforce": _named(
-        "REINFORCE",
-        "doi:10.1007/BF00992696",
-        ("batch_mean_std", "reinforce", "sequence_sum"),
-        "a simple baseline; one completion per prompt is enough",
-    ),
-    "maxrl": _named(
-        "MaxRL",
-        "arXiv:2602.02710",
-        ("max_likelihood", "clipped", "constant"),
-        "0/1 rewards on hard prompts, when pass@k matters",
-    ),
-    "pkpo": _named(
-        "PKPO",
-        "arXiv:2505.15201",
-        ("max_at_k", "clipped", "constant"),
-        "only the best of at_k attempts matters",
-    ),
-    "ppo": _named(
-        "PPO",
-        "arXiv:1707.06347",
-        ("gae", "clipped", "token_mean"),
-        "one completion per prompt, with memory for a critic",
-    ),
+    name: NamedAlgorithm(**entry)
+    for name, entry in tomllib.loads(Path(__file__).with_name("algorithms.toml").read_text(encoding="utf-8")).items()
 }
 
 

@@ -7,8 +7,10 @@ never overstated.
 
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
@@ -139,24 +141,9 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
 
 # Peaks of GPUs
 
-# Dense TFLOP/s from vendor data sheets (which double these numbers for 2:4 sparsity): bfloat16 and float16 on tensor
-# cores with float32 accumulation, TF32 on tensor cores, float32 without them.
-# The first name contained in the device name wins, so more specific names come first.
-_PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    ("B200", 2250.0, 1125.0, 75.0),
-    ("H200 NVL", 835.5, 417.5, 60.0),
-    ("H200", 989.4, 494.7, 66.9),
-    ("H100 PCIe", 756.5, 378.0, 51.2),
-    ("H100 NVL", 835.5, 417.5, 60.0),
-    ("H100", 989.4, 494.7, 66.9),  # SXM: "NVIDIA H100 80GB HBM3"
-    ("A100", 312.0, 156.0, 19.5),
-    ("L40S", 362.0, 183.0, 91.6),
-    ("L20", 119.5, 59.8, 59.8),
-    ("L4", 121.0, 60.0, 30.3),
-    ("A10", 125.0, 62.5, 31.2),
-    ("RTX 4090", 165.2, 82.6, 82.6),
-    ("RTX 3090", 71.0, 35.6, 35.6),
-)
+_DATA_SHEETS: Mapping[str, Mapping[str, float]] = tomllib.loads(
+    Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
+)["data_sheets"]
 
 
 def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | None:
@@ -167,36 +154,16 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
         dtype: Dtype of the matmuls, such as "bfloat16".
         tf32: Whether float32 matmuls may use TF32.
     """
-    for name, half, tensor_float, single in _PEAKS:
-        if _name_contains(device_name, name):
-            peaks = {"bfloat16": half, "float16": half, "float32": tensor_float if tf32 else single}
-            return peaks[dtype] * 1e12 if dtype in peaks else None
-    return None
-
-
-# Memory bandwidth in TB/s, from the same data sheets.
-_BANDWIDTHS: tuple[tuple[str, float], ...] = (
-    ("B200", 8.0),
-    ("H200", 4.8),
-    ("H100 PCIe", 2.0),
-    ("H100 NVL", 3.9),
-    ("H100", 3.35),
-    ("A100 SXM4 80GB", 2.039),
-    ("A100 80GB PCIe", 1.935),
-    ("A100", 1.555),
-    ("L40S", 0.864),
-    ("L20", 0.864),
-    ("L4", 0.3),
-    ("A10", 0.6),
-    ("RTX 4090", 1.008),
-    ("RTX 3090", 0.936),
-)
+    keys = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "tf32" if tf32 else "float32"}
+    return _peak(device_name, keys.get(dtype, dtype))
 
 
 def memory_bandwidth(device_name: str) -> float | None:
     """Peak memory bandwidth of a GPU in bytes/s; None for an unknown one."""
-    return next((tera * 1e12 for name, tera in _BANDWIDTHS if _name_contains(device_name, name)), None)
+    return _peak(device_name, "memory")
 
 
-def _name_contains(device_name: str, name: str) -> bool:
-    return f" {name} " in f" {device_name} ".replace("-", " ")
+def _peak(device_name: str, key: str) -> float | None:
+    words = f" {device_name} ".replace("-", " ")
+    sheet = next((sheet for name, sheet in _DATA_SHEETS.items() if f" {name} " in words), {})
+    return sheet[key] * 1e12 if key in sheet else None

@@ -1,7 +1,9 @@
 """Hardware of a plan: known GPUs, this machine's CPU, and `cohort plan`'s options for them."""
 
 import os
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.sizes import parse_size
@@ -37,17 +39,8 @@ class Hardware:
 
 # Driver's name and memory available to a process.
 GPUS: dict[str, tuple[str, int]] = {
-    "b200": ("NVIDIA B200", 191_000_000_000),
-    "h200": ("NVIDIA H200", 150_000_000_000),
-    "h100": ("NVIDIA H100 80GB HBM3", 85_000_000_000),
-    "a100": ("NVIDIA A100-SXM4-80GB", 85_000_000_000),
-    "a100-40": ("NVIDIA A100-SXM4-40GB", 42_300_000_000),
-    "l40s": ("NVIDIA L40S", 47_700_000_000),
-    "l20": ("NVIDIA L20", 47_700_000_000),
-    "l4": ("NVIDIA L4", 23_600_000_000),
-    "a10": ("NVIDIA A10", 23_600_000_000),
-    "4090": ("NVIDIA GeForce RTX 4090", 25_300_000_000),
-    "3090": ("NVIDIA GeForce RTX 3090", 25_300_000_000),
+    key: (gpu["name"], gpu["memory_bytes"])
+    for key, gpu in tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))["gpus"].items()
 }
 
 

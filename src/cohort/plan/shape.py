@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import UserError
-from cohort.plan.presets import ALIASES, IDS, PRESETS
+from cohort.plan.presets import ALIASES, FAMILIES, IDS, PRESETS
 
 WeightShape = tuple[int, ...]
 
@@ -117,29 +117,7 @@ class _Family:
     head_dim: int | None = None  # default; None: hidden / heads
 
 
-_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(),
-    "mistral": _Family(reads_bias=False),
-    "mixtral": _Family(reads_bias=False),
-    "qwen2": _Family(qkv_bias=True, reads_bias=False),
-    "qwen3": _Family(query_norm=True, head_dim=128),
-    "qwen3_moe": _Family(query_norm=True),
-    "olmo2": _Family(wide_norm=True),
-    "olmo3": _Family(wide_norm=True),
-    "olmoe": _Family(wide_norm=True),
-    "granite": _Family(),
-    "granitemoe": _Family(),
-    "smollm3": _Family(tied=True),
-    "ministral": _Family(reads_bias=False),
-    "ministral3": _Family(reads_bias=False, head_dim=128),
-    "seed_oss": _Family(qkv_bias=True, reads_bias=False, head_dim=128),
-    "exaone4": _Family(query_norm=True, reads_bias=False),
-    "hunyuan_v1_dense": _Family(query_norm=True),
-    "ernie4_5": _Family(reads_bias=False, tied=True, head_dim=128),
-    "gemma": _Family(tied=True, head_dim=256),
-    "gemma2": _Family(norms=4, tied=True, head_dim=256),
-    "gemma3_text": _Family(norms=4, query_norm=True, tied=True, head_dim=256),
-}
+_FAMILIES = {name: _Family(**properties) for name, properties in FAMILIES.items()}
 
 
 def read_shape(path: str) -> ModelShape:
@@ -177,7 +155,7 @@ def try_read_shape(path: str) -> ModelShape | None:
 def preset_from_hub_id(model_id: str) -> ModelShape | None:
     """Shape of a preset by Hugging Face id, such as Qwen/Qwen2.5-7B-Instruct; None if unknown."""
     name = model_id.rpartition("/")[2].lower()
-    for pattern, preset in IDS:
+    for pattern, preset in IDS.items():
         match = re.fullmatch(pattern, name)
         if match and preset.format(*match.groups()) in PRESETS:
             return preset_shape(preset.format(*match.groups()))
