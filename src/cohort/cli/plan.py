@@ -1,6 +1,7 @@
 """`cohort plan`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -162,7 +163,7 @@ def _print_result(
     from cohort.plan.advice import advise
 
     advice = advise(settings, predicted)
-    answer: dict[str, Any] = {**predicted.as_json(), "advice": [a.as_json() for a in advice]}
+    answer: dict[str, Any] = {**predicted.as_json(), "advice": [asdict(a) for a in advice]}
     if price is not None and predicted.num_steps is None:
         notes.append("--price: the number of steps is unknown; set train.steps")
     answer["notes"] = [*notes, *answer["notes"]]

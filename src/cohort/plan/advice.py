@@ -1,7 +1,7 @@
 """Suggest changes that make a run fit or run faster, cheapest for the experiment first.
 
-Every suggestion is verified by planning the changed run. To add a way to save memory, insert a `_ChangeKind` into
-`_CHANGE_KINDS` at the position that its cost deserves.
+Every suggestion is verified by planning the changed run. To add a way to save memory, insert a function into
+`_CHANGES_COSTS` at the position that its cost deserves.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,31 +33,12 @@ class Advice:
         """The change as command-line arguments."""
         return " ".join(_as_argument(key, value) for key, value in self.changes.items())
 
-    def as_json(self) -> dict[str, Any]:
-        """The advice as JSON-compatible values."""
-        return {
-            "changes": self.changes,
-            "costs": self.costs,
-            "saved_bytes": self.saved_bytes,
-            "saved_seconds": self.saved_seconds,
-            "fits": self.fits,
-        }
-
 
 def _as_argument(key: str, value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{name}: {inner}" for name, inner in value.items())
         return f"'{key}={{{inner}}}'"
     return f"{key}{' ' if key.startswith('--') else '='}{str(value).lower() if isinstance(value, bool) else value}"
-
-
-@dataclass(frozen=True, slots=True)
-class _ChangeKind:
-    """Changes of one kind, smallest first."""
-
-    changes: Callable[[Config, Plan], Iterable[Changes]]
-    costs: str
-    changes_gradient: bool = False  # if not, later kinds may be combined with it
 
 
 _NODE_GPUS = 8  # largest proposal for one machine
@@ -211,50 +192,35 @@ _QLORA = (
 )
 _TURNS = "GPU memory, which servers and training then share in turn; same gradient"
 _USES_ALL = "nothing: uses idle GPUs; same gradient"
-_CHANGE_KINDS = (  # cheapest for the experiment first
-    _ChangeKind(_idle_gpus, _USES_ALL),
-    _ChangeKind(_auto_budget, "nothing; same gradient"),
-    _ChangeKind(_fewer_sequences, "time; same gradient"),
-    _ChangeKind(_checkpointing, "time; same gradient"),
-    _ChangeKind(_offload, "time, if copies take longer than the computation that hides them; same gradient"),
-    _ChangeKind(_offloaded_reference, "time: loads the reference from host memory once per step; same gradient"),
-    _ChangeKind(
-        _offloaded_optimizer,
-        "time: each update copies gradients to host memory and weights back, and runs on the CPU, whose time is not "
-        "predicted; same gradient, up to the rounding of bfloat16 weights",
-        changes_gradient=True,
-    ),
-    _ChangeKind(
-        _offloaded_parameters,
-        "time: each micro-batch copies the weights from host memory twice, overlapped with computation, and updates "
-        "run on the CPU, whose time is not predicted; same gradient, up to the rounding of bfloat16 weights",
-        changes_gradient=True,
-    ),
-    _ChangeKind(_gpus, _GPUS, changes_gradient=True),
-    _ChangeKind(_nodes, _GPUS, changes_gradient=True),
-    _ChangeKind(
-        _adamw_8bit,
-        "precision: 8-bit optimizer moments; needs the package torchao",
-        changes_gradient=True,
-    ),
-    _ChangeKind(
-        _quantized_reference,
-        "the experiment: KL to a quantized reference; slower, by a time that is not predicted; needs "
-        "cohort-rl[quantization]",
-        changes_gradient=True,
-    ),
-    _ChangeKind(_dtype, "precision: needs a learning rate of 1e-5 or more", changes_gradient=True),
-    _ChangeKind(
-        _adafactor,
-        "the experiment: another optimizer, whose learning rate is relative to the weight",
-        changes_gradient=True,
-    ),
-    _ChangeKind(_narrower_adapter, "the experiment: an update of lower rank", changes_gradient=True),
-    _ChangeKind(_adapter, _LORA, changes_gradient=True),
-    _ChangeKind(_quantized, _QLORA, changes_gradient=True),
-    _ChangeKind(_shorter_completions, "the experiment: shorter completions", changes_gradient=True),
-    _ChangeKind(_smaller_groups, "the experiment: smaller groups", changes_gradient=True),
-)
+_Change = Callable[[Config, Plan], Iterable[Changes]]  # changes of one kind, smallest first
+_SAME_GRADIENT: Mapping[_Change, str] = {  # may be combined with later kinds
+    _idle_gpus: _USES_ALL,
+    _auto_budget: "nothing; same gradient",
+    _fewer_sequences: "time; same gradient",
+    _checkpointing: "time; same gradient",
+    _offload: "time, if copies take longer than the computation that hides them; same gradient",
+    _offloaded_reference: "time: loads the reference from host memory once per step; same gradient",
+}
+_CHANGES_COSTS: Mapping[_Change, str] = {  # cheapest for the experiment first
+    **_SAME_GRADIENT,
+    _offloaded_optimizer: "time: each update copies gradients to host memory and weights back, and runs on the CPU, "
+    "whose time is not predicted; same gradient, up to the rounding of bfloat16 weights",
+    _offloaded_parameters: "time: each micro-batch copies the weights from host memory twice, overlapped with "
+    "computation, and updates run on the CPU, whose time is not predicted; same gradient, up to the rounding of "
+    "bfloat16 weights",
+    _gpus: _GPUS,
+    _nodes: _GPUS,
+    _adamw_8bit: "precision: 8-bit optimizer moments; needs the package torchao",
+    _quantized_reference: "the experiment: KL to a quantized reference; slower, by a time that is not predicted; needs "
+    "cohort-rl[quantization]",
+    _dtype: "precision: needs a learning rate of 1e-5 or more",
+    _adafactor: "the experiment: another optimizer, whose learning rate is relative to the weight",
+    _narrower_adapter: "the experiment: an update of lower rank",
+    _adapter: _LORA,
+    _quantized: _QLORA,
+    _shorter_completions: "the experiment: shorter completions",
+    _smaller_groups: "the experiment: smaller groups",
+}
 
 
 def advise(config: Config, plan: Plan) -> list[Advice]:
@@ -268,15 +234,15 @@ def advise(config: Config, plan: Plan) -> list[Advice]:
 def _changes_that_fit(config: Config, plan: Plan) -> list[Advice]:
     found: list[Advice] = []
     made: dict[str, Any] = {}  # changes of earlier kinds, none of them enough alone
-    for kind in _CHANGE_KINDS:
-        for changes in kind.changes(config, plan):
-            alone = _evaluate(config, plan, changes, kind.costs)
-            together = _evaluate(config, plan, _drop_unneeded(config, plan, {**made, **changes}), kind.costs)
+    for kind, costs in _CHANGES_COSTS.items():
+        for changes in kind(config, plan):
+            alone = _evaluate(config, plan, changes, costs)
+            together = _evaluate(config, plan, _drop_unneeded(config, plan, {**made, **changes}), costs)
             for advice in (alone, together):
                 if advice is not None and advice.fits and changes.items() <= advice.changes.items():
                     found.append(advice)
                     break
-            if not kind.changes_gradient:
+            if kind in _SAME_GRADIENT:
                 made |= changes
     return _smallest_of_each_kind(found)
 
