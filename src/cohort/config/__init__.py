@@ -2,10 +2,9 @@
 
 from cohort.config.adapter import AdapterConfig
 from cohort.config.algorithm import AlgorithmConfig, CustomFunction
-from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, NamedAlgorithm
+from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component
 from cohort.config.critic import CriticConfig
-from cohort.config.data import DataConfig, EvalConfig, RewardConfig
-from cohort.config.hardware import HardwareConfig
+from cohort.config.data import EvalConfig, RewardConfig
 from cohort.config.load import CONFIG_HEADER, config_from_dict, load_config, to_yaml
 from cohort.config.model import ModelConfig
 from cohort.config.optim import (
@@ -14,7 +13,6 @@ from cohort.config.optim import (
     AdamwConfig,
     MuonConfig,
     OptimConfig,
-    ParameterGroup,
     SgdConfig,
 )
 from cohort.config.quantization import Quantization
@@ -22,7 +20,6 @@ from cohort.config.reference import ReferenceConfig
 from cohort.config.rollout import (
     ENGINES,
     AutoRolloutConfig,
-    LocalRolloutConfig,
     RolloutConfig,
     SamplingConfig,
     ServersConfig,
@@ -45,15 +42,10 @@ __all__ = [
     "Config",
     "CriticConfig",
     "CustomFunction",
-    "DataConfig",
     "EvalConfig",
-    "HardwareConfig",
-    "LocalRolloutConfig",
     "ModelConfig",
     "MuonConfig",
-    "NamedAlgorithm",
     "OptimConfig",
-    "ParameterGroup",
     "Quantization",
     "ReferenceConfig",
     "RewardConfig",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from cohort.demo.pretrain import WarmStart, build_model, habit, warm_start
+from cohort.demo.pretrain import WarmStart, build_model, habit, render_prompt, warm_start
 from cohort.demo.task import Problem, demonstration, generate
 from cohort.demo.tokenizer import train_tokenizer
 from cohort.models import quiet_transformers
@@ -77,13 +77,7 @@ def _correct(
     """Return per problem and sample whether the answer is right. Greedy if `seed` is None."""
     model.eval()
     decoding = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0}
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
-        )
-        for problem in problems
-        for _ in range(num_samples)
-    ]
+    prompts = [render_prompt(tokenizer, problem) for problem in problems for _ in range(num_samples)]
     texts: list[str] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed or 0)

@@ -96,17 +96,17 @@ def habit(problem: Problem, rng: random.Random) -> str:
     return "\n".join([*lines, f"#### {answer}"])
 
 
+def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> str:
+    """Render a problem with the chat template."""
+    messages = [{"role": "user", "content": problem.question}]
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
 def _batches(
     pairs: Sequence[tuple[Problem, str]], tokenizer: PreTrainedTokenizerFast, batch_size: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Return token ids and labels, [batch, longest], right-padded; only completions have labels."""
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
-        )
-        for problem, _ in pairs
-    ]
-    prompt_ids = tokenizer(prompts)["input_ids"]
+    prompt_ids = tokenizer([render_prompt(tokenizer, problem) for problem, _ in pairs])["input_ids"]
     completion_ids = tokenizer([text + tokenizer.eos_token for _, text in pairs])["input_ids"]
     batches = []
     for start in range(0, len(pairs), batch_size):

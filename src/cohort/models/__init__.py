@@ -4,7 +4,7 @@ from cohort.models.adapters.adapter_folder import AdapterSpec, saved_quantizatio
 from cohort.models.adapters.merge_adapter import merge
 from cohort.models.critic import Critic
 from cohort.models.fsdp import CollectiveCounter
-from cohort.models.lm_head.logprobs import LinearLoss, linear_logprobs, linear_loss
+from cohort.models.lm_head.logprobs import linear_logprobs, linear_loss
 from cohort.models.loading.load_model import LoadRequest, check_adapter, load_critic, load_policy, resolve_device
 from cohort.models.loading.meta_device import quiet_transformers
 from cohort.models.loading.model_folder import check_model_folder, load_tokenizer
@@ -16,9 +16,9 @@ from cohort.models.model_limits import (
     trained_weights,
 )
 from cohort.models.offload.activation_checkpointing import check_offload
-from cohort.models.policy import ModelTraits, Policy
+from cohort.models.policy import Policy
 from cohort.models.quantization import check_quantization
-from cohort.models.routers import Router, RouterLogits, find_routers
+from cohort.models.routers import RouterLogits, find_routers
 from cohort.models.saving.export_weights import TensorSpec, saved_bytes, stream_weights, weight_specs
 from cohort.models.saving.save_model import SaveOptions, save_policy
 from cohort.models.shared_prefix import PrefixState, SharedPrefix
@@ -27,12 +27,9 @@ __all__ = [
     "AdapterSpec",
     "CollectiveCounter",
     "Critic",
-    "LinearLoss",
     "LoadRequest",
-    "ModelTraits",
     "Policy",
     "PrefixState",
-    "Router",
     "RouterLogits",
     "SaveOptions",
     "SharedPrefix",

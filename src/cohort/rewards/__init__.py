@@ -4,14 +4,12 @@
 deadlines, and validates their results. Built in: `math`, `exact`, `format` and `overlong`.
 """
 
-from cohort.rewards.function import ChecksArguments, RewardFunction
-from cohort.rewards.load_rewards import BUILTINS, build_rewards, check_columns, load_reward
+from cohort.rewards.function import RewardFunction
+from cohort.rewards.load_rewards import build_rewards, check_columns, load_reward
 from cohort.rewards.marker import RewardMarker
 from cohort.rewards.runner import RewardRunner
 
 __all__ = [
-    "BUILTINS",
-    "ChecksArguments",
     "RewardFunction",
     "RewardMarker",
     "RewardRunner",
