@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import test_plan_memory
 from cohort.cli.plan_verify import track_step
 from cohort.config import AdapterConfig
 from cohort.plan.activation_memory import activation_bytes, layer_bytes_per_token, norm_bytes, saved_bytes_per_token
@@ -27,23 +28,8 @@ SMALL = {
 
 
 def workload(shape: ModelShape, adapter: AdapterConfig | None = None, **changes: Any) -> Workload:
-    base = Workload(
-        shape=shape,
-        processes=4,
-        weight_bytes=4,
-        compute_bytes=2,
-        checkpointing=True,
-        offload=False,
-        gradients_in_forward=False,
-        has_reference=False,
-        packed_tokens=1000,
-        loss_tokens=900,
-        shared_prefix_tokens=0,
-        sampled_sequences=0,
-        sampled_tokens=0,
-        vllm_bytes=0,
-        adapter=adapter_shape(adapter, shape) if adapter else None,
-    )
+    own = adapter_shape(adapter, shape) if adapter else None
+    base = test_plan_memory.workload(shape, processes=4, packed_tokens=1000, loss_tokens=900, adapter=own)
     return replace(base, **changes)
 
 
