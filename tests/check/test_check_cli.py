@@ -191,7 +191,7 @@ def test_what_has_no_equivalent_is_listed(files: dict[str, Path]):
 def test_what_cohort_refuses_is_converted_and_told_first(tmp_path: Path):
     (tmp_path / "one.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=1"))
     text = convert_file(tmp_path / "one.sh")
-    assert "a group of one has no peers" in text.splitlines()[1]
+    assert "a group of one has nothing to compare with" in text.splitlines()[1]
     assert yaml.safe_load(text)["rollout"]["num_generations"] == 1
 
 

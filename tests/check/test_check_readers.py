@@ -283,7 +283,7 @@ def test_more_processes_than_anybody_has_are_told_and_not_computed(gpu: str | No
         "{model: {path: m}, data: {path: d}, rewards: [{use: math}], hardware: {processes: 99999999999}}"
     )
     finding = next(f for f in check_file(tmp_path / "run.yaml", gpu=gpu).findings if f.code == "CHK002")
-    assert "hardware.processes: 99999999999: must be a whole number of at least 1 and at most 100000" in finding.message
+    assert "hardware.processes: 99999999999: must be a whole number from 1 to 100000" in finding.message
 
 
 @examples(150)

@@ -211,7 +211,7 @@ def test_cohort_starts_with_every_number_of_gpus_or_with_none(tmp_path: Path):
     assert {(start.starts, start.generation_batch_size) for start in result.starts.values()} == {(True, 21)}
     wrong = report(tmp_path, COHORT + "rollout: {num_generations: 1}\n", "c.yaml")
     assert not any(start.starts for start in wrong.starts.values())
-    assert "a group of one has no peers" in by_code(wrong)["CHK002"].message
+    assert "a group of one has nothing to compare with" in by_code(wrong)["CHK002"].message
     unknown = report(tmp_path, COHORT + "train: {learning_rat: 1}\n", "c.yaml")
     assert "did you mean learning_rate?" in by_code(unknown)["CHK002"].message
     missing = by_code(report(tmp_path, COHORT.replace("use: math", "weight: 1"), "c.yaml"))["CHK002"]

@@ -38,7 +38,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         ),
         (
             {"hardware": {"processes": 0}},
-            ["error: hardware.processes: 0: must be a whole number of at least 1, or auto"],
+            ["error: hardware.processes: 0: must be a whole number from 1 to 100000, or auto"],
         ),
         ({"hardware": {"processes": -2}}, ["error: hardware.processes: -2: must be a whole number of at least 1"]),
         ({"hardware": {"processes": 1.5}}, ["error: hardware.processes: 1.5: must be a whole number of at least 1"]),

@@ -187,7 +187,7 @@ def test_rewards():
         ("train: {seed: !!bool maybe}", "not valid YAML"),
         ("[" * 3000, "not valid YAML"),
         ("{a: " * 3000, "not valid YAML"),
-        ('run: {dir: "a\\0b"}', "a path has no character of code 0"),
+        ('run: {dir: "a\\0b"}', "a path cannot contain a null character"),
         (f"run: {{dir: {'x' * 300}}}", "at most 255 bytes"),
     ],
 )

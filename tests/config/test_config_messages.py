@@ -5,7 +5,7 @@ import pytest
 from configs import MINIMAL, message
 
 # Messages
-NUM_PROCESSES = "must be a whole number of at least 1, or auto (every GPU of this machine; 1 without GPUs)"
+NUM_PROCESSES = "must be a whole number from 1 to 100000, or auto (every GPU of this machine; 1 without GPUs)"
 NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)"
 
 
@@ -61,7 +61,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "algorithm: std_epsilon: 1.0 has no effect with advantage: group_mean; remove it, or use advantage: "
             "group_mean_std",
         ),
-        ({"run": {"dir": "a\0b"}}, "run.dir: 'a\\x00b': a path has no character of code 0; remove it"),
+        ({"run": {"dir": "a\0b"}}, "run.dir: 'a\\x00b': a path cannot contain a null character; remove it"),
         ({"run": {"dir": "r/" + "x" * 300}}, "run.dir: "),
         ({"eval": {"path": "d", "everry": 1}}, "eval.everry: unknown key; did you mean every? eval has: path, split"),
         ({"train": {1: 2}}, "train.1: 1: keys should be strings"),
@@ -75,18 +75,18 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         (
             {"algorithm": {"name": "pkpo"}, "rollout": {"num_generations": 3}},
-            "rollout.num_generations: 3 is less than algorithm.at_k: 4, so that nothing would be learned; use at least "
+            "rollout.num_generations: 3 is less than algorithm.at_k: 4, so nothing would be learned; use at least "
             "4, or a smaller at_k",
         ),
         (
             {"algorithm": {"name": "luspo"}, "train": {"gradients_in_forward": True}},
-            "algorithm.policy_loss: gspo needs the logprobs of whole completions before the loss of any token",
+            "algorithm.policy_loss: gspo needs the logprobs of whole completions, but train.gradients_in_forward",
         ),
         (
             {"algorithm": {"name": "rloo"}, "rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: rloo (advantage: leave_one_out): a group of one has no "
-            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
-            "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
+            "rollout.num_generations: 1 with algorithm.name: rloo (advantage: leave_one_out): a group of one has "
+            "nothing to compare with, so its advantage is always 0 and nothing would be learned; use at least 2 (8 is "
+            "common), or algorithm.name: reinforce_pp or reinforce or ppo, which work with one completion per prompt",
         ),
         # a function of the user's and its arguments
         (
@@ -162,41 +162,41 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ({"rollout": {"num_generations": 0}}, "rollout.num_generations: 0: input should be greater than or equal to 1"),
         (
             {"rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has no "
-            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
-            "is usual), or algorithm.name: reinforce_pp or reinforce or ppo, which need no peers",
+            "rollout.num_generations: 1 with algorithm.name: grpo (advantage: group_mean_std): a group of one has "
+            "nothing to compare with, so its advantage is always 0 and nothing would be learned; use at least 2 (8 is "
+            "common), or algorithm.name: reinforce_pp or reinforce or ppo, which work with one completion per prompt",
         ),
         # the name stands for a component that was replaced: another name would not help
         (
             {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "rollout": {"num_generations": 1}},
-            "rollout.num_generations: 1 with algorithm.name: ppo (advantage: group_mean): a group of one has no "
-            "peers to be judged against, so its advantage is always 0 and nothing would be learned; use at least 2 (8 "
-            "is usual), or algorithm.advantage: batch_mean_std or gae, which need no peers",
+            "rollout.num_generations: 1 with algorithm.name: ppo (advantage: group_mean): a group of one has "
+            "nothing to compare with, so its advantage is always 0 and nothing would be learned; use at least 2 (8 is "
+            "common), or algorithm.advantage: batch_mean_std or gae, which work with one completion per prompt",
         ),
         (
             {"algorithm": {"name": "ppo", "advantage": "group_mean"}, "critic": {}},
-            "critic has no effect with algorithm.name: ppo (advantage: group_mean), which trains none; remove the "
+            "critic has no effect with algorithm.name: ppo (advantage: group_mean), which has no critic; remove the "
             "section, or use algorithm.advantage: gae",
         ),
         # two keys that do not go together
         (
             {"algorithm": {"name": "rloo"}, "train": {"updates_per_rollout": 2}},
-            "train.updates_per_rollout: 2 with algorithm.policy_loss: reinforce: it has no ratio to the policy that "
-            "sampled, which from the second update on is another one; use updates_per_rollout: 1, or policy_loss: "
+            "train.updates_per_rollout: 2 with algorithm.policy_loss: reinforce: this loss has no importance "
+            "ratio, so it is off-policy from the second update on; use updates_per_rollout: 1, or policy_loss: "
             "clipped or cispo",
         ),
         (
             {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "math"}, {"use": "format", "weight": -0.5}]},
-            "rewards.1.weight: -0.5 makes rewards negative, and algorithm.advantage: max_likelihood takes rewards of "
+            "rewards.1.weight: -0.5 makes rewards negative, and algorithm.advantage: max_likelihood needs rewards of "
             "at least 0",
         ),
         (
             {"algorithm": {"name": "maxrl"}, "rewards": [{"use": "overlong", "args": {"buffer_tokens": 4}}]},
-            "rewards.0.use: overlong makes rewards negative, and algorithm.advantage: max_likelihood takes",
+            "rewards.0.use: overlong makes rewards negative, and algorithm.advantage: max_likelihood needs",
         ),
         (
             {"algorithm": {"name": "ppo"}, "rollout": {"resample": 1}},
-            "rollout.resample: 1 would replace groups that teach: advantage: gae learns where the",
+            "rollout.resample: 1 would replace useful groups: advantage: gae also learns from",
         ),
         (
             {"hardware": {"device": "cuda:1", "processes": 2}},
@@ -204,35 +204,35 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
             "CUDA_VISIBLE_DEVICES to choose among the GPUs",
         ),
         ({"hardware": {"device": "cuda:0", "processes": 2}}, "hardware: device: cuda:0 names one GPU, and proc"),
-        ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs say the same thing twice; remove one"),
+        ({"train": {"steps": 3, "epochs": 1}}, "train: steps and epochs both set the length of the run; remove one"),
         ({"train": {"steps": 3, "warmup_steps": 4}}, "train: warmup_steps: 4 is more than steps: 3"),
         # options of vLLM that Cohort sets
         *(
             (
                 {"rollout": {"engine": "vllm", "vllm_args": {"kv_cache_dtype": "fp8", key: 1}}},
-                f"rollout.vllm_args: {key} is set by Cohort; {way}",
+                f"rollout.vllm_args: {key} is set by Cohort; {instead}",
             )
-            for key, way in {
+            for key, instead in {
                 "max-num-seqs": "use rollout.max_num_seqs",
                 "tensor_parallel_size": "use rollout.tensor_parallel",
                 "gpu-memory-utilization": "use rollout.gpu_memory_utilization",
                 "dtype": "use rollout.dtype",
                 "model": "use model.path",
-                "host": "remove it (`cohort serve --host` says where",
-                "no_enable_scale_out": "remove it (tokens and logprobs are read",
-                "weight-transfer-config.backend": "remove it (the weights reach a server by it)",
-                "worker_extension_cls": "remove it (the weights reach a server by it)",
+                "host": "remove it (for a server that other machines reach, use `cohort serve --host`",
+                "no_enable_scale_out": "remove it (Cohort relies on its own setting",
+                "weight-transfer-config.backend": "remove it (Cohort needs it to send weights",
+                "worker_extension_cls": "remove it (Cohort needs it to send weights",
             }.items()
         ),
         # keys without effect
         (
             {"rollout": {"engine": "vllm", "urls": ["http://a:1"], "tensor_parallel": 2}},
-            "rollout: tensor_parallel has no effect with urls: the servers are someone else's, and `cohort serve` "
-            "takes it on its command line; remove one of the two",
+            "rollout: tensor_parallel has no effect with urls, whose servers are already running (set it "
+            "with `cohort serve`); remove one of the two",
         ),
         (
             {"rollout": {"engine": "vllm", "max_staleness": 1}, "algorithm": {"sampling_correction": "none"}},
-            "rollout.stale_completions: correct corrects nothing with algorithm.sampling_correction: none; use "
+            "rollout.stale_completions: correct has no effect with algorithm.sampling_correction: none; use "
             "sampling_correction: token_truncate, or stale_completions: drop",
         ),
         (

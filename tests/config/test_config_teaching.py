@@ -17,7 +17,7 @@ def config(**sections: Any) -> None:
 
 def test_groups_that_differ_in_their_penalties_are_not_replaced():
     in_reward = {"beta": 0.1, "kl_in": "reward"}
-    with pytest.raises(UserError, match=r"rollout.resample: 2 would replace groups that teach: with algorithm.kl_in"):
+    with pytest.raises(UserError, match=r"rollout.resample: 2 would replace useful groups: with algorithm.kl_in"):
         config(algorithm=in_reward, rollout={"resample": 2})
     config(algorithm=in_reward)
     config(algorithm={"beta": 0.1, "kl_in": "loss"}, rollout={"resample": 2})

@@ -170,7 +170,7 @@ def test_one_completion_needs_a_critic_and_only_then_is_there_one(tmp_path: Path
         config_from_dict({**config, "algorithm": {"gae_lambda": 0.9}})
     with pytest.raises(UserError, match=r"rollout.resample: 2 .*group of one"):
         config_from_dict(changed({**one, "algorithm": {"name": "ppo"}}, rollout={"num_generations": 1, "resample": 2}))
-    with pytest.raises(UserError, match=r"critic.warmup_steps: 6 of train.steps: 6.*at most 5"):
+    with pytest.raises(UserError, match=r"critic.warmup_steps: 6 leaves no step of train.steps: 6.*at most 5"):
         config_from_dict({**config, "algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 6}})
 
 

@@ -23,7 +23,7 @@ from cohort.rollout import (
     SamplingParams,
     StreamKey,
 )
-from cohort.rollout.engines.call_queue import CallQueue, WaitingCall
+from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 from tiny import make_tokenizer
 
 
@@ -106,7 +106,7 @@ class ThreadEngine:
         self._calls = CallQueue()
         self._num_computing = 0  # groups
         self._num_loaded = 0
-        self._held_back: list[tuple[int, list[WaitingCall], tuple[Sampled, ...], int]] = []
+        self._held_back: list[tuple[int, list[PendingCall], tuple[Sampled, ...], int]] = []
         self._asked: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -115,7 +115,7 @@ class ThreadEngine:
         return await self._calls.put(token_ids, sampling, key)
 
     def advance(self) -> bool:
-        groups: dict[tuple[int, int], list[WaitingCall]] = {}
+        groups: dict[tuple[int, int], list[PendingCall]] = {}
         for call in self._calls.take():
             groups.setdefault((call.key.epoch, call.key.prompt_id), []).append(call)
         self._num_computing += len(groups)
@@ -150,13 +150,13 @@ class ThreadEngine:
                 (group,) = self._sampler.sample([request])
             calls[0].result.get_loop().call_soon_threadsafe(self._sampled, calls, group, version)
 
-    def _sampled(self, calls: list[WaitingCall], group: tuple[Sampled, ...], version: int) -> None:
+    def _sampled(self, calls: list[PendingCall], group: tuple[Sampled, ...], version: int) -> None:
         self._num_computing -= 1
         self._held_back.append((self._num_loaded + 2, calls, group, version))
         if calls[0].key.prompt_id % self._one_in:
             self._let_go(self._held_back[-1:])
 
-    def _let_go(self, entries: list[tuple[int, list[WaitingCall], tuple[Sampled, ...], int]]) -> None:
+    def _let_go(self, entries: list[tuple[int, list[PendingCall], tuple[Sampled, ...], int]]) -> None:
         for entry in entries:
             self._held_back.remove(entry)
             for call, sampled in zip(entry[1], entry[2], strict=True):

@@ -89,14 +89,14 @@ def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]
             handles.update(of_gpus)
             lent.update((name, tensor.clone()) for name, tensor in weights)  # the memory is used again
 
-        workers.call_with_local(Worker.send_weights, borrow, torch.float32, lend=True)
+        workers.call_with_local(Worker.send_weights, borrow, torch.float32, share=True)
         return {"received": received, "lent": lent, "handles": sorted(handles)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.trainer.worker.stream_weights", counted)
         patch.setattr("cohort.rollout.engines.servers.cuda_ipc.gpu_uuid", lambda _: f"GPU-{ranks.rank}")
-        patch.setattr("cohort.rollout.engines.servers.cuda_ipc.handle_of", lambda _: {})
-        patch.setattr("cohort.rollout.engines.servers.cuda_ipc.PORTION_BYTES", 4096)
+        patch.setattr("cohort.rollout.engines.servers.cuda_ipc.ipc_handle", lambda _: {})
+        patch.setattr("cohort.rollout.engines.servers.cuda_ipc.BUCKET_BYTES", 4096)
         done = commanded(workers, command)
     return {**done, "came": ranks.gather(came)}
 

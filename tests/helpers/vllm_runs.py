@@ -12,7 +12,7 @@ import numpy as np
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
 from cohort.rollout.engines.servers import Fleet, FleetLimits, ServerEngine, ServerError, ServerHandle
-from cohort.rollout.engines.servers.requests import seed_of
+from cohort.rollout.engines.servers.requests import call_seed
 from cohort.rollout.engines.vllm import GenerateClient
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from fake_vllm import END, VOCAB_SIZE, logprob_of, sampled
@@ -118,7 +118,7 @@ def run_with(
 def assert_right(groups: Sequence[RolloutGroup], sampling: SamplingParams = SAMPLING, *, version: int = 7) -> None:
     """Each prompt has its n completions, in order, with the tokens that its seeds give."""
     for group in groups:
-        seeds = [seed_of(KEY.call(group.prompt, i), sampling) for i in range(sampling.num_generations)]
+        seeds = [call_seed(KEY.call(group.prompt, i), sampling) for i in range(sampling.num_generations)]
         token_ids = group.prompt.token_ids.tolist()
         expected = [sampled(token_ids, seed, sampling.max_completion_tokens) for seed in seeds]
         assert [c.token_ids.tolist() for c in group.trajectories] == expected

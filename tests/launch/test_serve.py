@@ -264,7 +264,7 @@ def connect_to(**server: Any) -> FakeVllm:
     config = config_with("hardware.timeout_s=600", urls=[handle.url])
     try:
         with pytest.raises(ServerError, match="this one takes no weights"):
-            connect(config, torch.device("cpu"), handle.url, sleeps=False, lenders=frozenset(), note=print)
+            connect(config, torch.device("cpu"), handle.url, sleeps=False, ipc_gpus=frozenset(), note=print)
     finally:
         handle.stop()
     return fake

@@ -15,7 +15,7 @@ from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import shape_from_config
 from cohort.rollout.engines.servers import cuda_ipc
-from cohort.rollout.engines.servers.cuda_ipc import Lender
+from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer
 from plans import config
 
 SHARED = ("rollout.engine=vllm", "hardware.rollout_gpus=shared", "hardware.processes=1")
@@ -38,13 +38,13 @@ def test_the_buffer_of_lent_weights_is_in_the_plan(model: Mapping[str, Any], mon
         return torch.empty(64, dtype=torch.uint8)
 
     monkeypatch.setattr(cuda_ipc, "allocate", allocate)
-    monkeypatch.setattr(cuda_ipc, "handle_of", lambda _: {})
+    monkeypatch.setattr(cuda_ipc, "ipc_handle", lambda _: {})
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda _: "GPU-0")
     values = dict(model)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     specs = [TensorSpec(name, tuple(x.shape), torch.bfloat16) for name, x in built.named_parameters()]
-    Lender(specs, ALONE, torch.device("cpu"))
+    IpcBuffer(specs, ALONE, torch.device("cpu"))
     lent = planned(model, *SHARED)["weight transfer buffer"]
     assert allocated == [pytest.approx(lent, abs=256 * (1 + len(specs)))]
     assert lent == 2 * (152_064 * 3584 if model is not SMALL else sum(p.numel() for p in built.parameters()))

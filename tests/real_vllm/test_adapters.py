@@ -97,7 +97,7 @@ def url(tmp_path: Path, vllm_python: str) -> Iterator[str]:
 def test_runs_of_an_adapter(tmp_path: Path, vllm_python: str, url: str, monkeypatch: pytest.MonkeyPatch):
     """Two processes, then one whose adapter is changed on its way: the gate sees that, and only that."""
     config = adapter_run(tmp_path / "run", vllm_python)
-    own = VllmRolloutConfig.keys_of_own_servers
+    own = VllmRolloutConfig.managed_server_keys
     config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in own} | {"urls": [url]}
     result = cohort.train(config | {"hardware": config["hardware"] | {"processes": 2}})
     steps = steps_of(result.run_dir)

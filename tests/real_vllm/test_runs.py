@@ -132,7 +132,7 @@ def test_three_processes_and_a_server_that_is_killed_learn_as_the_local_engine_d
             left.kill()
         process.kill()
     text = (tmp_path / "said").read_text()
-    assert "it is started again in" in text and "parity: " in text
+    assert "restarting in" in text and "parity: " in text
     summary = json.loads((run / "summary.json").read_text())
     assert summary["accuracy_after"] == pytest.approx(local_accuracy, abs=ACCURACY_DISTANCE)
     check_completions(run, STEPS)

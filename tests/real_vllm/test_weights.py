@@ -89,7 +89,7 @@ def test_committing_half_an_update_is_refused(server: Server):
     specs = weight_specs(policy, FP32)
     server.channel.begin(110, specs)
     server.channel.send(*next(stream_weights(policy, FP32)))
-    with pytest.raises(ServerError, match=f"{specs[1].name} was declared and not sent"):
+    with pytest.raises(ServerError, match=f"{specs[1].name} was declared but not sent"):
         server.channel.finish()
     server.assert_serves(serving_model(tie=server.tie, seed=100), 100)
 
@@ -102,7 +102,7 @@ def malformed(specs: list[TensorSpec]) -> dict[str, tuple[list[TensorSpec], str]
         "shape": ([wide, *rest], rf"{first.name} is \[.*\] and has to be \[.*\]"),
         "missing": (rest, f"{first.name} is missing"),
         "unknown": ([*specs, TensorSpec("model.nothing.weight", (1,), FP32)], "model.nothing.weight is not in"),
-        "twice": ([*specs, first], "a name comes twice"),
+        "twice": ([*specs, first], "a name is duplicated"),
         "empty": ([], r"is missing.* and \d+ more"),
     }
 

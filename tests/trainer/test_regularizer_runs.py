@@ -79,7 +79,7 @@ def test_the_overlong_reward_is_told_like_any_other(tmp_path: Path):
         ({"reference": {"mix": 0.5}, "algorithm": {"beta": 0.1}}, "mix: 0.5 has no effect with refresh_every: 0"),
         (
             {"reference": {"device": "cpu"}, "algorithm": {"beta": 0.1}, "hardware": {"processes": 2}},
-            "reference.device: cpu works in one process, and hardware.processes is 2",
+            "reference.device: cpu needs a single process, but hardware.processes is 2",
         ),
         (
             {"reference": {"device": "cpu"}, "algorithm": {"beta": 0.1}, "hardware": {"device": "cpu"}},

@@ -1,10 +1,10 @@
 """The `hardware` section."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cohort.config.section import Section
+from cohort.config.section import Section, number_or
 
 MAX_PROCESSES = 100_000  # catches typos before anything is computed for them
 
@@ -12,7 +12,14 @@ MAX_PROCESSES = 100_000  # catches typos before anything is computed for them
 class HardwareConfig(Section):
     """Processes, GPUs and timeouts."""
 
-    processes: int | Literal["auto"] = Field(
+    processes: Annotated[
+        int | Literal["auto"],
+        number_or(
+            "auto",
+            rule=f"a whole number from 1 to {MAX_PROCESSES}, or auto (every GPU of this machine; 1 without GPUs)",
+            is_valid=lambda n: 1 <= n <= MAX_PROCESSES,
+        ),
+    ] = Field(
         "auto",
         description="Training processes on this machine, one per GPU (or that many on CPU). auto: every GPU, or with "
         "`rollout.engine: vllm` those not used for rollouts; 1 without GPUs and for features limited to "
@@ -20,7 +27,10 @@ class HardwareConfig(Section):
         "torchrun's processes per machine. Model, gradients and optimizer state are sharded over them "
         "(FSDP2). Affects speed and memory, never the gradient.",
     )
-    rollout_gpus: int | Literal["shared", "auto"] = Field(
+    rollout_gpus: Annotated[
+        int | Literal["shared", "auto"],
+        number_or("shared", "auto", rule="a whole number of at least 1, shared or auto", is_valid=lambda n: n >= 1),
+    ] = Field(
         "auto",
         description="With `rollout.engine: vllm`: number of this machine's GPUs reserved for rollouts; with "
         "processes: auto the others train. shared: every GPU does both in turn, and vLLM sleeps during "
@@ -53,30 +63,12 @@ class HardwareConfig(Section):
         "a step in between is left out.",
     )
 
-    @field_validator("processes", mode="before")
-    @classmethod
-    def _check_processes(cls, value: Any) -> Any:
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value == "auto" or (is_number and 1 <= value <= MAX_PROCESSES):
-            return value
-        most = f" and at most {MAX_PROCESSES}" if is_number and value > MAX_PROCESSES else ""
-        raise ValueError(
-            f"must be a whole number of at least 1{most}, or auto (every GPU of this machine; 1 without GPUs)"
-        )
-
     @field_validator("reshard_after_forward", mode="before")
     @classmethod
     def _check_reshard(cls, value: Any) -> Any:
         if value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value >= 2):
             return value
         raise ValueError("must be auto, true, false or a whole number of at least 2 that divides the processes")
-
-    @field_validator("rollout_gpus", mode="before")
-    @classmethod
-    def _check_rollout_gpus(cls, value: Any) -> Any:
-        if value in ("shared", "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            return value
-        raise ValueError("must be a whole number of at least 1, shared or auto")
 
     @model_validator(mode="after")
     def _check_device(self) -> Self:

@@ -28,7 +28,7 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     rollout = config.rollout
     if not rollout.uses_servers:
         raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")
-    if not rollout.cohort_serve_starts_them:
+    if not rollout.has_serve_command:
         raise UserError(f"rollout.engine: {rollout.engine}: `cohort serve` starts no {rollout.server_name}; use vllm")
     if not 1 <= port <= 65535:
         raise UserError(f"--port: {port}: must be from 1 to 65535; use 8000, which is usual")

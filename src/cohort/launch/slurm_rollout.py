@@ -63,7 +63,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
                 f"GPUs are split"
             )
         return None
-    if not rollout.cohort_serve_starts_them:
+    if not rollout.has_serve_command:
         raise UserError(
             f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}: `cohort serve`, which the script "
             f"starts there, starts no {rollout.server_name}; use 0 and name servers of yours in rollout.urls, or "
@@ -110,7 +110,7 @@ def training_overrides(config: Config) -> list[str]:
     rollout = config.rollout
     assert rollout.uses_servers
     fields = type(rollout).model_fields
-    defaults = {key: fields[key].get_default(call_default_factory=True) for key in rollout.keys_of_own_servers}
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in rollout.managed_server_keys}
     changed = {key: default for key, default in defaults.items() if getattr(rollout, key) != default}
     return [f"rollout.{key}={'null' if default is None else default}" for key, default in changed.items()]
 

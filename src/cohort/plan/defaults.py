@@ -4,7 +4,7 @@ from typing import Literal
 
 from cohort.config import Config, ModelConfig, ServersConfig
 
-PORTION_BYTES = 256 << 20  # of weights transferred to vLLM at a time; a larger tensor goes alone
+BUCKET_BYTES = 256 << 20  # of weights transferred to vLLM at a time; a larger tensor goes alone
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 _OWN_GPU_UTILIZATION = 0.9
 _SHARED_GPU_UTILIZATION = 0.45

@@ -10,7 +10,7 @@ from typing import Literal
 from cohort.config import AdamwConfig, Config, OptimConfig, Quantization
 from cohort.plan.adapter_shape import ADAPTER_BYTES, AdapterShape, adapter_shape
 from cohort.plan.critic_shape import critic_shape
-from cohort.plan.defaults import BYTES, PORTION_BYTES, compute_dtype, server_memory_utilization, serving_dtype
+from cohort.plan.defaults import BUCKET_BYTES, BYTES, compute_dtype, server_memory_utilization, serving_dtype
 from cohort.plan.hardware import Hardware
 from cohort.plan.micro_batch_plan import MicroBatchPlan
 from cohort.plan.shape import ModelShape
@@ -187,4 +187,4 @@ def _decode_batch(config: Config, micro_batches: MicroBatchPlan) -> tuple[int, i
 def _weight_transfer_bytes(config: Config, shape: ModelShape) -> int:
     """Size of the transfer buffer: one chunk of weights, or the largest weight (the embedding)."""
     each = BYTES[serving_dtype(config, on_gpu=True)]
-    return max(min(PORTION_BYTES, each * shape.num_parameters), each * shape.embedding_parameters)
+    return max(min(BUCKET_BYTES, each * shape.num_parameters), each * shape.embedding_parameters)

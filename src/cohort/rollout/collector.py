@@ -1,8 +1,7 @@
 """Run rollouts as coroutines on one event loop, in the thread of the training loop.
 
-The event loop runs while the training loop waits for rollouts, and stands still in between; what an engine does in
-threads or processes of its own goes on. When no coroutine can run, all of them wait for the engine, for a timer or for
-I/O: then the engine works on all calls that wait.
+The event loop only runs while the training loop waits for rollouts; an engine's own threads and processes run all the
+time. When no coroutine can run, the engine works on all waiting calls.
 """
 
 import asyncio
@@ -18,11 +17,11 @@ from cohort.rollout.environments.single_turn import answer_prompt
 
 T = TypeVar("T")
 
-_TICK_S = 0.5  # how long to wait at most without asking whether the run should stop
-_CLOSE_TIMEOUT_S = 10.0  # for coroutines that clean up when they are cancelled
+_TICK_S = 0.5  # maximum wait between checks whether the run should stop
+_CLOSE_TIMEOUT_S = 10.0  # for cancelled coroutines to clean up
 
 
-# What one member of a group does, given the key of its first call; later calls have `replace(key, turn=...)`.
+# Coroutine of one group member. Takes the key of its first call; later calls use `replace(key, turn=...)`.
 Rollout = Callable[[Generate, Any, Prompt, SamplingParams, CallKey], Coroutine[Any, Any, Trajectory]]
 
 
@@ -37,13 +36,13 @@ class RolloutCollector:
         rollout: Rollout = answer_prompt,
         while_waiting: Callable[[], None] = lambda: None,
     ):
-        """Start nothing yet.
+        """Create a collector without starting anything.
 
         Args:
             engine: answers model calls; closed with the collector.
             tokenizer: passed to rollouts.
             rollout: the coroutine function of one member of a group.
-            while_waiting: called every second or so of a wait.
+            while_waiting: called about twice a second during waits.
         """
         self._while_waiting = while_waiting
         self._engine = engine
@@ -66,18 +65,18 @@ class RolloutCollector:
         """Start a coroutine. `wait` lets it run; it is cancelled when the collector is closed."""
         task = self._loop.create_task(rollout)
         self._rollouts.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_done)
         return task
 
     def wait(self, tasks: Sequence[asyncio.Task[Any]], *, count: int) -> None:
         """Run coroutines until `count` of these tasks are done.
 
-        Whatever a coroutine or a callback raises is raised here.
+        Re-raises exceptions of coroutines and callbacks.
 
         Raises:
             UserError: a prompt cannot be sampled.
-            TrainingError: the engine cannot go on.
-            StopRequested: the run was asked to end.
+            TrainingError: the engine failed.
+            StopRequested: the run was asked to stop.
         """
         patience_s = 0.0
         while True:
@@ -98,14 +97,14 @@ class RolloutCollector:
         return [task.result() for task in tasks]
 
     async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey) -> RolloutGroup:
-        """Roll out all members of one prompt's group at the same time."""
+        """Roll out all members of one prompt's group concurrently."""
         keys = (key.call(prompt, index) for index in range(sampling.num_generations))
         rollouts = (self._rollout(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys)
         members = await asyncio.gather(*(self.start(rollout) for rollout in rollouts))
         return RolloutGroup(prompt=prompt, trajectories=tuple(members))
 
     def load_weights(self, *, policy_version: int) -> None:
-        """Sample from the trainer's weights as they are now, known as `policy_version` from here on."""
+        """Sample from the trainer's current weights, labeled `policy_version`, from now on."""
         self._engine.load_weights(policy_version=policy_version)
 
     def close(self) -> None:
@@ -126,9 +125,9 @@ class RolloutCollector:
                 self._loop.close()
 
     def _run(self, patience_s: float = 0.0) -> None:
-        """Let coroutines run until none can, or for a tick if some always can.
+        """Run coroutines until none can run, for at most one tick.
 
-        If none can at once, wait up to `patience_s` for I/O and timers. Raises the exception of a callback.
+        If none can run at once, wait up to `patience_s` for I/O and timers. Re-raises exceptions of callbacks.
         """
         self._selector.patience_s = patience_s
         tick = self._loop.call_later(_TICK_S, self._loop.stop)
@@ -139,27 +138,27 @@ class RolloutCollector:
             raise self._failures.pop(0)
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Keep the exception of a callback, which nobody awaits. What else the event loop reports is logged."""
+        """Keep the exception of a callback, which nobody awaits; log other reports of the event loop."""
         if "handle" not in context:
             loop.default_exception_handler(context)
             return
         self._failures.append(context["exception"])
         loop.stop()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._rollouts.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody may be waiting for it: asyncio would log that it was never retrieved
+            task.exception()  # retrieve it, or asyncio logs a warning if nobody awaits the task
 
 
 class _Selector(selectors.DefaultSelector):
-    """Tells when the event loop would block: then no coroutine can run."""
+    """Calls `on_idle` when the event loop would block, so that no coroutine can run."""
 
     on_idle: Callable[[], None]
-    patience_s = 0.0  # how long to block the next time before telling
+    patience_s = 0.0  # how long the next call blocks before `on_idle`
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for I/O as the event loop asks, but at most once and for `patience_s`."""
+        """Wait for I/O as the event loop asks, but only once and for at most `patience_s`."""
         if timeout is not None and timeout <= 0:  # callbacks are ready, or a timer has expired
             return super().select(timeout)
         patience_s, self.patience_s = self.patience_s, 0.0
@@ -171,7 +170,7 @@ class _Selector(selectors.DefaultSelector):
 
 @contextmanager
 def _no_running_loop() -> Iterator[None]:
-    """Allow an event loop to run inside of another one, as in a notebook: the outer one stands still meanwhile."""
+    """Allow an event loop to run inside another one, as in a notebook, which it blocks."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -181,7 +180,7 @@ def _no_running_loop() -> Iterator[None]:
 
 
 def _num_done(tasks: Sequence[asyncio.Task[Any]]) -> int:
-    """Count tasks that are done. Raises the exception of the first one that failed."""
+    """Count finished tasks. Raises the exception of the first failed one."""
     done = [task for task in tasks if task.done()]
     for task in done:
         task.result()

@@ -120,7 +120,7 @@ def _check_processes(config: Config) -> None:
     ours = EXIT_STATUS_FILE in os.environ  # it knows the configuration, and may have left a rank out
     if ours or started is None or wanted in ("auto", int(started)):
         return
-    alone = config.works_in_one_process
+    alone = config.single_process_key
     raise UserError(
         f"hardware.processes: {wanted}"
         + ("" if alone is None else f" ({alone} works in one process only)")

@@ -36,7 +36,7 @@ from cohort.trainer.server_rollouts import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
-_MEET_TIMEOUT_S = 60.0  # making and trying a way of weights takes seconds where it works
+_RENDEZVOUS_TIMEOUT_S = 60.0  # setting up and testing a transport takes seconds if it works
 
 
 class VllmSetup(ServersSetup):
@@ -79,8 +79,8 @@ class VllmSetup(ServersSetup):
             save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
             share = partial(publish_adapter, save=save, folder=folder / ADAPTERS)
             return partial(_connect_adapter, self.config), share
-        lenders = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
-        connect = partial(_connect, self.config, policy.device, sleeps=self.shares_gpus, lenders=lenders, note=note)
+        ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
+        connect = partial(_connect, self.config, policy.device, sleeps=self.shares_gpus, ipc_gpus=ipc_gpus, note=note)
         return connect, partial(_publish, workers, self.dtype, note)
 
     def find_cause(self, log: str) -> str | None:
@@ -89,9 +89,9 @@ class VllmSetup(ServersSetup):
 
 
 def _connect(
-    config: Config, device: torch.device, url: str, *, sleeps: bool, lenders: Set[str], note: Callable[[str], None]
+    config: Config, device: torch.device, url: str, *, sleeps: bool, ipc_gpus: Set[str], note: Callable[[str], None]
 ) -> WeightChannel:
-    """The way of the weights from rank 0's device to a server that is up, made and tried.
+    """Open a channel that sends weights from rank 0 to a running server.
 
     Raises:
         UserError: it is of another version of vLLM than Cohort knows.
@@ -106,9 +106,9 @@ def _connect(
             device=device,
             num_workers=num_workers,
             timeout_s=timeout_s,
-            meet_timeout_s=min(_MEET_TIMEOUT_S, timeout_s),
+            rendezvous_timeout_s=min(_RENDEZVOUS_TIMEOUT_S, timeout_s),
             sleeps=sleeps,
-            lenders=lenders,
+            ipc_gpus=ipc_gpus,
         )
     try:
         channel.open()
@@ -120,7 +120,7 @@ def _connect(
 
 
 def _connect_adapter(config: Config, url: str) -> AdapterChannel:
-    """The way of adapters to a server that is up.
+    """Open a channel that sends adapters to a running server.
 
     Raises:
         UserError: it is of another version of vLLM than Cohort knows, or was started without room for an adapter.
@@ -154,8 +154,8 @@ def _publish(
     def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
         failed.update(publish(channels, weights, specs, version, handles))
 
-    lend = any(channel.may_borrow for channel in channels)
-    workers.call_with_local(Worker.send_weights, send, dtype, lend=lend)
+    share = any(channel.may_use_ipc for channel in channels)
+    workers.call_with_local(Worker.send_weights, send, dtype, share=share)
     _tell(channels, note)
     return failed
 

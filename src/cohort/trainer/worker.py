@@ -28,7 +28,7 @@ from cohort.metrics import PeakMemory
 from cohort.models import Policy, SaveOptions, stream_weights, weight_specs
 from cohort.records import Estimate, FloatArray, TrainSequence, scatter
 from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
-from cohort.rollout.engines.servers.cuda_ipc import Lender, gpu_uuid
+from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
 
 TrainedModel = Literal["policy", "critic"]
 SendWeights = Callable[[Iterator[tuple[str, Tensor]], Mapping[str, Any]], None]
@@ -87,21 +87,21 @@ class Worker:
             for name, of in estimates.items()
         }
 
-    def send_weights(self, send: SendWeights | None, dtype: torch.dtype, *, lend: bool = False) -> None:
+    def send_weights(self, send: SendWeights | None, dtype: torch.dtype, *, share: bool = False) -> None:
         """Gather the weights one by one, and hand them to rank 0's `send`.
 
         Args:
-            send: gets names, as in a saved model folder, with whole tensors; and, by GPU, the handles that open what
-                the ranks lend. None on the other ranks.
+            send: gets names, as in a saved model folder, with whole tensors; and, by GPU, CUDA IPC
+                handles of the ranks' buffers. None on the other ranks.
             dtype: of the tensors that `send` gets.
-            lend: every rank lends its own copy of the tensors to other processes on its GPU.
+            share: share every rank's copy of the tensors with other processes on its GPU (CUDA IPC).
         """
         weights = stream_weights(self.policy, dtype)
         handles: Mapping[str, Any] = {}
-        if lend:
-            with must_fit("for the buffer in which weights are lent to servers; lower rollout.gpu_memory_utilization"):
-                lender = Lender(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
-            weights, handles = lender.stage(weights), lender.handles
+        if share:
+            with must_fit("for the buffer that shares weights with servers; lower rollout.gpu_memory_utilization"):
+                buffer = IpcBuffer(weight_specs(self.policy, dtype), self.ranks, self.policy.device)
+            weights, handles = buffer.stage(weights), buffer.handles
         try:
             if send is not None:
                 send(weights, handles)

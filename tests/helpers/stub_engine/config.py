@@ -12,5 +12,5 @@ class StubRolloutConfig(ServersConfig):
     setup: ClassVar[str] = "stub_engine.engine:StubSetup"
     server_name: ClassVar[str] = "stub server"
     sampled_by: ClassVar[str] = "by stub servers"
-    cohort_serve_starts_them: ClassVar[bool] = False
+    has_serve_command: ClassVar[bool] = False
     engine: Literal["stub"] = "stub"

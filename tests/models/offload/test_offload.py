@@ -160,10 +160,10 @@ def parsed(**sections: Any) -> Config:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"optim": {"offload": True}, "model": {"adapter": {"rank": 4}}}, "its state is small beside the model"),
+        ({"optim": {"offload": True}, "model": {"adapter": {"rank": 4}}}, "only the small adapter is trained"),
         (
             {"model": {"adapter": {"rank": 4}, "parameter_offload": True}},
-            "bring the frozen weights from host memory twice",
+            "copy the frozen weights from host memory twice",
         ),
         ({"optim": {"offload": True, "stochastic_rounding": True}}, "remove stochastic_rounding, and use model.dtype"),
         ({"optim": {"offload": True, "name": "muon"}}, "15 matrix products per weight"),

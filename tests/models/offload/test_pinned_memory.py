@@ -148,7 +148,7 @@ def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatc
     for shapes, num_bytes in ([(65, 64), (3,), ()], 65 * 64 * 4 + 64 + 64), ([(33, 5)], 704):
         tensors = [torch.rand(shape) for shape in shapes]
         for _ in range(2):
-            keep = engine._keeper([{"shape": x.shape, "dtype": "float32"} for x in tensors])
+            keep = engine._make_stager([{"shape": x.shape, "dtype": "float32"} for x in tensors])
             staged = [keep(x) for x in tensors]
             assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(tensors, staged, strict=True))
             assert list(cudart.pinned.items()) == [(staged[0].data_ptr(), num_bytes)]

@@ -105,7 +105,7 @@ def test_what_contradicts_its_capabilities_is_refused():
     adapter = {"path": "m", "adapter": {"rank": 4}, "quantization": "int8"}
     with pytest.raises(UserError, match=r"quantization: int8 with rollout\.engine: stub: servers load the unquant"):
         config_from_dict(stub(model=adapter))
-    with pytest.raises(UserError, match=r"stale_completions: correct corrects nothing"):
+    with pytest.raises(UserError, match=r"stale_completions: correct has no effect with"):
         config_from_dict(stub(rollout={"max_staleness": 1}, algorithm={"sampling_correction": "none"}))
     # `auto` truncates, so that the cap has an effect
     config_from_dict(stub(algorithm={"sampling_correction_cap": 3.0}))
@@ -137,13 +137,13 @@ def test_an_engine_that_is_not_known_is_refused_where_the_configuration_is_read(
 
 def test_an_engine_that_does_not_declare_its_capabilities_is_refused_where_it_is_defined():
     every = "default_correction, sampled_by, samples_ahead, setup, shares_weights, uses_servers"
-    with pytest.raises(TypeError, match=f"^Forgetful is a rollout engine and must declare {every}$"):
+    with pytest.raises(TypeError, match=f"^rollout engine Forgetful must declare {every}$"):
 
         class Forgetful(SamplingConfig):
             engine: Literal["forgetful"] = "forgetful"
 
-    some = "cohort_serve_starts_them, default_correction, sampled_by, setup"
-    with pytest.raises(TypeError, match=f"^OverServers is a rollout engine and must declare {some}$"):
+    some = "default_correction, has_serve_command, sampled_by, setup"
+    with pytest.raises(TypeError, match=f"^rollout engine OverServers must declare {some}$"):
 
         class OverServers(ServersConfig):
             server_name: ClassVar[str] = "new server"

@@ -6,7 +6,7 @@ import numpy as np
 
 from cohort.records import ModelCall, Prompt
 from cohort.rollout import StreamKey
-from cohort.rollout.engines.servers.requests import seed_of
+from cohort.rollout.engines.servers.requests import call_seed
 from fake_vllm import ThreadServer, sampled
 from vllm_runs import KEY, SAMPLING, assert_right, prompts, run_with
 from waiting import until
@@ -100,8 +100,8 @@ def test_seeds_of_prompts_do_not_meet():
     sampling = replace(SAMPLING, num_generations=100)
     keys = [KEY, replace(KEY, step=6), replace(KEY, purpose="eval"), replace(KEY, seed=1)]
     visits = [replace(p, epoch=epoch) for p in prompts(20) for epoch in range(2)]
-    firsts = [seed_of(key.call(p, 0, turn), sampling) for key in keys for p in visits for turn in range(3)]
-    assert firsts[0] == seed_of(KEY.call(visits[0], 99), sampling) - 99
+    firsts = [call_seed(key.call(p, 0, turn), sampling) for key in keys for p in visits for turn in range(3)]
+    assert firsts[0] == call_seed(KEY.call(visits[0], 99), sampling) - 99
     assert all(0 <= seed < 2**63 for seed in firsts)
     # generators on the CPU see the lowest 32 bits alone
     assert len({seed % 2**32 for seed in firsts}) == 4 * 40 * 3
@@ -112,8 +112,8 @@ def test_seeds_of_prompts_do_not_meet():
 def test_seeds_of_a_first_turn_stay_as_they_are():
     """A run that goes on with another version samples the same completions."""
     key = StreamKey(purpose="train", seed=3, step=5).call(replace(prompts(1)[0], id=41, epoch=2), 8)
-    assert seed_of(key, replace(SAMPLING, num_generations=12)) == 5564660533079925352
-    assert seed_of(key, replace(SAMPLING, temperature=0.0)) == 5564660533079925345
+    assert call_seed(key, replace(SAMPLING, num_generations=12)) == 5564660533079925352
+    assert call_seed(key, replace(SAMPLING, temperature=0.0)) == 5564660533079925345
 
 
 def test_every_turn_of_a_rollout_is_sampled_from_its_own_context_and_seed():
@@ -132,7 +132,7 @@ def test_every_turn_of_a_rollout_is_sampled_from_its_own_context_and_seed():
         run.collector.wait(list(rollouts.values()), count=6)
     for (prompt_id, index), task in rollouts.items():
         for turn, call in enumerate(task.result()):
-            seed = seed_of(KEY.call(prompts(2)[prompt_id], index, turn), SAMPLING)
+            seed = call_seed(KEY.call(prompts(2)[prompt_id], index, turn), SAMPLING)
             assert call.token_ids.tolist() == sampled(call.context_ids.tolist(), seed, 8)
     # a first turn takes one request for each prompt, the others one for each rollout
     assert server.fakes[0].calls["/inference/v1/generate"] == 2 + 2 * 6
@@ -151,5 +151,5 @@ def test_calls_with_equal_contexts_share_a_request_if_their_seeds_are_consecutiv
         answers = [run.collector.start(ask(index)) for index in order]
         run.collector.wait(answers, count=5)
     assert server.fakes[0].calls["/inference/v1/generate"] == 3  # 0 and 1, 3 and 4, 7
-    seeds = [seed_of(KEY.call(prompts(1)[0], index), sampling) for index in order]
+    seeds = [call_seed(KEY.call(prompts(1)[0], index), sampling) for index in order]
     assert [a.result() for a in answers] == [sampled(prompts(1)[0].token_ids.tolist(), seed, 8) for seed in seeds]

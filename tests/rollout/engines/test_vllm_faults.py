@@ -35,7 +35,7 @@ def test_a_wrong_answer_is_not_used(fault):
         assert_right(run.generate(1))
     assert len(server.fakes) == 2, "a server that answers wrongly is started again"
     assert run.published == [(run.published[0][0], 7), (server.url, 7)]
-    assert any(note.endswith("and its prompts are sampled anew") for note in run.notes)
+    assert any(note.endswith("its prompts will be resampled") for note in run.notes)
 
 
 @pytest.mark.parametrize(("completions", "versions"), [(0, 0), (1, 1), (2, 2), (4, 4), (3, 2)])
@@ -137,7 +137,7 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(tmp_path):
     with run_with(server) as run:
         with pytest.raises(TrainingError, match=r"no vLLM server is left(.|\n)*this model has no weights") as error:
             run.generate(1)
-        assert "has failed 2 times with no completion between" in str(error.value)
+        assert "failed 2 times without a completion in between" in str(error.value)
         assert "exit code 1" in str(error.value)
         with pytest.raises(TrainingError):
             run.generate(1)
@@ -148,7 +148,7 @@ def test_the_cause_is_told_and_not_what_came_after_it(tmp_path):
     server = ProcessServer(tmp_path / "log", ["raise_at_start"], ["raise_at_start"])
     with run_with(server) as run, pytest.raises(TrainingError) as error:
         run.generate(1)
-    assert re.search(r"exit code 1\)?; the cause, from its log:\nRuntimeError: head_dim=16$", str(error.value))
+    assert re.search(r"exit code 1\)?; cause \(from its log\):\nRuntimeError: head_dim=16$", str(error.value))
 
 
 def test_a_server_that_fails_now_and_then_goes_on():
@@ -163,7 +163,7 @@ def test_the_others_go_on_without_a_server_that_fails_too_often():
     bad, good = ThreadServer(*[["html"] * 100] * 10), ThreadServer(seconds=0.01)
     with run_with(bad, good) as run:
         until(lambda: len(run.fleet.running()) == 2)
-        while not any("the run goes on without it" in note for note in run.notes):
+        while not any("continuing without it" in note for note in run.notes):
             assert_right(run.generate(4))
         assert_right(run.generate(4))
     assert len(bad.fakes) == 3
@@ -193,7 +193,7 @@ def test_a_remote_server_is_waited_for():
             assert_right(run.generate(2))
             assert run.published == [(remote.url, 7)] * len(run.published)
         assert len(handle.fakes) == 1
-        assert any("it is tried again" in note for note in run.notes)
+        assert any("retrying in" in note for note in run.notes)
     finally:
         handle.stop()
 

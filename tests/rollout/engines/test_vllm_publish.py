@@ -46,7 +46,7 @@ class WeightTaker(FakeVllm):
     def join(self, *, host: str, port: int, world_size: int, **_: float) -> None:
         store = dist.TCPStore(host, port, world_size)
         store.set("here/1", json.dumps(describe_device(CPU)))
-        assert store.get("way") == b"gloo"
+        assert store.get("transport") == b"gloo"
         self.group = WeightGroup("gloo", store, rank=1, size=world_size, device=CPU, host=host, timeout_s=60)
         self.group.connect().result()
 

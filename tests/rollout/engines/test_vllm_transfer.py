@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 from cohort.distributed import ALONE
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers import cuda_ipc
-from cohort.rollout.engines.servers.cuda_ipc import Lender, allocate, handle_of, portions
+from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
 from cohort.rollout.engines.vllm import weight_transfer
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.weight_stream import publish
@@ -86,9 +86,9 @@ def memory(monkeypatch: pytest.MonkeyPatch, worker: Any) -> Memory:
 def test_memory_is_shared_by_the_names_that_torch_gives_its_arguments(memory: Memory, worker: Any):
     """The way there and back of a buffer in GPU memory, with stand-ins for the GPU alone."""
     buffer = torch.arange(40, dtype=torch.uint8)
-    handle = handle_of(buffer) | {"probe": bytes(range(16)).hex()}
+    handle = ipc_handle(buffer) | {"probe": bytes(range(16)).hex()}
     assert memory.released == [(b"\x02c", 5, None)]  # a reader that is killed leaves nothing behind
-    opened = worker.open_lent({"GPU-1": handle}, DEVICES[1])
+    opened = worker.open_ipc_buffer({"GPU-1": handle}, DEVICES[1])
     assert opened is buffer
     expected = dict(zip(memory.names, memory.values(buffer, b"\x01\0\0"), strict=True))
     assert memory.opened == [expected | {"storage_device": 1}]
@@ -96,12 +96,12 @@ def test_memory_is_shared_by_the_names_that_torch_gives_its_arguments(memory: Me
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"probe": "00" * 16}, "is not the trainer's"), ({"gpu": "GPU-0"}, "no rank lends memory of this GPU")],
+    [({"probe": "00" * 16}, "is not the trainer's"), ({"gpu": "GPU-0"}, "no rank shares memory of this GPU")],
 )
 def test_memory_that_is_not_the_trainers_is_refused(memory: Memory, worker: Any, change: Any, said: str):
-    handle = handle_of(torch.arange(40, dtype=torch.uint8)) | {"probe": bytes(range(16)).hex()}
+    handle = ipc_handle(torch.arange(40, dtype=torch.uint8)) | {"probe": bytes(range(16)).hex()}
     with pytest.raises(ValueError, match=said):
-        worker.open_lent({change.pop("gpu", "GPU-1"): handle | change}, DEVICES[1])
+        worker.open_ipc_buffer({change.pop("gpu", "GPU-1"): handle | change}, DEVICES[1])
 
 
 def test_what_is_lent_lies_outside_of_expandable_segments(monkeypatch: pytest.MonkeyPatch):
@@ -124,13 +124,13 @@ def test_what_is_lent_lies_outside_of_expandable_segments(monkeypatch: pytest.Mo
 
 
 def test_tensors_are_laid_out_in_portions_that_fit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda_ipc, "PORTION_BYTES", 1024)
-    assert portions(SPECS) == [{"a": 256, "b": 512, "c": 768}, {"d": 256}, {"e": 256}]
-    assert portions([]) == []
+    monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", 1024)
+    assert make_buckets(SPECS) == [{"a": 256, "b": 512, "c": 768}, {"d": 256}, {"e": 256}]
+    assert make_buckets([]) == []
 
 
 class Together:
-    """The ranks of a run, as far as lending needs them, in threads."""
+    """The ranks of a run, as far as sharing memory needs them, in threads."""
 
     def __init__(self, count: int):
         self.barrier = threading.Barrier(count)
@@ -175,7 +175,7 @@ class Machine:
                 num_workers=1,
                 timeout_s=PATIENCE_S,
                 sleeps=True,
-                lenders={"GPU-0", "GPU-1"},
+                ipc_gpus={"GPU-0", "GPU-1"},
             )
             for handle in self.handles
         ]
@@ -189,19 +189,19 @@ class Machine:
         def send(weights: Iterator[tuple[str, Tensor]], handles: Any) -> None:
             failed.update(publish(self.channels, weights, SPECS, version, handles))
 
-        self.send_weights(value, send, lend=True)
+        self.send_weights(value, send, share=True)
         return failed
 
-    def send_weights(self, value: float, send: Callable[[Iterator[tuple[str, Tensor]], Any], None], *, lend: bool):
+    def send_weights(self, value: float, send: Callable[[Iterator[tuple[str, Tensor]], Any], None], *, share: bool):
         """As `Worker.send_weights`: both ranks take part to the end, whatever becomes of `send`."""
         together = Together(2)
 
         def rank(number: int) -> None:
             weights: Iterator[tuple[str, Tensor]] = iter(weights_of(number, value).items())
             handles: Any = {}
-            if lend:
-                lender = Lender(SPECS, together.rank(number), DEVICES[number])
-                weights, handles = lender.stage(weights), lender.handles
+            if share:
+                buffer = IpcBuffer(SPECS, together.rank(number), DEVICES[number])
+                weights, handles = buffer.stage(weights), buffer.handles
             try:
                 if number == 0:
                     send(weights, handles)
@@ -226,14 +226,14 @@ class Machine:
 
 @pytest.fixture
 def machine(memory: Memory, worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(cuda_ipc, "PORTION_BYTES", 1024)
+    monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", 1024)
     made = Machine(worker)
     yield made
     made.close()
 
 
 def test_each_server_reads_the_memory_of_the_rank_on_its_gpu(machine: Machine, memory: Memory):
-    assert [channel.way for channel in machine.channels] == ["ipc", "ipc"]
+    assert [channel.transport for channel in machine.channels] == ["ipc", "ipc"]
     for version, value in ((1, 10.0), (2, 20.0)):
         for channel in machine.channels:
             channel.sleep()
@@ -241,8 +241,8 @@ def test_each_server_reads_the_memory_of_the_rank_on_its_gpu(machine: Machine, m
         for number in range(2):
             machine.assert_served(number, rank=number, value=value)
             assert machine.servers[number].version == str(version)
-            assert machine.servers[number].engine._lent is None  # and lets go of it
-            assert machine.servers[number].calls["/update_weights"] == version * (1 + 3)  # declared, and portions
+            assert machine.servers[number].engine._ipc_buffer is None  # and lets go of it
+            assert machine.servers[number].calls["/update_weights"] == version * (1 + 3)  # declared, and make_buckets
     assert len(memory.shared) == 4  # one handle for each rank and update
     assert not any(channel.notes for channel in machine.channels)
 
@@ -257,7 +257,7 @@ def test_weights_take_another_way_where_memory_cannot_be_opened(
         assert machine.publish(10.0, version) == {}
         for number in range(2):
             machine.assert_served(number, rank=0, value=10.0)  # whose stream it is
-    assert [channel.way for channel in machine.channels] == ["gloo", "nccl"]
+    assert [channel.transport for channel in machine.channels] == ["gloo", "nccl"]
     for channel in machine.channels:
         note = channel.notes[0]
         assert "pidfd_getfd: Operation not permitted" in note and channel.url in note
@@ -278,18 +278,18 @@ def test_a_server_that_fails_to_read_costs_itself_alone(machine: Machine, worker
         raise RuntimeError(why)
 
     bad.engine._load = fail
-    monkeypatch.setattr(worker, "_die", die)
+    monkeypatch.setattr(worker, "_exit_inconsistent", die)
     assert list(machine.publish(10.0, 1)) == [machine.channels[1]]
     machine.assert_served(0, rank=0, value=10.0)
     assert ended.is_set() and bad.version == "default" and bad.paused
 
 
 def test_a_lender_gives_every_tensor_out_as_it_came(memory: Memory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda_ipc, "PORTION_BYTES", 1024)
+    monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", 1024)
     weights = weights_of(0, 3.0)
-    lender = Lender(SPECS, ALONE, DEVICES[0])
-    assert list(lender.handles) == ["GPU-0"]
-    for (name, tensor), spec in zip(lender.stage(iter(weights.items())), SPECS, strict=True):
+    buffer = IpcBuffer(SPECS, ALONE, DEVICES[0])
+    assert list(buffer.handles) == ["GPU-0"]
+    for (name, tensor), spec in zip(buffer.stage(iter(weights.items())), SPECS, strict=True):
         assert name == spec.name and torch.equal(tensor, weights[name])
 
 
@@ -309,7 +309,7 @@ def test_servers_that_sleep_stay_connected(machine: Machine, memory: Memory, mon
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     memory.fails = True
     assert machine.publish(10.0, 1) == {}
-    assert [channel.way for channel in machine.channels] == ["gloo", "nccl"]
+    assert [channel.transport for channel in machine.channels] == ["gloo", "nccl"]
     met = [server.calls["/init_weight_transfer_engine"] for server in machine.servers]
     for channel in machine.channels:
         channel.sleep()
@@ -324,8 +324,8 @@ def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, m
     monkeypatch.setattr(vllm_rollouts, "weight_specs", lambda policy, dtype: SPECS)
 
     def publish_in_run(value: float, version: int) -> Any:
-        def send_weights(send: Any, dtype: torch.dtype, *, lend: bool) -> None:
-            machine.send_weights(value, send, lend=lend)
+        def send_weights(send: Any, dtype: torch.dtype, *, share: bool) -> None:
+            machine.send_weights(value, send, share=share)
 
         worker: Any = SimpleNamespace(policy=None, send_weights=send_weights)
         return vllm_rollouts._publish(
@@ -343,9 +343,9 @@ def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, m
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(vllm_rollouts, "publish", broken)
         publish_in_run(20.0, 2)
-    assert [channel.way for channel in machine.channels] == [None, None]
+    assert [channel.transport for channel in machine.channels] == [None, None]
     assert publish_in_run(30.0, 3) == {}
-    assert [channel.way for channel in machine.channels] == ["ipc", "ipc"]
+    assert [channel.transport for channel in machine.channels] == ["ipc", "ipc"]
     for number in range(2):
         machine.assert_served(number, rank=number, value=30.0)
 
@@ -359,7 +359,7 @@ def test_a_server_that_has_read_what_was_lent_is_not_sent_weights_another_way(ma
     assert all("pidfd_getfd" in str(error) for error in failed.values())
     memory.fails = False
     assert machine.publish(30.0, 3) == {}
-    assert [channel.way for channel in machine.channels] == ["ipc", "ipc"]
+    assert [channel.transport for channel in machine.channels] == ["ipc", "ipc"]
 
 
 def test_an_update_of_a_sleeping_server_is_one_order_of_calls(machine: Machine):

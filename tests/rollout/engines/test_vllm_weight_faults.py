@@ -60,8 +60,8 @@ class Place:
         patch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
         patch.setattr(transfer, "describe_device", lambda device: self.describe("trainer", device))
         patch.setattr(self.worker, "describe_device", lambda device: self.describe("server", device))
-        patch.setattr(transfer, "_GIVE_UP_TIMEOUT_S", 0.5)
-        patch.setattr(transfer, "_WORKERS_PATIENCE", 4)
+        patch.setattr(transfer, "_ABORT_TIMEOUT_S", 0.5)
+        patch.setattr(transfer, "_WORKER_TIMEOUT_FACTOR", 4)
         for module in (cohort_weight_group, __import__(GROUP_MODULE)):
             patch.setattr(module, "_ABORT_TIMEOUT_S", 0.1)
         self.servers: list[ThreadServer] = []
@@ -85,7 +85,7 @@ class Place:
             device=GPU,
             num_workers=1,
             timeout_s=deadline_s,
-            meet_timeout_s=deadline_s,
+            rendezvous_timeout_s=deadline_s,
         )
         self.channels.append(made)
         return made
@@ -116,7 +116,7 @@ def test_weights_arrive_in_a_group_that_was_made_and_tried_before(place: Place):
         assert publish([channel], new.items(), SPECS, 1) == {}
         assert FakeNccl.calls["broadcast", 0] == FakeNccl.calls["broadcast", 1] == len(SPECS)
     FakeNccl.environment = staticmethod(lambda: None)
-    assert channel.way == "nccl" and same(server.model.weights, new) and server.version == "1"
+    assert channel.transport == "nccl" and same(server.model.weights, new) and server.version == "1"
     assert seen == ["1", "1"] and NO_WATCHDOG not in os.environ  # no watchdog, in these groups alone
 
 
@@ -144,9 +144,9 @@ def test_a_group_that_computes_wrong_sums_is_not_used(place: Place, monkeypatch:
         return SimpleNamespace(wait=lambda: (work.wait(), tensor.add_(1)))
 
     monkeypatch.setattr(FakeNccl, "allreduce", allreduce)
-    with pytest.raises(ServerError, match="nccl computes wrong sums between trainer and server"):
+    with pytest.raises(ServerError, match="nccl returns wrong sums between trainer and server"):
         channel.open()
-    assert channel.way is None and same(server.model.weights, OLD)
+    assert channel.transport is None and same(server.model.weights, OLD)
 
 
 CALLS = [("make", 1), ("try", 1), ("broadcast", 1), ("broadcast", 3), ("wait", 1), ("wait", 3)]
@@ -180,7 +180,7 @@ def test_an_abort_that_does_not_end_is_left_behind(place: Place, how: str):
     with fault_in_nccl(Fault("abort", 0, how)):
         channel.open()
         channel.close()
-        assert FakeNccl.calls["abort", 0] == 1 and channel.way is None
+        assert FakeNccl.calls["abort", 0] == 1 and channel.transport is None
     assert publish([place.channel(channel.url)], weights_of(10).items(), SPECS, 2) == {}
     assert same(server.model.weights, weights_of(10))
 
@@ -240,7 +240,7 @@ class Meeting:
     def post(self, *_: Any) -> None:
         pass
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self.together.wait()
         raise ServerError("hung")
 
@@ -275,38 +275,43 @@ def test_different_versions_of_nccl_are_named_and_go_through_the_host(place: Pla
     channel = place.channel(place.servers[0].url)
     with fault_in_nccl(Fault("make", 0, "raises")):  # it is not tried
         assert publish([channel], weights_of(10).items(), SPECS, 1) == {}
-    assert channel.way == "gloo" and same(server.model.weights, weights_of(10))
+    assert channel.transport == "gloo" and same(server.model.weights, weights_of(10))
     (note,) = channel.notes
-    assert place.servers[0].url in note and "NCCL is 2.27.5 here and 2.28.3 there" in note
+    assert place.servers[0].url in note and "trainer: 2.27.5, server: 2.28.3" in note
 
 
 TRAINER = {"gpu": "A", "nccl": "2.27.5"}
 
 
 @pytest.mark.parametrize(
-    ("workers", "lenders", "way", "said"),
+    ("workers", "ipc_gpus", "transport", "said"),
     [
         ([{"gpu": "B", "nccl": "2.27.5"}], "", "nccl", ""),
         ([{"gpu": None, "nccl": None}], "", "gloo", ""),
-        ([{"gpu": "B", "nccl": "2.27.5"}, {"gpu": "C", "nccl": "2.26.1"}], "", "gloo", "2.27.5 here and 2.26.1 there"),
-        ([{"gpu": "A", "nccl": "2.27.5"}], "", "gloo", "does not take two processes on one GPU"),
+        (
+            [{"gpu": "B", "nccl": "2.27.5"}, {"gpu": "C", "nccl": "2.26.1"}],
+            "",
+            "gloo",
+            "server: 2.26.1",
+        ),
+        ([{"gpu": "A", "nccl": "2.27.5"}], "", "gloo", "does not support two processes on one GPU"),
         ([{"gpu": "B", "nccl": "2.28.3"}], "AB", "ipc", ""),
         ([{"gpu": "A", "nccl": "2.28.3"}, {"gpu": "B", "nccl": "2.28.3"}], "AB", "ipc", ""),
         ([{"gpu": "C", "nccl": "2.27.5"}], "AB", "nccl", ""),
     ],
 )
-def test_the_way_follows_from_the_gpus(workers: Any, lenders: str, way: str, said: str):
-    found, note = transfer.choose_way(TRAINER, workers, lenders=set(lenders))
-    assert found == way and said in note and bool(note) == bool(said)
+def test_the_transport_follows_from_the_gpus(workers: Any, ipc_gpus: str, transport: str, said: str):
+    found, note = transfer.choose_transport(TRAINER, workers, ipc_gpus=set(ipc_gpus))
+    assert found == transport and said in note and bool(note) == bool(said)
 
 
 def test_a_trainer_without_a_gpu_sends_through_the_host():
     worker = {"gpu": "B", "nccl": "2.27.5"}
-    assert transfer.choose_way({"gpu": None, "nccl": None}, [worker], lenders=()) == ("gloo", "")
+    assert transfer.choose_transport({"gpu": None, "nccl": None}, [worker], ipc_gpus=()) == ("gloo", "")
 
 
 def test_a_group_of_gpus_needs_to_know_which():
-    with pytest.raises(AssertionError, match="does not know which GPU"):
+    with pytest.raises(AssertionError, match="need the index of this process"):
         cohort_weight_group.WeightGroup(
             "nccl", None, rank=0, size=2, device=torch.device("cuda"), host="127.0.0.1", timeout_s=1
         )

@@ -1,1 +1,1 @@
-"""Rollout engines: what samples completions, in the training processes or on servers."""
+"""Rollout engines, which sample completions in the training processes or on servers."""

@@ -1,4 +1,4 @@
-"""The rollout engine protocol, and how sampling and random streams are described to engines.
+"""The rollout engine protocol and its request types.
 
 K context tokens and C sampled tokens of one model call.
 """
@@ -15,17 +15,17 @@ Purpose = Literal["train", "eval", "parity"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How completions are sampled."""
+    """Sampling parameters of completions."""
 
-    num_generations: int  # of one prompt: the index of a call is below it
-    max_completion_tokens: int  # of one call
+    num_generations: int  # per prompt
+    max_completion_tokens: int  # per call
     temperature: float  # 0 is greedy
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
 
     @classmethod
     def for_training(cls, rollout: SamplingConfig) -> Self:
-        """How a run samples the completions that it trains on."""
+        """Return the sampling parameters of training completions."""
         return cls(
             num_generations=rollout.num_generations,
             max_completion_tokens=rollout.max_completion_tokens,
@@ -37,19 +37,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamKey:
-    """The part of a `CallKey` that all calls of a step have in common."""
+    """The part of a `CallKey` that all calls of a step share."""
 
     purpose: Purpose
     seed: int
     step: int
 
     def call(self, prompt: Prompt, index: int, turn: int = 0) -> "CallKey":
-        """Key of a model call.
+        """Return the key of a model call.
 
         Args:
-            prompt: that the rollout began with.
-            index: of the rollout among those of the prompt.
-            turn: number of calls that the rollout has made before.
+            prompt: of the rollout.
+            index: of the rollout within its group.
+            turn: number of earlier calls of the rollout.
         """
         return CallKey(
             purpose=self.purpose,
@@ -64,7 +64,7 @@ class StreamKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallKey:
-    """Names the random stream of a model call. Neither batch nor rank has an effect on the stream."""
+    """Identifies the random stream of a model call, which depends on neither batch nor rank."""
 
     purpose: Purpose
     seed: int
@@ -77,7 +77,7 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Model calls with the same context, which is prefilled once for all of them."""
+    """Model calls that share a context, which is prefilled once."""
 
     token_ids: IntArray  # [K]
     sampling: SamplingParams
@@ -88,48 +88,48 @@ class SampleRequest:
 class Sampled:
     """The tokens of one completion."""
 
-    token_ids: IntArray  # [C] includes the end-of-sequence token when there is one
+    token_ids: IntArray  # [C] includes the end-of-sequence token, if any
     sampling_logprobs: FloatArray  # [C]
     finish_reason: FinishReason
 
 
-# `RolloutEngine.generate`: all that a rollout needs of an engine.
+# Type of `RolloutEngine.generate`, all that a rollout needs of an engine.
 Generate = Callable[[IntArray, SamplingParams, CallKey], Awaitable[ModelCall]]
 
 
 class RolloutEngine(Protocol):
-    """Samples from the current policy. All methods are called in the thread of the training loop."""
+    """Samples from the current policy. All methods are called in the training thread."""
 
     async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
         """Sample a continuation of `token_ids` [K].
 
-        Calls that wait at the same time may be batched; those with equal `token_ids` are prefilled once.
+        Concurrent calls may be batched; those with equal `token_ids` are prefilled once.
 
         Raises:
             UserError: the context cannot be sampled from.
-            TrainingError: the engine cannot go on.
+            TrainingError: the engine failed.
         """
         ...
 
     def advance(self) -> bool:
-        """Work on the calls that wait. Called whenever no coroutine can run, and at least twice a second.
+        """Work on waiting calls. Called whenever no coroutine can run, and at least twice a second.
 
         Returns:
-            whether anything was done that may let a coroutine go on at once.
+            whether coroutines may be able to continue.
 
         Raises:
-            TrainingError: the engine cannot go on.
+            TrainingError: the engine failed.
         """
         ...
 
     def release_gpus(self) -> None:
-        """Leave GPUs that are shared with training to it, unless calls are in flight. Called when a wait ends."""
+        """Free GPUs that are shared with training, unless calls are in flight. Called when a wait ends."""
         ...
 
     def load_weights(self, *, policy_version: int) -> None:
-        """Sample from the trainer's weights as they are now, known as `policy_version` from here on."""
+        """Sample from the trainer's current weights, labeled `policy_version`, from now on."""
         ...
 
     def close(self) -> None:
-        """Stop whatever the engine has started. Calls in flight are never answered."""
+        """Stop everything the engine has started. Calls in flight are never answered."""
         ...

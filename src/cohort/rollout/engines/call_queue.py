@@ -1,4 +1,4 @@
-"""Model calls that wait for an engine."""
+"""Queue of model calls that wait for an engine."""
 
 import asyncio
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from cohort.rollout.engines.base import CallKey, Sampled, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaitingCall:
+class PendingCall:
     """A model call, and the future that its coroutine awaits."""
 
     token_ids: IntArray  # [K] the context
@@ -19,7 +19,7 @@ class WaitingCall:
     result: "asyncio.Future[ModelCall]"
 
     def answer(self, sampled: Sampled, *, policy_version: int) -> None:
-        """Let the coroutine go on with what was sampled, unless it was cancelled meanwhile."""
+        """Return a completion to the coroutine, unless it was cancelled."""
         if not self.result.done():
             self.result.set_result(
                 ModelCall(
@@ -32,26 +32,26 @@ class WaitingCall:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Raise `error` in the coroutine, unless it was cancelled meanwhile."""
+        """Raise `error` in the coroutine, unless it was cancelled."""
         if not self.result.done():
             self.result.set_exception(error)
 
 
 class CallQueue:
-    """Calls in the order in which they were made, until an engine takes them."""
+    """First-in, first-out queue of model calls."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._calls: list[WaitingCall] = []
+        self._calls: list[PendingCall] = []
 
     async def put(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
-        """Wait for the answer to a call."""
+        """Queue a call and wait for its result."""
         result: asyncio.Future[ModelCall] = asyncio.get_running_loop().create_future()
-        context = np.asarray(token_ids, dtype=np.int64)  # engines tell contexts apart by their bytes
-        self._calls.append(WaitingCall(token_ids=context, sampling=sampling, key=key, result=result))
+        context = np.asarray(token_ids, dtype=np.int64)  # engines compare contexts by their bytes
+        self._calls.append(PendingCall(token_ids=context, sampling=sampling, key=key, result=result))
         return await result
 
-    def take(self) -> list[WaitingCall]:
-        """Remove and return all calls that are still awaited."""
+    def take(self) -> list[PendingCall]:
+        """Remove all calls and return those that were not cancelled."""
         calls, self._calls = self._calls, []
         return [call for call in calls if not call.result.done()]

@@ -13,19 +13,19 @@ from cohort.rollout.engines.base import CallKey
 _PURPOSES = {"train": 0, "eval": 1, "parity": 2}
 
 
-def prompt_name(key: CallKey) -> tuple[int, ...]:
-    """What a call's key has in common with those of the prompt's other rollouts, as entropy for a `SeedSequence`."""
+def prompt_entropy(key: CallKey) -> tuple[int, ...]:
+    """Return the part of a key that the prompt's rollouts share, as entropy for a `SeedSequence`."""
     return _PURPOSES[key.purpose], key.seed, key.step, key.epoch, key.prompt_id
 
 
-def turn_name(key: CallKey) -> tuple[int, ...]:
-    """What tells turns apart, as further entropy: nothing in the first one."""
+def turn_entropy(key: CallKey) -> tuple[int, ...]:
+    """Return additional entropy for turns after the first."""
     return (key.turn,) if key.turn else ()
 
 
 def uniform_stream(key: CallKey, count: int) -> NDArray[np.float64]:
     """Return the first `count` uniform numbers in [0, 1) of a call's random stream (Philox, counter-based)."""
-    name = (*prompt_name(key), key.index, *turn_name(key))
+    name = (*prompt_entropy(key), key.index, *turn_entropy(key))
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(name))).random(count)
 
 
@@ -37,9 +37,9 @@ def sample_tokens(
     Args:
         logits_NV: [N, V], float32 or wider.
         uniforms_N: [N] float64 in [0, 1).
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: keep the smallest set of likeliest tokens with at least this probability.
-        top_k: keep this many of the likeliest tokens; 0 keeps all.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the smallest set of most likely tokens with at least this total probability.
+        top_k: keep the k most likely tokens; 0 keeps all.
 
     Returns:
         tokens [N] int64 and their logprobs [N] under the distribution sampled from (greedy: at temperature 1).
@@ -60,7 +60,7 @@ def sample_tokens(
 
 
 def _keep_likeliest(log_p: Tensor, *, top_p: float, top_k: int) -> Tensor:
-    """Log-probabilities with -inf outside top-k, then outside top-p of what top-k left. Ties are kept."""
+    """Set logprobs outside top-k, then outside top-p of the rest, to -inf. Keeps ties."""
     if 0 < top_k < log_p.shape[-1]:
         kth = log_p.topk(top_k, dim=-1).values[:, -1:]
         log_p = torch.log_softmax(log_p.masked_fill(log_p < kth, -torch.inf), dim=-1)

@@ -9,6 +9,6 @@ from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
 async def answer_prompt(
     generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
 ) -> Trajectory:
-    """Roll out a plain prompt: one call."""
+    """Sample one completion of a prompt with a single model call."""
     call = await generate(prompt.token_ids, sampling, key)
     return Trajectory.single_turn(call, text=tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True))

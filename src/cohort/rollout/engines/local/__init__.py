@@ -1,1 +1,1 @@
-"""The `local` rollout engine: the training processes sample."""
+"""The `local` rollout engine: sample in the training processes."""

@@ -18,16 +18,16 @@ from cohort.models.attention.decoding import DecodeBatch, PromptCache, group_by_
 from cohort.records import IntArray
 from cohort.rollout.engines.local.kv_cache import make_cache
 
-_PREFILL_TOKENS = 8192  # prompts in one row, unless one is longer by itself; bounds what prefilling holds at a time
+_PREFILL_TOKENS = 8192  # maximum prompt tokens prefilled in one row (more for a longer prompt); bounds memory
 
 
 class Decoder(Protocol):
-    """Completions in flight, in the order in which they were started."""
+    """Decodes completions in flight, in the order in which they were started."""
 
     can_join: bool  # whether completions can be started while others are in flight
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
-        """Logits [N, V] of the first token of so many completions of each prompt, which are now in flight."""
+        """Start `counts` completions of each prompt; return logits [N, V] of their first tokens."""
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -35,24 +35,24 @@ class Decoder(Protocol):
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Let all but these completions go; `rows` ascend."""
+        """Drop all completions but these; `rows` must be ascending."""
         ...
 
 
 class SharedPromptDecoder:
-    """Each prompt's keys and values stand once, without padding but for prompts of similar length."""
+    """Stores each prompt's KV cache once, padded only to prompts of similar length."""
 
     can_join = True
 
     def __init__(self, policy: Policy, *, limit: int):
-        """Decode at most `limit` tokens of a completion with a policy whose layout is "shared" or "packed"."""
+        """Decode up to `limit` tokens per completion with a policy whose layout is "shared" or "packed"."""
         self._policy = policy
         self._limit = limit
         self.waves: list[DecodeBatch] = []
         self._positions = torch.zeros(0, dtype=torch.int64, device=policy.device)  # [R] of the next token
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
-        """Logits [N, V] of the first token of so many completions of each prompt."""
+        """Start `counts` completions of each prompt; return logits [N, V] of their first tokens."""
         device = self._policy.device
         lengths = [len(p) for p in prompts]
         rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
@@ -76,7 +76,7 @@ class SharedPromptDecoder:
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Let all but these completions go; `rows` ascend."""
+        """Drop all completions but these; `rows` must be ascending."""
         self._positions = self._positions[rows]
         left = rows.cpu().numpy()
         bounds = np.cumsum([0, *(len(wave) for wave in self.waves)])
@@ -87,7 +87,7 @@ class SharedPromptDecoder:
         self.waves = [wave for wave, part in zip(self.waves, parts, strict=True) if len(part)]
 
     def _prefill(self, prompts: Sequence[IntArray]) -> tuple[PromptCache, Tensor]:
-        """A block of prompts, and the logits after each, [P, V]. They are computed in rows without padding."""
+        """Prefill a block of prompts in packed rows; return its cache and the logits after each prompt, [P, V]."""
         lengths = [len(p) for p in prompts]
         block = PromptCache(lengths, device=self._policy.device)
         logits = []
@@ -101,7 +101,7 @@ class SharedPromptDecoder:
         return block, torch.cat(logits)
 
     def _prefill_row(self, block: PromptCache, first: int, prompts: Sequence[IntArray]) -> Tensor:
-        """One row of prompts into their block: logits after each."""
+        """Prefill one packed row of prompts into `block`; return the logits after each."""
         lengths = [len(p) for p in prompts]
         captured = KVCache()
         row = (
@@ -118,7 +118,7 @@ class SharedPromptDecoder:
 
 
 class CacheDecoder:
-    """The library's cache, for models whose attention is their own: padded prompts, repeated for each completion."""
+    """Uses the transformers cache, for models with custom attention: padded prompts, repeated per completion."""
 
     can_join = False
 
@@ -127,7 +127,7 @@ class CacheDecoder:
         self._policy = policy
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
-        """Logits [N, V] of the first token of so many completions of each prompt; nothing may be in flight."""
+        """As `Decoder.start`; nothing may be in flight."""
         device, width = self._policy.device, max(len(p) for p in prompts)
         input_ids = torch.full((len(prompts), width), self._policy.pad_token_id)
         self._mask = torch.zeros_like(input_ids)
@@ -150,7 +150,7 @@ class CacheDecoder:
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Row n becomes what row `rows[n]` was; rows may repeat or be left out."""
+        """Replace row n with row `rows[n]`; rows may repeat or be dropped."""
         self._cache.reorder_cache(rows)
         self._mask, self._positions = self._mask[rows], self._positions[rows]
 

@@ -1,4 +1,4 @@
-"""A key/value cache whose rows can be repeated and dropped, and that grows without copying at every token.
+"""KV cache with repeatable rows that grows without copying at every token.
 
 N rows, K key/value heads, S positions, D head dimension.
 """
@@ -12,9 +12,9 @@ _ROOM = 64  # positions added when the buffer is full
 
 
 class GrowingLayer(DynamicLayer):
-    """Full-attention layer that writes into a buffer with room to spare; `keys` and `values` are views of it.
+    """Full-attention layer with preallocated buffers; `keys` and `values` are views of them.
 
-    The library's own layer concatenates at every token, which copies the whole cache each time.
+    The transformers layer concatenates at every token, which copies the whole cache each time.
     """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -25,7 +25,7 @@ class GrowingLayer(DynamicLayer):
         self._value_buffer = value_states[:, :, :0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append states [N, K, new, D]; returns all keys and values [N, K, S, D]."""
+        """Append states [N, K, new, D] and return all keys and values [N, K, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[-2]
@@ -39,7 +39,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row n becomes what row `beam_idx[n]` was; rows may repeat or be left out."""
+        """Replace row n with row `beam_idx[n]`; rows may repeat or be dropped."""
         if self.is_initialized:
             self._key_buffer = _rows(self._key_buffer, beam_idx, self._length)
             self._value_buffer = _rows(self._value_buffer, beam_idx, self._length)
@@ -51,7 +51,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _rows(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
-    """A buffer of the same capacity with other rows, of which only the used positions are copied."""
+    """Select rows into a new buffer of the same capacity, copying only used positions."""
     chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
     chosen[:, :, :used] = buffer[:, :, :used].index_select(0, rows)
     return chosen
@@ -65,7 +65,7 @@ def _with_room(buffer: Tensor, used: int, capacity: int) -> Tensor:
 
 
 def make_cache(model_config: Any) -> Cache:
-    """An empty cache for a model: the library's layers, with plain full-attention ones replaced by growing ones."""
+    """Create an empty cache whose plain full-attention layers are `GrowingLayer`s."""
     cache = DynamicCache(config=model_config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

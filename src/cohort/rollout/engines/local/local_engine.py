@@ -1,30 +1,30 @@
-"""The `local` rollout engine: the training processes sample, all waiting calls in one batch."""
+"""The `local` rollout engine: sample all waiting calls in one batch in the training processes."""
 
 from collections.abc import Callable, Sequence
 
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.engines.base import CallKey, Sampled, SampleRequest, SamplingParams
-from cohort.rollout.engines.call_queue import CallQueue, WaitingCall
+from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 
 Sample = Callable[[Sequence[SampleRequest]], list[tuple[Sampled, ...]]]
 
 
 class LocalEngine:
-    """Model calls answered by a sampler in this process, or by the samplers of all ranks."""
+    """Answers model calls with this process's sampler, or with those of all ranks."""
 
     def __init__(self, sample: Sample):
-        """Use `sample` (`Sampler.sample`, or the same over all ranks), whose weights are the trainer's."""
+        """Use `sample`: `Sampler.sample`, or its counterpart over all ranks."""
         self._sample = sample
         self._calls = CallQueue()
         self._policy_version = 0
 
     async def generate(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:
-        """Sample a continuation of `token_ids` [K], together with all other calls that wait."""
+        """Sample a continuation of `token_ids` [K], batched with all waiting calls."""
         return await self._calls.put(token_ids, sampling, key)
 
     def advance(self) -> bool:
         """Sample all waiting calls: one batch, unless they differ in purpose, temperature, top-p or top-k."""
-        batches: dict[object, list[WaitingCall]] = {}
+        batches: dict[object, list[PendingCall]] = {}
         for call in self._calls.take():
             settings = (call.sampling.temperature, call.sampling.top_p, call.sampling.top_k)
             batches.setdefault((call.key.purpose, settings), []).append(call)
@@ -33,16 +33,16 @@ class LocalEngine:
         return bool(batches)
 
     def release_gpus(self) -> None:
-        """Do nothing: sampling is over when a wait ends."""
+        """Do nothing: no sampling is in progress when a wait ends."""
 
     def load_weights(self, *, policy_version: int) -> None:
-        """Note the version: the weights are the trainer's own."""
+        """Store the version; the weights are the trainer's own."""
         self._policy_version = policy_version
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
 
-    def _answer(self, groups: Sequence[Sequence[WaitingCall]]) -> None:
+    def _answer(self, groups: Sequence[Sequence[PendingCall]]) -> None:
         """Sample groups of calls with the same context."""
         requests = [
             SampleRequest(
@@ -55,9 +55,9 @@ class LocalEngine:
                 call.answer(sampled, policy_version=self._policy_version)
 
 
-def _by_context(calls: Sequence[WaitingCall]) -> list[list[WaitingCall]]:
+def _by_context(calls: Sequence[PendingCall]) -> list[list[PendingCall]]:
     """Group calls with equal context and sampling parameters, in order of the first of each group."""
-    groups: dict[object, list[WaitingCall]] = {}
+    groups: dict[object, list[PendingCall]] = {}
     for call in calls:
         groups.setdefault((call.token_ids.tobytes(), call.sampling), []).append(call)
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""Split sampling over ranks in equal shares. A call's random stream is its own, so its rank does not change it."""
+"""Split sampling evenly over ranks. A call's random stream does not depend on its rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from cohort.rollout.engines.base import Sampled, SampleRequest
 
 
 def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[list[SampleRequest]]:
-    """Return one list of requests per rank; their numbers of calls differ by one at most.
+    """Return one list of requests per rank; their numbers of calls differ by at most one.
 
     Consecutive calls stay together, so that few contexts are prefilled on two ranks.
     """
@@ -30,7 +30,7 @@ def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[l
 def merge_shares(
     requests: Sequence[SampleRequest], shares: Sequence[Sequence[tuple[Sampled, ...]]]
 ) -> list[tuple[Sampled, ...]]:
-    """Return the completions of each request from what the ranks sampled of them, in the order of the ranks."""
+    """Merge the completions sampled by each rank, in rank order, into one tuple per request."""
     sampled = [completion for share in shares for part in share for completion in part]
     merged, start = [], 0
     for request in requests:

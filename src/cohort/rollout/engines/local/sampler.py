@@ -1,4 +1,4 @@
-"""Sample with torch in the training process, on any device, from the training weights themselves.
+"""Sample with PyTorch in the training process, from the training weights, on any device.
 
 A request's context is prefilled once. Completions that have ended leave the batch and others join it.
 N completions.
@@ -20,15 +20,15 @@ from cohort.rollout.engines.base import Sampled, SampleRequest
 from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
 
-# Dropping rows copies what they have in the cache, so it waits until this share of the batch has ended.
+# Dropping rows copies the cache of the others, so wait until this fraction of the batch has ended.
 _DROP_WHEN_ENDED = 0.15
-# Those that begin together are attended to in calls of their own; so a few do not begin by themselves.
+# Completions that start together share attention calls, so wait until this fraction of the batch is free.
 _JOIN_WHEN_FREE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Raw tokens of N rows; entries at and after `lengths` mean nothing."""
+    """Sampled tokens of N rows; entries at and after `lengths` are undefined."""
 
     tokens: np.ndarray  # [N, max_completion_tokens] int64
     logprobs: np.ndarray  # [N, max_completion_tokens] float64
@@ -44,8 +44,7 @@ class Sampler:
         Args:
             policy: shared with the trainer, never copied.
             end_token_ids: each of them ends a completion.
-            max_num_seqs: rows in flight at a time; the completions of one prompt are started together, even if they
-                are more.
+            max_num_seqs: maximum rows in flight; a prompt's completions start together, even if there are more.
 
         Raises:
             UserError: the model has no key/value cache.
@@ -71,17 +70,17 @@ class Sampler:
         was_training = model.training
         model.eval()
         try:
-            # one autocast around all: it casts the weights once. Not inference mode: what a model caches of such
-            # tensors, like the tables of its rotary embedding, could not be used in training.
+            # one autocast around everything casts the weights once. Not inference mode: tensors that the model caches,
+            # such as rotary embeddings, could not be used in training.
             with torch.no_grad(), self._policy.unsharded(), self._policy.autocast():
-                return self._sampled(requests)
+                return self._sample(requests)
         finally:
             model.train(was_training)
 
-    def _sampled(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
         if not requests:
-            return []  # a rank's share may be empty
-        raw = self._rows([part for request in requests for part in self._parts(request)])
+            return []  # a rank may have no requests
+        raw = self._decode([part for request in requests for part in self._split(request)])
         ends = frozenset(self._end_ids.tolist())
         sampled = [
             Sampled(
@@ -94,14 +93,14 @@ class Sampler:
         stops = np.cumsum([len(r.keys) for r in requests])
         return [tuple(sampled[stop - len(r.keys) : stop]) for r, stop in zip(requests, stops, strict=True)]
 
-    def _parts(self, request: SampleRequest) -> Iterator[SampleRequest]:
-        """Divide a request that joins the calls of several prompts and exceeds `max_num_seqs`."""
+    def _split(self, request: SampleRequest) -> Iterator[SampleRequest]:
+        """Split a request with more calls than one prompt's group if it exceeds `max_num_seqs`."""
         most = max(self._max_num_seqs, request.sampling.num_generations)
         for start in range(0, len(request.keys), most):
             yield replace(request, keys=request.keys[start : start + most])
 
-    def _rows(self, requests: Sequence[SampleRequest]) -> _Rows:
-        """Decode, starting further requests as others end, until every completion has ended."""
+    def _decode(self, requests: Sequence[SampleRequest]) -> _Rows:
+        """Decode all requests, starting new ones as others end (continuous batching)."""
         device, sampling = self._policy.device, requests[0].sampling
         limit = max(request.sampling.max_completion_tokens for request in requests)
         uniforms = torch.from_numpy(np.stack([uniform_stream(key, limit) for r in requests for key in r.keys])).to(
@@ -119,14 +118,14 @@ class Sampler:
         tokens = torch.zeros(total, limit, dtype=torch.int64, device=device)
         logprobs = torch.zeros(total, limit, dtype=torch.float64, device=device)
         lengths = torch.zeros(total, dtype=torch.int64, device=device)
-        row = torch.zeros(0, dtype=torch.int64, device=device)  # which completion each row in flight is
-        t = torch.zeros_like(row)  # its next token
-        running = torch.zeros_like(row, dtype=torch.bool)  # one that has ended stays for a while, and means nothing
+        row = torch.zeros(0, dtype=torch.int64, device=device)  # completion of each row in flight
+        t = torch.zeros_like(row)  # position of its next token
+        running = torch.zeros_like(row, dtype=torch.bool)  # False: has ended but is not dropped yet
         waiting, num_started = deque(requests), 0
         logits: list[Tensor] = []
         while waiting or len(row):
             stopping.check()
-            if joining := self._joining(waiting, len(row), decoder):
+            if joining := self._next_requests(waiting, len(row), decoder):
                 counts = [len(request.keys) for request in joining]
                 logits.append(decoder.start([request.token_ids for request in joining], counts))
                 new = torch.arange(num_started, num_started + sum(counts), device=device)
@@ -142,9 +141,11 @@ class Sampler:
             )
             tokens[row, t], logprobs[row, t] = chosen, tokens_logprobs.double()
             t = t + 1
-            age = t + unused[row]  # `limit` at the last token that a call may have
+            age = t + unused[row]  # equals `limit` at a call's last allowed token
             ends = running & (torch.isin(chosen, self._end_ids) | (age == limit))
-            lengths[row] = torch.where(ends, t, lengths[row])  # of a mask the host would have to know the size
+            lengths[row] = torch.where(
+                ends, t, lengths[row]
+            )  # not a masked index, which would synchronize with the host
             running &= ~ends
             num_running, oldest = torch.stack([running.sum(), age.max()]).tolist()
             if num_running <= (1 - _DROP_WHEN_ENDED) * len(row) or oldest == limit:
@@ -154,8 +155,8 @@ class Sampler:
             logits = [decoder.step(chosen)] if len(row) else []
         return _Rows(tokens=tokens.cpu().numpy(), logprobs=logprobs.cpu().numpy(), lengths=lengths.cpu().numpy())
 
-    def _joining(self, waiting: deque[SampleRequest], num_rows: int, decoder: Decoder) -> list[SampleRequest]:
-        """Takes the requests that start now: as many as `max_num_seqs` admits beside the rows in flight."""
+    def _next_requests(self, waiting: deque[SampleRequest], num_rows: int, decoder: Decoder) -> list[SampleRequest]:
+        """Pop the requests that start now, as many as `max_num_seqs` allows besides the rows in flight."""
         free = self._max_num_seqs - num_rows
         if num_rows and not (decoder.can_join and free >= _JOIN_WHEN_FREE * self._max_num_seqs):
             return []

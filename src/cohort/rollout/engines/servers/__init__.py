@@ -1,4 +1,4 @@
-"""Servers that sample, whatever program they are: kept running, given requests, and brought up to date."""
+"""Sample on a fleet of servers of any kind: supervision, request scheduling and weight updates."""
 
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer, RunningServer, ServerHandle

@@ -1,7 +1,7 @@
-"""Weights for servers on the GPUs that train: every rank lends memory that the server on its GPU reads (CUDA IPC).
+"""Share weights with servers on the training GPUs through CUDA IPC.
 
-All ranks gather every tensor anyway. Each copies them, portion after portion, into a buffer of its own that lies alike
-on all of them, so that one list of names and offsets tells every server where to read.
+All ranks gather every tensor anyway. Each copies them, one bucket at a time, into a buffer on its own GPU, from which
+the server on that GPU reads. The layout is the same on all ranks, so one list of names and offsets serves all servers.
 """
 
 import secrets
@@ -14,57 +14,57 @@ from torch import Tensor
 
 from cohort.distributed import Ranks
 from cohort.models import TensorSpec
-from cohort.plan.defaults import PORTION_BYTES
+from cohort.plan.defaults import BUCKET_BYTES
 
 _ALIGNMENT = 256
 _PROBE_BYTES = 16  # at the beginning of the buffer
 
-Portion = dict[str, int]  # names of tensors in their order, and where each begins in the buffer
+Bucket = dict[str, int]  # offsets in the buffer by tensor name, in order
 
 
-class Lender:
-    """One rank's buffer, for one update."""
+class IpcBuffer:
+    """A rank's shared buffer for one weight update."""
 
     def __init__(self, specs: Sequence[TensorSpec], ranks: Ranks, device: torch.device):
-        """Allocate the buffer; every rank does it.
+        """Allocate the buffer. Called on every rank.
 
         Args:
-            specs: of all tensors that will be lent.
+            specs: of all tensors that will be shared.
             ranks: of the run.
             device: of this rank.
         """
         self._ranks = ranks
         self._device = device
-        self._portions = portions(specs)
+        self._buckets = make_buckets(specs)
         nbytes = {spec.name: _nbytes(spec) for spec in specs}
-        ends = [offset + nbytes[name] for portion in self._portions for name, offset in portion.items()]
+        ends = [offset + nbytes[name] for bucket in self._buckets for name, offset in bucket.items()]
         buffer = allocate(max(ends, default=_PROBE_BYTES), device)
         probe = secrets.token_bytes(_PROBE_BYTES)
         buffer[:_PROBE_BYTES] = torch.frombuffer(bytearray(probe), dtype=torch.uint8)
         self._synchronize()
-        told = ranks.gather((gpu_uuid(device), handle_of(buffer) | {"probe": probe.hex()}))
-        self.handles: dict[str, Any] = dict(told or ())  # by GPU, how to open its buffer; rank 0's
+        handles = ranks.gather((gpu_uuid(device), ipc_handle(buffer) | {"probe": probe.hex()}))
+        self.handles: dict[str, Any] = dict(handles or ())  # IPC handles by GPU; empty but on rank 0
         self._buffer: Tensor | None = buffer
 
     def stage(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, in the buffer. Every rank takes part, to the end.
+        """Yield every weight as a view of the buffer. A collective: every rank must iterate to the end.
 
-        A portion is given out when it lies on all ranks, and stays until whoever takes its last tensor asks for more.
+        A bucket is yielded once all ranks have it, and stays valid until the tensor after its last one is requested.
         """
         buffer, self._buffer = self._buffer, None
-        assert buffer is not None, "a buffer is lent once"
-        for portion in self._portions:
-            lent = []
-            for name, offset in portion.items():
-                came, tensor = next(weights)
-                assert came == name, "weights come as they were declared"
+        assert buffer is not None, "a buffer is used for one update"
+        for bucket in self._buckets:
+            staged = []
+            for name, offset in bucket.items():
+                received, tensor = next(weights)
+                assert received == name, "weights must arrive in the declared order"
                 place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                lent.append((name, place.copy_(tensor.detach())))
+                staged.append((name, place.copy_(tensor.detach())))
                 del tensor
-            self._synchronize()  # the servers' streams do not wait for ours
+            self._synchronize()  # the servers' streams do not wait for this one
             self._ranks.largest(0)
-            yield from lent
-            self._ranks.largest(0)  # what the others lend is being read until here
+            yield from staged
+            self._ranks.largest(0)  # servers may read the other ranks' buffers until here
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -76,12 +76,12 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def portions(specs: Sequence[TensorSpec]) -> list[Portion]:
-    """Lay tensors out in a buffer that holds some of them at a time."""
-    found: list[Portion] = []
+def make_buckets(specs: Sequence[TensorSpec]) -> list[Bucket]:
+    """Divide tensors into buckets of at most `BUCKET_BYTES`; a larger tensor gets its own."""
+    found: list[Bucket] = []
     end = 0
     for spec in specs:
-        if not found or end + _nbytes(spec) > PORTION_BYTES:
+        if not found or end + _nbytes(spec) > BUCKET_BYTES:
             found.append({})
             end = _ALIGNMENT  # after the probe
         found[-1][spec.name] = end
@@ -90,33 +90,32 @@ def portions(specs: Sequence[TensorSpec]) -> list[Portion]:
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory that another process can open.
+    """Allocate GPU memory that another process can open.
 
-    Expandable segments are shared through file descriptors that containers often do not let through
-    ("pidfd_getfd: Operation not permitted"), so it lies outside of them: while they are off the allocator takes neither
-    a new one nor room in an old one.
+    Expandable segments are shared through file descriptors, which containers often block ("pidfd_getfd: Operation not
+    permitted"). They are therefore disabled during this allocation, which also keeps it out of existing ones.
     """
     settings = torch._C._accelerator_getAllocatorSettings()
     if "expandable_segments:True" not in settings:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")  # others keep their values
+    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")  # keep the other settings
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     finally:
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
-def handle_of(buffer: Tensor) -> dict[str, Any]:
-    """How another process on this GPU opens the buffer, as JSON; the buffer has to be kept until it is done.
+def ipc_handle(buffer: Tensor) -> dict[str, Any]:
+    """Return the CUDA IPC handle of the buffer as JSON values; keep the buffer until the reader is done.
 
-    The order of `reduce_tensor`'s arguments is that of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
+    `reduce_tensor` returns arguments in the order of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)
     (_, _, _, _, _, _, device, handle, storage_bytes, storage_offset, _, *counter_and_event) = arguments
     counter, counter_offset, event, event_sync_required = counter_and_event
-    # torch keeps memory that was shared until its reader has let go, which one that was killed never does
+    # PyTorch keeps shared memory until its reader releases it, which a killed reader never does
     with suppress(RuntimeError):
         torch.UntypedStorage._release_ipc_counter(counter, counter_offset, device=device)
     return {

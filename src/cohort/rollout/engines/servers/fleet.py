@@ -1,7 +1,7 @@
-"""The servers of a run, in a thread of their own: who is up, who samples what, and who has failed.
+"""Schedule requests over a run's servers, in a thread of its own.
 
-Every request is leased to one server until a deadline. Whatever happens to the server, the request is then either
-answered, once, or back in the queue.
+Every request is leased to one server with a timeout. Whatever happens to the server, the request is then either
+answered exactly once or back in the queue.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from cohort.rollout.engines.servers.supervisor import Supervisor
 
 T = TypeVar("T")
 
-# A request that so many servers have failed at, one after the other, is the likely cause.
+# If this many servers fail at one request, the request is the likely cause.
 _MAX_LEASES = 10
-_CALL_TIMEOUT_S = 60.0  # of what the fleet's thread does at once
+_CALL_TIMEOUT_S = 60.0  # of quick calls in the fleet's thread
 _CLOSE_TIMEOUT_S = 60.0
 _CLOSED = "the rollout engine was closed before this was sampled"
 
 
 class Fleet:
-    """Leases requests to servers and keeps the servers running. Its methods are for one thread, that of the loop."""
+    """Leases requests to servers and keeps the servers running. Call it from the training thread only."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class Fleet:
         server_name: str,
         find_cause: Callable[[str], str | None] = lambda log: None,
     ):
-        """Start the servers; returns at once.
+        """Start the servers without waiting for them.
 
         Args:
             handles: of the servers.
             client: makes the client, in the fleet's thread.
-            limits: of times and failures.
-            server_name: of one of them in messages, such as "vLLM server".
-            find_cause: why a server ended, from its log; None where the log does not tell.
+            limits: timeouts and allowed failures.
+            server_name: in messages, such as "vLLM server".
+            find_cause: extracts why a server failed from its log; None if the log does not say.
         """
         self.limits = limits
         self.server_name = server_name
@@ -59,32 +59,32 @@ class Fleet:
         self._unfinished: set[Job] = set()
         self._leases: dict[asyncio.Task[GeneratedGroup], tuple[Server, Job]] = {}
         self._numbers = count()
-        self._target: int | None = None  # the version of the policy that a server must have to get work
+        self._target: int | None = None  # policy version that a server must have to get requests
         self._notes: deque[str] = deque()
         self._fatal: TrainingError | None = None
-        self.on_change: Callable[[], None] = lambda: None  # called in the fleet's thread when servers come, go or fail
+        self.on_change: Callable[[], None] = lambda: None  # called in the fleet's thread when a server's state changes
         self._changed = threading.Event()
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
-        if not self._begun.wait(_CALL_TIMEOUT_S):
-            raise TrainingError(f"the thread of the {server_name}s does not start within {_CALL_TIMEOUT_S:g} s")
+        if not self._started.wait(_CALL_TIMEOUT_S):
+            raise TrainingError(f"the thread of the {server_name}s did not start within {_CALL_TIMEOUT_S:g} s")
         self.check()
 
-    # What the other thread calls.
+    # Called from the training thread.
 
     def check(self) -> None:
-        """Raises `TrainingError` if the fleet cannot go on."""
+        """Raise `TrainingError` if the fleet has failed."""
         if self._fatal:
             raise self._fatal
 
     def notes(self) -> Iterator[str]:
-        """What a person should know, since the last call."""
+        """Yield messages for the user since the last call."""
         while self._notes:
             yield self._notes.popleft()
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Until something has happened since the last call, but not for longer."""
+        """Wait until something has changed since the last call, at most `timeout_s`."""
         self._changed.wait(timeout_s)
         self._changed.clear()
 
@@ -95,12 +95,12 @@ class Fleet:
         urgent: bool = False,
         only: RunningServer | None = None,
     ) -> None:
-        """Begin to sample. The fleet's thread sets each future: to the completions, or to what is in their way.
+        """Queue requests. The fleet's thread sets each future to the completions or an error.
 
         Args:
-            requests: in the order in which they are wanted, with their futures.
-            urgent: before all that is not; what is under way goes on.
-            only: the one server that must do them; then its failure, a `ServerError`, is theirs.
+            requests: with their futures, in order of preference.
+            urgent: run before all other queued requests.
+            only: run on this server only; if it fails, the futures get its `ServerError`.
         """
         self.check()
         jobs = [Job(number=next(self._numbers), request=r, result=f, urgent=urgent, only=only) for r, f in requests]
@@ -113,11 +113,11 @@ class Fleet:
         self._call(enqueue)
 
     def num_unfinished(self) -> int:
-        """Requests that are neither answered nor refused."""
+        """Return the number of requests without a result."""
         return len(self._unfinished)
 
     def running(self) -> list[RunningServer]:
-        """The servers that are up."""
+        """Return the servers that are up."""
         return self._call(
             lambda: [
                 RunningServer(index=s.index, num_starts=s.num_starts, url=s.handle.url, version=s.version)
@@ -127,13 +127,13 @@ class Fleet:
         )
 
     def num_starting(self, *, first_time: bool = False) -> int:
-        """Servers that may come up without having failed again; or those that have never failed or come up."""
+        """Return the number of servers that are starting, or only of those in their first start."""
         return self._call(
             lambda: sum(s.state is State.STARTING and (s.num_starts <= 1 or not first_time) for s in self._servers)
         )
 
-    def aim(self, version: int) -> None:
-        """Give work to those servers alone that have this version of the policy."""
+    def set_policy_version(self, version: int) -> None:
+        """Send requests only to servers with this policy version."""
 
         def change() -> None:
             self._target = version
@@ -143,7 +143,7 @@ class Fleet:
 
     @contextmanager
     def publishing(self, servers: Iterable[RunningServer]) -> Iterator[None]:
-        """Weights are on their way to these servers, which need not answer until they are there."""
+        """Skip health checks of servers while they receive weights."""
 
         def mark(publishing: bool) -> None:
             for server in filter(None, map(self._same_start, servers)):
@@ -155,8 +155,8 @@ class Fleet:
         finally:
             self._call(lambda: mark(False))
 
-    def has(self, server: RunningServer, version: int | None) -> None:
-        """The server has this version of the policy now; None: it has none."""
+    def set_version(self, server: RunningServer, version: int | None) -> None:
+        """Record the policy version of a server's weights; None if it has none."""
 
         def change() -> None:
             if same := self._same_start(server):
@@ -166,7 +166,7 @@ class Fleet:
         self._call(change)
 
     def fail(self, server: RunningServer, error: ServerError) -> None:
-        """The server does not do what it should: it is started again, and its requests go to others."""
+        """Mark a server as failed. It is restarted, and its requests go to other servers."""
 
         def change() -> None:
             if same := self._same_start(server):
@@ -174,19 +174,19 @@ class Fleet:
 
         self._call(change)
 
-    def hold_starts(self, hold: bool) -> None:
-        """Start no server until told otherwise."""
+    def pause_starts(self, hold: bool) -> None:
+        """Pause or resume server starts."""
         self._call(self._supervisor.may_start.clear if hold else self._supervisor.may_start.set)
 
     def close(self) -> None:
-        """End the servers of this run. What is unfinished fails with a `TrainingError`."""
+        """Stop the servers of this run. Unfinished requests fail with a `TrainingError`."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(_CLOSE_TIMEOUT_S)
-        self._die(TrainingError(_CLOSED))  # where the thread could not
+        self._abort(TrainingError(_CLOSED))  # in case the thread could not
 
     def _call(self, function: Callable[[], T]) -> T:
-        """The result of a quick function, run in the fleet's thread."""
+        """Run a quick function in the fleet's thread and return its result."""
         self.check()
         result: Future[T] = Future()
 
@@ -202,23 +202,23 @@ class Fleet:
         except TimeoutError:
             self.check()
             raise TrainingError(
-                f"the thread of the {self.server_name}s does not answer within {_CALL_TIMEOUT_S:g} s"
+                f"the thread of the {self.server_name}s did not answer within {_CALL_TIMEOUT_S:g} s"
             ) from None
 
-    # What the fleet's thread does.
+    # Runs in the fleet's thread.
 
     def _run(self) -> None:
         try:
             asyncio.run(self._main())
         except BaseException as error:
-            self._die(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
+            self._abort(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
         finally:
-            self._begun.set()
+            self._started.set()
             self._changed.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._over = asyncio.Event()
+        self._closing = asyncio.Event()
         self._servers = [
             Server(index=i, name=f"{self.server_name} {i}", handle=handle, failure=self._loop.create_future())
             for i, handle in enumerate(self._handles)
@@ -229,30 +229,30 @@ class Fleet:
                 self.limits,
                 find_cause=self._find_cause,
                 note=self._note,
-                on_up=self._tell_change,
+                on_up=self._signal_change,
                 on_down=self._release,
             )
             tasks = [asyncio.create_task(self._supervise(server)) for server in self._servers]
             for task in tasks:
-                task.add_done_callback(self._crashed)
-            self._begun.set()
-            await self._over.wait()
-            self._die(TrainingError(_CLOSED))
+                task.add_done_callback(self._check_task)
+            self._started.set()
+            await self._closing.wait()
+            self._abort(TrainingError(_CLOSED))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, *self._leases, return_exceptions=True)
             await asyncio.gather(*(s.in_thread(s.handle.stop) for s in self._servers), return_exceptions=True)
 
     async def _supervise(self, server: Server) -> None:
-        last_words = await self._supervisor.supervise(server)
-        failures = f"{server} has failed {server.num_failures} times with no completion between"
+        failure = await self._supervisor.supervise(server)
+        message = f"{server} failed {server.num_failures} times without a completion in between"
         if all(s.state is State.LOST for s in self._servers):
-            self._die(TrainingError(f"no {self.server_name} is left. {failures}. {last_words}"))
+            self._abort(TrainingError(f"no {self.server_name} is left: {message}. {failure}"))
         else:
-            self._note(f"{failures}: the run goes on without it. {last_words}")
+            self._note(f"{message}; continuing without it. {failure}")
 
     def _dispatch(self) -> None:
-        """Leases requests in their order as long as there is room."""
+        """Lease queued requests in order while servers have room."""
         waiting: list[Job] = []
         while self._queue and not self._fatal:
             job = self._queue.pop(0)
@@ -263,9 +263,9 @@ class Fleet:
             if server is None or self._room(server) < job.request.num_completions:
                 waiting.append(job)
                 if job.only:
-                    continue  # the other servers need not wait for this one
+                    continue  # the other servers need not wait for it
                 break
-            if error := server.why_too_long(job.request):
+            if error := server.length_error(job.request):
                 self._finish(job, error)
                 continue
             server.num_in_flight += job.request.num_completions
@@ -279,13 +279,13 @@ class Fleet:
         return [self._servers[job.only.index]] if job.only else self._servers
 
     def _serves(self, server: Server) -> bool:
-        return server.state is State.UP and server.version == self._target is not None and not server.resting
+        return server.state is State.UP and server.version == self._target is not None and not server.backing_off
 
     def _room(self, server: Server) -> int:
         return self.limits.max_num_seqs - server.num_in_flight
 
     async def _lease(self, server: Server, request: GenerateRequest) -> GeneratedGroup:
-        """One attempt at a request."""
+        """Attempt a request once."""
         had = server.version
 
         def allows(version: int) -> bool:
@@ -294,40 +294,40 @@ class Fleet:
         group = await self._client.generate(server.handle.url, request, allows=allows)
         if not len(group.completions) == len(group.policy_versions) == request.num_completions:
             raise ServerError(
-                f"{server} answered wrongly for prompt {request.prompt_id}: {len(group.completions)} completions with "
-                f"{len(group.policy_versions)} policy versions instead of {request.num_completions}"
+                f"{server} sent an invalid answer for prompt {request.prompt_id}: {len(group.completions)} completions "
+                f"with {len(group.policy_versions)} policy versions instead of {request.num_completions}"
             )
         return group
 
     def _end_lease(self, task: "asyncio.Task[GeneratedGroup]") -> None:
-        """What came of an attempt. Here and not in its task, which may be cancelled before it begins."""
+        """Handle the result of an attempt. A callback, since the task may be cancelled before it starts."""
         server, job = self._leases.pop(task)
         server.num_in_flight -= job.request.num_completions
-        # cancelled: the server has failed at something else, or all is over
+        # cancelled: the server failed elsewhere, or the fleet is closing
         error = ServerError(f"{server} has failed") if task.cancelled() else task.exception()
         if error is None:
-            server.num_failures = server.num_rests = 0
-            server.last_end = None
+            server.num_failures = server.num_busy = 0
+            server.last_failure = None
             self._finish(job, task.result())
         elif isinstance(error, BusyError):
-            job.num_leases -= 1  # no fault of the request
-            self._rest(server, error)
-            self._give_back(job, error)
+            job.num_leases -= 1  # not the request's fault
+            self._back_off(server, error)
+            self._requeue(job, error)
         elif isinstance(error, ServerError):
             server.fail(error)
-            self._give_back(job, error)
+            self._requeue(job, error)
         elif isinstance(error, UserError):
             self._finish(job, error)
         else:
-            self._crashed(task)
+            self._check_task(task)
         self._dispatch()
 
-    def _give_back(self, job: Job, error: ServerError) -> None:
-        """A request whose lease has ended without completions."""
+    def _requeue(self, job: Job, error: ServerError) -> None:
+        """Put a request whose lease failed back into the queue."""
         if job.only:
             self._finish(job, error)
         elif job.num_leases >= _MAX_LEASES:
-            self._die(TrainingError(f"{job.num_leases} servers have failed at prompt {job.request.prompt_id}: {error}"))
+            self._abort(TrainingError(f"{job.num_leases} servers failed at prompt {job.request.prompt_id}: {error}"))
         elif job in self._unfinished:
             insort(self._queue, job)
 
@@ -341,29 +341,29 @@ class Fleet:
             job.result.set_result(outcome)
         self._changed.set()
 
-    def _rest(self, server: Server, error: BusyError) -> None:
-        """Leave a server that has no room alone for a while; one that has none for too long has failed."""
-        if server.resting:
+    def _back_off(self, server: Server, error: BusyError) -> None:
+        """Send a busy server no requests for a while. A server that is busy for too long has failed."""
+        if server.backing_off:
             return
         now = self._loop.time()
-        server.full_since = server.full_since if server.num_rests else now
-        server.num_rests += 1
-        server.resting = True
-        if now - server.full_since > self.limits.request_timeout_s:
+        server.busy_since = server.busy_since if server.num_busy else now
+        server.num_busy += 1
+        server.backing_off = True
+        if now - server.busy_since > self.limits.request_timeout_s:
             server.fail(error)
 
-        def go_on() -> None:
-            server.resting = False
+        def resume() -> None:
+            server.backing_off = False
             self._dispatch()
 
-        self._loop.call_later(self.limits.pause_s(server.num_rests), go_on)
+        self._loop.call_later(self.limits.pause_s(server.num_busy), resume)
 
     def _release(self, server: Server) -> None:
-        """A server has failed: its requests go back to the queue."""
+        """Return a failed server's requests to the queue."""
         for task, (leased_to, _) in self._leases.items():
             if leased_to is server:
                 task.cancel()
-        self._dispatch()  # those that only this server may do
+        self._dispatch()  # requests for this server only now fail
 
     def _same_start(self, running: RunningServer) -> Server | None:
         server = self._servers[running.index]
@@ -371,23 +371,23 @@ class Fleet:
 
     def _note(self, text: str) -> None:
         self._notes.append(text)
-        self._tell_change()
+        self._signal_change()
 
-    def _tell_change(self) -> None:
+    def _signal_change(self) -> None:
         self._changed.set()
         self.on_change()
 
-    def _crashed(self, task: "asyncio.Task[Any]") -> None:
-        """Sees to it that no task ends unseen."""
+    def _check_task(self, task: "asyncio.Task[Any]") -> None:
+        """Abort if a task ended with an unexpected error."""
         if not task.cancelled() and (error := task.exception()):
-            self._die(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
+            self._abort(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
 
-    def _die(self, error: TrainingError) -> None:
-        """Nothing can be sampled any more."""
+    def _abort(self, error: TrainingError) -> None:
+        """Fail all requests, now and later."""
         self._fatal = self._fatal or error
         self._queue.clear()
         for task in self._leases:
             task.cancel()
         for job in list(self._unfinished):
             self._finish(job, self._fatal)
-        self._tell_change()
+        self._signal_change()

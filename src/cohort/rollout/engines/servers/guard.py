@@ -1,9 +1,9 @@
-"""Runs a server, and ends it when whoever asked for it is gone, even by SIGKILL.
+"""Run a server and stop it when its parent dies, even by SIGKILL.
 
-Run by path with the standard library alone, so that it starts at once: `python -I -S guard.py COMMAND...`. The first
-line that it prints is the server's process id, which is also its process group's. It ends the whole group, the
-engine's processes included, when the server ends, when its own standard input does, or when its parent has changed.
-Its exit code is the server's, or 128 plus the signal that killed it.
+Run by path and with the standard library only, so that it starts fast: `python -I -S guard.py COMMAND...`. The first
+line of output is the server's process id, which is also its process group. The whole group is killed when the server
+exits, when standard input is closed, or when the parent process changes. The exit code is the server's, or 128 plus
+the signal that killed it.
 """
 
 import os
@@ -14,18 +14,18 @@ import sys
 from contextlib import suppress
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-_LOOKS_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 
 def main(command: list[str]) -> int:
-    """Run `command` until it ends, or nobody wants it any more."""
+    """Run `command` until it exits or its parent is gone."""
     parent = os.getppid()
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
     print(server.pid, flush=True)
     try:
         while server.poll() is None and os.getppid() == parent:
-            # a child of the parent may hold the other end of our input as well, hence both conditions
-            readable, _, _ = select.select([sys.stdin], [], [], _LOOKS_EVERY_S)
+            # a child of the parent may also hold the other end of our input, so check both
+            readable, _, _ = select.select([sys.stdin], [], [], _POLL_INTERVAL_S)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 break
         if server.poll() is None:
@@ -43,12 +43,12 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _leave(number: int, _: object) -> None:
+def _exit(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, _leave)
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning is for the run, which saves and ends servers
+    signal.signal(signal.SIGINT, _exit)
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning is for the run, which stops its servers
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Servers of a fleet: what they must be able to do, where they stand, and what they are asked."""
+"""Server handles, and the state of a fleet's servers and requests."""
 
 import asyncio
 import threading
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class ServerHandle(Protocol):
-    """A server that can be started and ended, as often as need be. One call at a time, from any thread."""
+    """Starts and stops a server, repeatedly if needed. Calls may come from any thread, one at a time."""
 
     @property
     def url(self) -> str:
-        """Where it listens; another address after another start."""
+        """Address of the server; may change when it restarts."""
         ...
 
     def start(self) -> None:
-        """Start it and return at once.
+        """Start the server without waiting for it.
 
         Raises:
             OSError: it cannot be started.
@@ -31,98 +31,98 @@ class ServerHandle(Protocol):
         ...
 
     def poll(self) -> str | None:
-        """None while it runs, else how it ended."""
+        """Return None while the server runs, else how it exited."""
         ...
 
     def log(self) -> str:
-        """What it has written since its last start."""
+        """Return the server's log since its last start."""
         ...
 
     def stop(self) -> None:
-        """End it, all its processes too."""
+        """Stop the server and all of its processes."""
         ...
 
 
 class RemoteServer:
-    """A server that someone else runs: it can only be waited for."""
+    """A server that Cohort does not manage (`rollout.urls`)."""
 
     def __init__(self, url: str):
-        """Nothing is sent yet."""
+        """Store the address."""
         self.url = url
 
     def start(self) -> None:
-        """Someone else does."""
+        """Do nothing."""
 
     def poll(self) -> str | None:
-        """Nobody here sees how it ends."""
+        """Return None: its process is not visible here."""
         return None
 
     def log(self) -> str:
-        """Its log is where it runs."""
+        """Return no log."""
         return ""
 
     def stop(self) -> None:
-        """Someone else does."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """What servers are given, and when they count as failed. Times in seconds."""
+    """Load limit, timeouts (in seconds) and allowed failures of servers."""
 
     max_num_seqs: int  # completions in flight on one server
     start_timeout_s: float
-    request_timeout_s: float  # one that has no room for so long has failed; the client has the same for each request
-    max_server_failures: int  # with no completion between; the first one is always too many where this is 0
+    request_timeout_s: float  # per request; also how long a server may be busy
+    max_server_failures: int  # without a completion in between; 0 is like 1
     health_every_s: float = 1.0
-    health_timeout_s: float = 60.0  # without any answer; a busy server answers late
-    first_pause_s: float = 1.0  # before a server is started again; doubles with every failure
+    health_timeout_s: float = 60.0  # without an answer; a busy server answers late
+    first_pause_s: float = 1.0  # before a restart; doubles with every failure
     longest_pause_s: float = 60.0
 
     def pause_s(self, num_failures: int) -> float:
-        """After so many failures."""
+        """Return the back-off after `num_failures` failures."""
         return min(self.first_pause_s * 2 ** (num_failures - 1), self.longest_pause_s)
 
 
 class State(Enum):
-    """Where a server stands."""
+    """State of a server."""
 
     STARTING = "starting"
-    UP = "up"  # serving if it has the current weights, else behind
-    FAILED = "failed"  # out of service until it is started again
+    UP = "up"  # samples if it has the current weights
+    FAILED = "failed"  # out of service until it restarts
     LOST = "lost"  # given up
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Server:
-    """A server and where it stands. Only the fleet's event loop changes one."""
+    """A server and its state, which only the fleet's event loop changes."""
 
     index: int
     name: str  # in messages
     handle: ServerHandle
-    failure: "asyncio.Future[ServerError]"  # of this start of it
+    failure: "asyncio.Future[ServerError]"  # of its current start
     state: State = State.STARTING
     num_starts: int = 0
     num_failures: int = 0  # since its last completion
-    last_end: str | None = None  # in which way it has ended, since its last completion
-    num_rests: int = 0  # since its last completion: how often it had no room
-    full_since: float = 0.0  # loop time of the first of them
-    version: int | None = None  # of the policy that was published to it, in this start of it
+    last_failure: str | None = None  # kind of the last failure since its last completion
+    num_busy: int = 0  # busy answers since its last completion
+    busy_since: float = 0.0  # event loop time of the first busy answer
+    version: int | None = None  # policy version of its weights, since its last start
     max_model_len: int = 0  # known once it is up
     num_in_flight: int = 0  # completions
-    resting: bool = False  # it is left alone for a while
-    publishing: bool = False  # weights are on their way to it, so it may not answer
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the calls of the handle that may take long
+    backing_off: bool = False  # gets no requests for a while
+    publishing: bool = False  # receiving weights, so it may not answer
+    lock: threading.Lock = field(default_factory=threading.Lock)  # serializes slow calls of the handle
 
     def __str__(self) -> str:
         return f"{self.name} ({self.handle.url})" if self.handle.url else self.name
 
     @property
     def restartable(self) -> bool:
-        """Whether it is this run's own."""
+        """Whether this run manages the server."""
         return not isinstance(self.handle, RemoteServer)
 
-    def why_too_long(self, request: GenerateRequest) -> UserError | None:
-        """Why the request is over the server's limit, where it would shorten completions and not say so."""
+    def length_error(self, request: GenerateRequest) -> UserError | None:
+        """Return an error if the request exceeds `max_model_len`; the server would silently shorten completions."""
         limit, num_prompt_tokens = self.max_model_len, len(request.token_ids)
         if request.total_tokens <= limit:
             return None
@@ -130,18 +130,18 @@ class Server:
         advice = f"Use at most {room}" if room > 0 else "Leave such prompts out (rollout.max_prompt_tokens)"
         return UserError(
             f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: prompt "
-            f"{request.prompt_id} has {num_prompt_tokens} tokens, and {self} takes {limit} of prompt and completion. "
+            f"{request.prompt_id} has {num_prompt_tokens} tokens, and max_model_len of {self} is {limit}. "
             f"{advice}, or servers with a larger max_model_len"
         )
 
     def fail(self, error: ServerError) -> None:
-        """Take it out of service at once. What supervises it does the rest."""
+        """Take the server out of service at once; its supervisor does the rest."""
         if self.state is State.UP:
             self.state = State.FAILED
             self.failure.set_result(error)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """The result of a call of the handle. One that has begun goes on when this is cancelled; the next one waits."""
+        """Call the handle in a thread. A started call completes even if cancelled; the next one waits for it."""
 
         def alone() -> T:
             with self.lock:
@@ -152,7 +152,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """A server that is up, as the thread of the loop sees it: one start of one server."""
+    """Snapshot of one start of a server that is up, for the training thread."""
 
     index: int
     num_starts: int
@@ -162,13 +162,13 @@ class RunningServer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A request of the fleet, and how often it was leased in vain."""
+    """A request in the fleet's queue."""
 
-    number: int  # in the order of submission: what was lost goes before what has not been begun
+    number: int  # order of submission; requeued requests keep theirs
     request: GenerateRequest
     result: Future[GeneratedGroup]
-    urgent: bool  # goes before what is not
-    only: RunningServer | None  # the one that must do it
+    urgent: bool  # runs before requests that are not
+    only: RunningServer | None  # the only server that may run it
     num_leases: int = 0
 
     def __lt__(self, other: "Job") -> bool:

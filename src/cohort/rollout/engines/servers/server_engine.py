@@ -1,4 +1,4 @@
-"""A rollout engine over servers: model calls answered by a fleet of servers that have the trainer's weights."""
+"""Rollout engine over a fleet of servers that have the trainer's weights."""
 
 import asyncio
 from collections import defaultdict
@@ -12,20 +12,20 @@ from cohort.errors import TrainingError
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout.collector import RolloutCollector
 from cohort.rollout.engines.base import CallKey, SamplingParams, StreamKey
-from cohort.rollout.engines.call_queue import CallQueue, WaitingCall
+from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import RunningServer
 from cohort.rollout.engines.servers.requests import GeneratedGroup, GenerateRequest, ServerError, requests_for
 
-# How long to wait without looking whether the fleet's thread is still there.
+# How often to check that the fleet's thread is alive.
 _TICK_S = 0.5
 
 
 class Channel(Protocol):
-    """The way of weights to one server."""
+    """Sends weights to one server."""
 
     def sleep(self) -> None:
-        """Have the server drop its weights and free its GPU memory until weights are published to it.
+        """Have the server free its GPU memory, weights included, until it receives weights again.
 
         Raises:
             ServerError: it did not.
@@ -33,7 +33,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what it holds. The server may be gone."""
+        """Release resources. The server may be gone."""
         ...
 
 
@@ -41,10 +41,10 @@ C = TypeVar("C", bound=Channel)
 
 
 class ServerEngine(Generic[C]):
-    """Submits calls to the fleet, and brings the weights to its servers.
+    """Submits model calls to the fleet and sends weights to its servers.
 
-    Weights are handed over in the thread that calls, since all training ranks take part: in `load_weights`, and in
-    `advance` to servers that have come up since.
+    Weights are sent in the calling thread, since all training ranks take part: in `load_weights`, and in `advance` to
+    servers that have started since.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class ServerEngine(Generic[C]):
         sleeps: bool = False,
         make_room: Callable[[], object] = lambda: None,
     ):
-        """Use `fleet`, which ends with the engine.
+        """Use `fleet`, which is closed with the engine.
 
         Args:
             fleet: of servers.
-            connect: opens the way of weights to the server at an address; may raise `ServerError`.
-            publish: hands the trainer's weights, as this version of the policy, to servers; says which ones failed.
-            note: told what a person should know, in the thread that calls.
-            while_waiting: called every second or so of a wait.
-            sleeps: servers share their GPUs with training, and sleep while nothing is sampled.
-            make_room: called before they wake, to give back the GPU memory that training keeps for later.
+            connect: opens a channel to the server at an address; may raise `ServerError`.
+            publish: sends the trainer's weights, with this policy version, through channels; returns errors by channel.
+            note: receives messages for the user, in the calling thread.
+            while_waiting: called about twice a second during waits.
+            sleeps: whether servers share GPUs with training, and sleep while nothing is sampled.
+            make_room: called before they wake up, to free GPU memory that PyTorch has cached.
         """
         self._fleet = fleet
-        self._waiting: defaultdict[RunningServer | None, CallQueue] = defaultdict(CallQueue)  # by who must answer
+        self._waiting: defaultdict[RunningServer | None, CallQueue] = defaultdict(CallQueue)  # by `only`
         self._connect = connect
         self._publish = publish
         self._note = note
@@ -95,7 +95,7 @@ class ServerEngine(Generic[C]):
         return await self._waiting[only].put(token_ids, sampling, key)
 
     def advance(self) -> bool:
-        """Request what waits from the servers. Those that have come up get their weights first.
+        """Submit waiting calls to the servers. Newly started servers receive weights first.
 
         Raises:
             TrainingError: no server is left, or a prompt makes one after the other fail.
@@ -105,28 +105,28 @@ class ServerEngine(Generic[C]):
         if calls:
             assert self._policy_version is not None, "nobody would ever be given work"
             self._wake()
-        self._pump()
+        self._poll_fleet()
         for only, taken in calls.items():
             self._submit(taken, only)
         return bool(calls)
 
     def load_weights(self, *, policy_version: int) -> None:
-        """Hand the trainer's weights to all servers that are up; the others get them when they are.
+        """Send the trainer's weights to all servers that are up; others receive them once they start.
 
         Raises:
             TrainingError: no server is left.
         """
         self._policy_version = policy_version
-        self._fleet.aim(policy_version)
+        self._fleet.set_policy_version(policy_version)
         self._wake()
-        self._pump()
+        self._poll_fleet()
 
     def sample_on_each_server(
         self, collector: RolloutCollector, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
     ) -> dict[str, list[RolloutGroup]]:
-        """Sample the same prompts on every server; return the groups by its address.
+        """Sample the same prompts on every server and return the groups by server address.
 
-        Waits for servers in their first start. Servers that fail meanwhile are left out, but not all of them.
+        Waits for servers in their first start. Servers that fail are left out; if all fail, sampling is retried.
 
         Args:
             collector: of this engine.
@@ -135,7 +135,7 @@ class ServerEngine(Generic[C]):
             key: names the random streams, which are the same on every server.
 
         Raises:
-            TrainingError: no server is left, or again and again none of them got through with it.
+            TrainingError: no server is left, or all servers failed repeatedly.
         """
         failures: list[ServerError] = []
         for _ in range(self._fleet.limits.max_server_failures + 1):
@@ -151,20 +151,18 @@ class ServerEngine(Generic[C]):
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerError)]
             if sampled := {url: o for url, o in outcomes.items() if not isinstance(o, ServerError)}:
                 return sampled
-        raise TrainingError(
-            f"every {self._fleet.server_name} has failed at the same few prompts again and again: {failures[0]}"
-        )
+        raise TrainingError(f"every {self._fleet.server_name} failed repeatedly at the same prompts: {failures[0]}")
 
     def close(self) -> None:
-        """End the fleet. Calls in flight fail with a `TrainingError`."""
+        """Close the fleet. Calls in flight fail with a `TrainingError`."""
         self._fleet.close()
-        self._tell()
+        self._forward_notes()
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
 
-    def _submit(self, calls: Sequence[WaitingCall], only: RunningServer | None) -> None:
-        # evaluation and comparisons are waited for by themselves; what is for later steps is not
+    def _submit(self, calls: Sequence[PendingCall], only: RunningServer | None) -> None:
+        # a step waits for evaluation and parity checks; training samples may be for later steps
         for urgent in (True, False):
             chosen = [call for call in calls if (call.key.purpose != "train") == urgent]
             parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
@@ -175,40 +173,40 @@ class ServerEngine(Generic[C]):
             if parts:
                 self._fleet.submit(parts, urgent=urgent, only=only)
 
-    def _wait_until(self, there: Callable[[], bool]) -> None:
-        self._pump()
-        while not there():
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        self._poll_fleet()
+        while not condition():
             stopping.check()
             self._fleet.wait_for_change(_TICK_S)
             self._while_waiting()
-            self._pump()
+            self._poll_fleet()
 
-    def _pump(self) -> None:
-        """What the fleet needs this thread for: weights for servers that are behind, notes, and an end with errors."""
-        self._tell()
+    def _poll_fleet(self) -> None:
+        """Forward messages, raise errors, and send weights to servers with old ones."""
+        self._forward_notes()
         self._fleet.check()
         if self._policy_version is None or self._asleep:
             return
         behind = [s for s in self._fleet.running() if s.version != self._policy_version]
         if behind:
-            self._bring_up_to_date(behind, self._policy_version)
-            self._tell()
+            self._update_weights(behind, self._policy_version)
+            self._forward_notes()
 
-    def _tell(self) -> None:
+    def _forward_notes(self) -> None:
         for text in self._fleet.notes():
             self._note(text)
 
     def _all_serve(self) -> bool:
-        """Whether none is on its way for the first time, and all that are up have the current weights."""
+        """Whether no server is in its first start, and all that are up have the current weights."""
         if self._fleet.num_starting(first_time=True):
             return False
-        running = self._fleet.running()  # asked after: what has come up in between is among them
+        running = self._fleet.running()  # queried second, so that it includes servers that came up in between
         return bool(running) and all(s.version == self._policy_version for s in running)
 
     def _serving(self) -> list[RunningServer]:
         return [s for s in self._fleet.running() if s.version == self._policy_version]
 
-    def _bring_up_to_date(self, behind: Sequence[RunningServer], version: int) -> None:
+    def _update_weights(self, behind: Sequence[RunningServer], version: int) -> None:
         with self._fleet.publishing(behind):
             servers: dict[C, RunningServer] = {}
             for server in behind:
@@ -222,10 +220,10 @@ class ServerEngine(Generic[C]):
                 if channel in failures:
                     self._fleet.fail(server, failures[channel])
                 else:
-                    self._fleet.has(server, version)
+                    self._fleet.set_version(server, version)
 
     def _channel(self, server: RunningServer) -> C:
-        """The one of this start of the server. May raise `ServerError`."""
+        """Return the channel to this start of the server. May raise `ServerError`."""
         started = (server.index, server.num_starts)
         for other in [key for key in self._channels if key[0] == server.index and key != started]:
             self._channels.pop(other).close()
@@ -234,36 +232,36 @@ class ServerEngine(Generic[C]):
         return self._channels[started]
 
     def release_gpus(self) -> None:
-        """Let servers that share their GPUs with training sleep, unless requests are in flight."""
+        """Put servers that share GPUs with training to sleep, unless requests are in flight."""
         if not self._sleeps or self._asleep or self._fleet.num_unfinished():
             return
-        # one that came up while training runs would take the memory from it
-        self._fleet.hold_starts(True)
+        # a server that starts during training would take its memory
+        self._fleet.pause_starts(True)
         self._wait_until(lambda: not self._fleet.num_starting())
         for server in self._fleet.running():
             try:
                 self._channel(server).sleep()
-                self._fleet.has(server, None)
+                self._fleet.set_version(server, None)
             except ServerError as error:
                 self._fleet.fail(server, error)
         self._asleep = True
 
     def _wake(self) -> None:
-        """Servers that sleep wake when they are given weights, which those that are behind are next."""
+        """Prepare for servers to wake up, which they do when they next receive weights."""
         if self._asleep:
             self._make_room()
             self._asleep = False
-            self._fleet.hold_starts(False)
+            self._fleet.pause_starts(False)
 
 
-def _answer_soon(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> None:
-    """Hand a request's outcome to the calls in their event loop. Called in the fleet's thread."""
+def _answer_soon(calls: Sequence[PendingCall], future: Future[GeneratedGroup]) -> None:
+    """Schedule `_answer` in the calls' event loop. Called in the fleet's thread."""
     loop = calls[0].result.get_loop()
     if not loop.is_closed():
         loop.call_soon_threadsafe(_answer, calls, future)
 
 
-def _answer(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> None:
+def _answer(calls: Sequence[PendingCall], future: Future[GeneratedGroup]) -> None:
     error = future.exception()
     if error:
         for call in calls:
@@ -271,14 +269,14 @@ def _answer(calls: Sequence[WaitingCall], future: Future[GeneratedGroup]) -> Non
         return
     group = future.result()
     completions = list(zip(group.completions, group.policy_versions, strict=True))
-    if calls[0].sampling.temperature == 0:  # one was asked for, since all are the same
+    if calls[0].sampling.temperature == 0:  # one was requested, since all are equal
         completions *= len(calls)
     for call, (sampled, version) in zip(calls, completions, strict=True):
         call.answer(sampled, policy_version=version)
 
 
 def _wake_up(loop: asyncio.AbstractEventLoop) -> None:
-    """End the event loop's wait for I/O, so that `advance` is called. Called in the fleet's thread."""
+    """Wake the event loop up, so that `advance` is called. Called in the fleet's thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(lambda: None)
 

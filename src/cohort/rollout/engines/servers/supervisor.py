@@ -1,4 +1,4 @@
-"""Keeps servers running: starts them, sees that they answer, and starts those that fail again."""
+"""Start servers, check their health, and restart those that fail."""
 
 import asyncio
 import re
@@ -8,11 +8,11 @@ from cohort.rollout.engines.servers.handles import FleetLimits, Server, State
 from cohort.rollout.engines.servers.requests import Client, ServerError
 
 _LOG_LINES = 20
-_FIRST_LOOK_S = 0.05  # at a server that starts or ends; at one that starts it doubles up to `health_every_s`
+_FIRST_POLL_S = 0.05  # of a server that starts or stops; doubles up to `health_every_s` while it starts
 
 
 class Supervisor:
-    """One task per server. For one event loop."""
+    """Supervises servers, with one task per server. For one event loop."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class Supervisor:
         on_up: Callable[[], None],
         on_down: Callable[[Server], None],
     ):
-        """Start nothing yet.
+        """Create a supervisor without starting anything.
 
         Args:
-            client: asks whether a server is there.
-            limits: of times and failures.
-            find_cause: why a server ended, from its log; None where the log does not tell.
-            note: told what a person should know.
+            client: for health checks.
+            limits: timeouts and allowed failures.
+            find_cause: extracts why a server failed from its log; None if the log does not say.
+            note: receives messages for the user.
             on_up: called when a server has come up.
-            on_down: called with a server that has just failed.
+            on_down: called with a server that just failed.
         """
         self._client = client
         self._limits = limits
@@ -44,39 +44,39 @@ class Supervisor:
         self.may_start.set()
 
     async def supervise(self, server: Server) -> str:
-        """Start the server as often as need be. Returns once it is given up: how it ended, and its last words."""
+        """Run the server, with restarts, until it is given up. Returns a description of its last failure."""
         while True:
             try:
                 await self._start(server)
                 await self._watch(server)
             except ServerError as error:
-                last_words = await self._end(server, error)
+                failure = await self._take_down(server, error)
                 if server.state is State.LOST:
-                    return last_words
-                again = "it is started again" if server.restartable else "it is tried again"
+                    return failure
+                action = "restarting" if server.restartable else "retrying"
                 pause_s = self._limits.pause_s(server.num_failures)
-                self._note(f"{last_words}\n{again} in {pause_s:g} s, and its prompts are sampled anew")
+                self._note(f"{failure}\n{action} in {pause_s:g} s; its prompts will be resampled")
                 await asyncio.sleep(pause_s)
 
     async def _start(self, server: Server) -> None:
-        """Until it answers.
+        """Start the server and wait until it answers.
 
         Raises:
-            ServerError: it does not.
+            ServerError: it failed to start.
         """
         await self.may_start.wait()
         loop = asyncio.get_running_loop()
         server.state, server.failure = State.STARTING, loop.create_future()
-        server.version, server.publishing, server.resting = None, False, False
+        server.version, server.publishing, server.backing_off = None, False, False
         server.num_starts += 1
-        server.num_rests = 0
-        started, look_s = loop.time(), _FIRST_LOOK_S
+        server.num_busy = 0
+        started, poll_s = loop.time(), _FIRST_POLL_S
         try:
             await server.in_thread(server.handle.start)
         except OSError as error:
-            raise ServerError(f"{server} cannot be started: {error}") from error
+            raise ServerError(f"cannot start {server}: {error}") from error
         self._note(
-            f"{server} is {'starting' if server.restartable else 'waited for'} (at most "
+            f"{'starting' if server.restartable else 'waiting for'} {server} (at most "
             f"{self._limits.start_timeout_s:g} s, rollout.start_timeout_s)"
         )
         while not await self._client.healthy(server.handle.url):
@@ -84,18 +84,18 @@ class Supervisor:
             if loop.time() - started > self._limits.start_timeout_s:
                 limit = f"rollout.start_timeout_s: {self._limits.start_timeout_s:g}"
                 raise _StartTimeoutError(f"{server} has not answered within {limit}")
-            await asyncio.sleep(look_s)
-            look_s = min(2 * look_s, self._limits.health_every_s)
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, self._limits.health_every_s)
         server.max_model_len = await self._client.max_model_len(server.handle.url)
         server.state = State.UP
-        self._note(f"{server} answers after {loop.time() - started:.1f} s")
+        self._note(f"{server} is up after {loop.time() - started:.1f} s")
         self._on_up()
 
     async def _watch(self, server: Server) -> None:
-        """Until it fails; never returns.
+        """Check the server's health until it fails; never returns.
 
         Raises:
-            ServerError: why it has failed.
+            ServerError: why it failed.
         """
         loop, every_s = asyncio.get_running_loop(), self._limits.health_every_s
         last_answer = loop.time()
@@ -104,51 +104,51 @@ class Supervisor:
             if server.failure.done():
                 raise server.failure.result()
             _check_alive(server)
-            # while it takes weights it need not answer; what sends them has a deadline of its own
+            # it may not answer while it receives weights; their sender has its own timeout
             if server.publishing or await self._client.healthy(server.handle.url):
                 last_answer = loop.time()
             elif loop.time() - last_answer > self._limits.health_timeout_s:
                 raise ServerError(f"{server} has not answered for {self._limits.health_timeout_s:g} s")
 
-    async def _end(self, server: Server, error: ServerError) -> str:
-        """Takes a server out of service, for good if it has failed too often. How it ended, and its last words."""
+    async def _take_down(self, server: Server, error: ServerError) -> str:
+        """Take a server out of service, for good after too many failures. Returns a description of the failure."""
         server.state = State.FAILED
         server.num_failures += 1
         self._on_down(server)
-        words, way = await self._last_words(server, error)
+        failure, kind = await self._describe_failure(server, error)
         await server.in_thread(server.handle.stop)
         too_often = server.num_failures >= max(1, self._limits.max_server_failures)
-        # one that ends in the same way twice would do so a third time; one that answers wrongly might not
-        again = way is not None and way == server.last_end
-        server.last_end = way
+        # the same cause twice would occur a third time; an invalid answer might not
+        again = kind is not None and kind == server.last_failure
+        server.last_failure = kind
         if too_often or again or (isinstance(error, _StartTimeoutError) and not server.restartable):
             server.state = State.LOST
-        return words
+        return failure
 
-    async def _last_words(self, server: Server, error: ServerError) -> tuple[str, str | None]:
-        """How a server failed, with the cause from its log or the log's last lines; and in which way it has ended."""
+    async def _describe_failure(self, server: Server, error: ServerError) -> tuple[str, str | None]:
+        """Describe a failure, with its cause or the last log lines; also return its kind, to compare failures."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.first_pause_s
-        # a server that breaks off in the midst of an answer is about to end, and how says more
+        # a server that drops a connection is about to exit, and its exit status says more
         while (ended := server.handle.poll()) is None and server.restartable and loop.time() < deadline:
-            await asyncio.sleep(_FIRST_LOOK_S)
+            await asyncio.sleep(_FIRST_POLL_S)
         how = str(error) if ended is None or ended in str(error) else f"{error} ({ended})"
         log = (await server.in_thread(server.handle.log)).rstrip()
         cause = self._find_cause(log) if ended is not None else None
-        if cause:  # bytes, ids and addresses differ from one end to the next
-            return f"{how}; the cause, from its log:\n{cause}", re.sub(r"\d+", "#", cause)
+        if cause:  # bytes, ids and addresses differ between failures
+            return f"{how}; cause (from its log):\n{cause}", re.sub(r"\d+", "#", cause)
         last_lines = "\n".join(log.splitlines()[-_LOG_LINES:])
-        way = "did not start" if isinstance(error, _StartTimeoutError) else ended
-        if way and re.search("SIGKILL|SIGTERM", way):  # somebody else's doing
-            way = None
-        return f"{how}; the last lines of its log:\n{last_lines}" if log else how, way
+        kind = "did not start" if isinstance(error, _StartTimeoutError) else ended
+        if kind and re.search("SIGKILL|SIGTERM", kind):  # killed from outside
+            kind = None
+        return f"{how}; last lines of its log:\n{last_lines}" if log else how, kind
 
 
 class _StartTimeoutError(ServerError):
-    """A server did not come up in time."""
+    """A server did not start in time."""
 
 
 def _check_alive(server: Server) -> None:
     ended = server.handle.poll()
     if ended is not None:
-        raise ServerError(f"{server} has ended: {ended}")
+        raise ServerError(f"{server} exited: {ended}")

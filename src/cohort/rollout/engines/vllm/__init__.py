@@ -1,4 +1,4 @@
-"""The `vllm` rollout engine: what of its servers is vLLM's."""
+"""The vLLM-specific parts of the `vllm` rollout engine."""
 
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient

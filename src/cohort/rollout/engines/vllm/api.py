@@ -1,7 +1,7 @@
-"""The endpoints of a vLLM server that a trainer needs besides generation, one method each.
+"""Client of a vLLM server's control endpoints, one method each.
 
-Nothing is tried again and nothing is remembered here. The endpoints of weights, pauses and caches are there only where
-the server runs with VLLM_SERVER_DEV_MODE=1 (https://docs.vllm.ai/en/latest/training/).
+Stateless and without retries. The endpoints for weights, pausing and caches require a server started with
+VLLM_SERVER_DEV_MODE=1 (https://docs.vllm.ai/en/latest/training/).
 """
 
 import re
@@ -17,18 +17,18 @@ from cohort.rollout.engines.servers.requests import ServerError
 
 
 class VllmApi:
-    """One server's endpoints. Any thread may call."""
+    """The control endpoints of one server. Thread-safe."""
 
     def __init__(self, url: str, *, timeout_s: float | None):
-        """Nothing is sent yet.
+        """Create a client without connecting.
 
         Args:
             url: such as http://127.0.0.1:8000.
-            timeout_s: longest wait for one answer; None for as long as the server is there, or until `close`.
+            timeout_s: maximum time per call; None to wait until the server exits or `close` is called.
         """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        # servers are on this machine or its network: a proxy of the environment would only be in the way
+        # servers are on the local network: ignore proxies from the environment
         self._client = httpx.Client(
             base_url=self.url,
             timeout=timeout_s,
@@ -36,12 +36,12 @@ class VllmApi:
             trust_env=False,
             limits=httpx.Limits(max_keepalive_connections=0),  # a server closes a connection after some errors
         )
-        self._sockets: set[socket.socket] = set()  # of the calls under way
+        self._sockets: set[socket.socket] = set()  # of calls in progress
         self._closed = False
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the connections. Calls that are under way in other threads fail at once."""
+        """Close the connections. Calls in progress in other threads fail at once."""
         with self._lock:
             self._closed = True
             for one in self._sockets:
@@ -49,96 +49,98 @@ class VllmApi:
         self._client.close()
 
     def version(self) -> str:
-        """Of vLLM, such as 0.32.0."""
-        return cast(str, self._field("/version", self._ask("GET", "/version"), "version", str))
+        """Return vLLM's version, such as 0.32.0."""
+        return cast(str, self._field("/version", self._request("GET", "/version"), "version", str))
 
     def world_size(self) -> int:
-        """Its workers, which are its GPUs: the weights have to reach each of them."""
-        return cast(int, self._field("/get_world_size", self._ask("GET", "/get_world_size"), "world_size", int))
+        """Return the number of workers (GPUs), all of which need the weights."""
+        return cast(int, self._field("/get_world_size", self._request("GET", "/get_world_size"), "world_size", int))
 
     def pause(self) -> None:
-        """Hold all requests where they are; they go on after `resume`. Keys and values that were cached are dropped."""
-        self._ask("POST", "/pause", params={"mode": "keep"})
+        """Pause all requests until `resume`. Their KV cache is dropped."""
+        self._request("POST", "/pause", params={"mode": "keep"})
 
     def resume(self) -> None:
-        """Go on with the requests that are held."""
-        self._ask("POST", "/resume")
+        """Resume paused requests."""
+        self._request("POST", "/resume")
 
     def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        """Have the server's workers meet the trainer, as `info` says."""
-        self._ask("POST", "/init_weight_transfer_engine", json={"init_info": info})
+        """Have the server's workers rendezvous with the trainer."""
+        self._request("POST", "/init_weight_transfer_engine", json={"init_info": info})
 
     def start_weight_update(self) -> None:
-        """Begin an update; refused while one has begun and is neither finished nor failed."""
-        self._ask("POST", "/start_weight_update")
+        """Begin an update. Fails while another one is in progress."""
+        self._request("POST", "/start_weight_update")
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        """One step of an update that has begun; the answer comes once all workers have done it."""
-        self._ask("POST", "/update_weights", json={"update_info": info})
+        """Run one step of an update on all workers."""
+        self._request("POST", "/update_weights", json={"update_info": info})
 
     def finish_weight_update(self, version: int | None) -> None:
-        """End an update. Tokens sampled from now on are told to be of `version`; None leaves that as it is."""
+        """Finish an update. New tokens are labeled `version`; None keeps the label."""
         name = None if version is None else str(version)
-        self._ask("POST", "/finish_weight_update", json={"weight_version": name})
+        self._request("POST", "/finish_weight_update", json={"weight_version": name})
 
     def set_weight_version(self, version: int) -> None:
-        """Tell tokens sampled from now on to be of `version`, without an update of weights."""
-        self._ask("POST", "/update_weight_version", json={"new_version": str(version)})
+        """Label new tokens `version` without a weight update."""
+        self._request("POST", "/update_weight_version", json={"new_version": str(version)})
 
     def weight_version(self) -> int | None:
-        """The version of the weights that sample; None for those of the files that the server was started with."""
-        said = self._field("/weight_info", self._ask("GET", "/weight_info"), "weight_version", str)
+        """Return the version of the current weights; None for those that the server loaded at startup."""
+        said = self._field("/weight_info", self._request("GET", "/weight_info"), "weight_version", str)
         return int(said) if re.fullmatch(r"\d+", said) else None
 
     def reset_prefix_cache(self) -> None:
-        """Drop the prefix cache. Requests under way recompute their keys and values."""
+        """Drop the prefix cache. Running requests recompute their KV cache."""
         params = {"reset_running_requests": "true"}
-        answer = self._ask("POST", "/reset_prefix_cache", params=params)
+        answer = self._request("POST", "/reset_prefix_cache", params=params)
         if not self._field("/reset_prefix_cache", answer, "success", bool):
             raise self._error("/reset_prefix_cache", "keys and values are still in use")
 
     def sleep(self, level: int) -> None:
-        """Free GPU memory: at level 1 weights go to host memory, at level 2 they are dropped. Requests are kept."""
-        self._ask("POST", "/sleep", params={"level": level, "mode": "keep"})
+        """Free GPU memory. Level 1 offloads weights to host memory; level 2 discards them. Requests are kept."""
+        self._request("POST", "/sleep", params={"level": level, "mode": "keep"})
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take memory again for "weights" or "kv_cache"; what it holds after level 2 is undefined."""
-        self._ask("POST", "/wake_up", params={"tags": tags})
+        """Reallocate memory for "weights" or "kv_cache"; its contents are undefined after level 2."""
+        self._request("POST", "/wake_up", params={"tags": tags})
 
     def model_names(self) -> list[str]:
-        """What requests may give as `model`."""
-        models = self._field("/v1/models", self._ask("GET", "/v1/models"), "data", list)
+        """Return the model names that requests may use."""
+        models = self._field("/v1/models", self._request("GET", "/v1/models"), "data", list)
         return [str(model.get("id")) for model in models]
 
     def load_lora_adapter(self, name: str, path: str) -> None:
-        """Load an adapter's folder as `name`, in the place of the one that has this name."""
-        self._ask("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, "load_inplace": True})
+        """Load an adapter's folder as `name`, replacing an adapter of the same name."""
+        self._request(
+            "POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, "load_inplace": True}
+        )
 
-    def _ask(self, method: str, endpoint: str, **request: Any) -> Any:
-        """The answer: an object where it is JSON, its text otherwise.
+    def _request(self, method: str, endpoint: str, **request: Any) -> Any:
+        """Send a request and return the answer, parsed if it is JSON, else as text.
 
         Raises:
-            ServerError: the server did not answer in time, or with an error.
+            ServerError: no answer in time, or an error.
         """
         try:
-            with self._watched() as trace:
+            with self._track_sockets() as trace:
                 response = self._client.request(method, endpoint, extensions={"trace": trace}, **request)
         except httpx.TimeoutException as error:
             raise self._error(endpoint, f"no answer within {self.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise self._error(endpoint, f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise self._error(endpoint, f"HTTP {response.status_code}: {_said(response)}")
+            raise self._error(endpoint, f"HTTP {response.status_code}: {_error_text(response)}")
         try:
             return response.json()
         except ValueError:
             return response.text
 
     @contextmanager
-    def _watched(self) -> Iterator[Callable[[str, Any], None]]:
-        """What to tell of a call's connections, so that `close` can end it.
+    def _track_sockets(self) -> Iterator[Callable[[str, Any], None]]:
+        """Yield a trace callback that registers a call's sockets, so that `close` can end it.
 
-        Closing a socket leaves a thread that reads from it where it is, with the socket; a shutdown wakes it.
+        Closing a socket does not wake a thread that reads from it; shutting it down does.
         """
         mine: list[socket.socket] = []
 
@@ -167,12 +169,12 @@ class VllmApi:
 
 
 def _shut_down(one: socket.socket) -> None:
-    with suppress(OSError):  # it is closed, or TLS has taken its place
+    with suppress(OSError):  # already closed, or replaced by a TLS socket
         one.shutdown(socket.SHUT_RDWR)
 
 
-def _said(response: httpx.Response) -> str:
-    """The first line of an error, without the JSON around it."""
+def _error_text(response: httpx.Response) -> str:
+    """Return the first line of an error, without its JSON wrapping."""
     try:
         said = response.json()
         while isinstance(said, dict):

@@ -1,4 +1,4 @@
-"""Request completions of one context from a server, and validate the answer strictly.
+"""Request completions from a vLLM server and validate the answers strictly.
 
 C tokens of a completion.
 """
@@ -16,32 +16,32 @@ from cohort.rollout.engines.base import Sampled
 from cohort.rollout.engines.servers.requests import BusyError, GeneratedGroup, GenerateRequest, ServerError
 
 _CONNECT_TIMEOUT_S = 10.0
-_QUICK_TIMEOUT_S = 10.0  # of what a server answers without computing
-_REFUSED = (400, 413, 422)
+_QUICK_TIMEOUT_S = 10.0  # of endpoints that answer at once
+_REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
-# vLLM's stand-in for a logprob that is NaN or that it does not have.
+# vLLM returns this for NaN and missing logprobs.
 _NO_LOGPROB = -9999.0
-# Rounding may leave a probability a little over 1.
+# Rounding may push a probability slightly above 1.
 _LOGPROB_TOLERANCE = 1e-4
 
 
 class GenerateClient:
-    """Asks servers for completions. For one event loop."""
+    """Requests completions from vLLM servers. For one event loop."""
 
     def __init__(self, *, model: str, end_token_ids: frozenset[int], vocab_size: int, timeout_s: float):
-        """Remember what all requests share.
+        """Store the settings that all requests share.
 
         Args:
-            model: the name under which the servers serve it.
-            end_token_ids: each of them ends a completion, and nothing else does before the token limit.
+            model: name under which the servers serve the model.
+            end_token_ids: tokens that end a completion; nothing else does before the token limit.
             vocab_size: token ids are below it.
-            timeout_s: for the completions of one request.
+            timeout_s: maximum time per request.
         """
         self._model = model
         self._end_token_ids = end_token_ids
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
-        self._http: dict[bool, httpx2.AsyncClient] = {}  # by whether certificates are looked at
+        self._http: dict[bool, httpx2.AsyncClient] = {}  # by whether certificates are verified
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,7 +51,7 @@ class GenerateClient:
             await http.aclose()
 
     async def healthy(self, url: str) -> bool:
-        """Whether the server answers, and its engine is alive."""
+        """Whether the server answers and its engine is alive."""
         try:
             async with asyncio.timeout(_QUICK_TIMEOUT_S):
                 return (await self._client(url).get(f"{url}/health")).status_code == 200
@@ -59,44 +59,44 @@ class GenerateClient:
             return False
 
     async def max_model_len(self, url: str) -> int:
-        """Most tokens of a prompt and its completion that the server takes.
+        """Return the server's maximum tokens of prompt and completion.
 
         Raises:
             ServerError: the server does not say.
         """
-        answer = await self._answer(url, "GET", "/v1/models", timeout_s=_QUICK_TIMEOUT_S)
+        answer = await self._request(url, "GET", "/v1/models", timeout_s=_QUICK_TIMEOUT_S)
         try:
             return next(int(card["max_model_len"]) for card in answer["data"] if card.get("max_model_len"))
         except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(f"{url}/v1/models does not say what max_model_len is: {answer!r:.200}") from error
 
     async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
-        """Sample the completions of a request, as `Client.generate` says."""
+        """Implement `Client.generate`."""
         try:
-            answer = await self._answer(
+            answer = await self._request(
                 url, "POST", "/inference/v1/generate", timeout_s=self._timeout_s, json=self._body(request)
             )
-        except _RefusedError as error:
+        except _RejectedError as error:
             raise UserError(
-                f"rollout: the vLLM server {url} refuses prompt {request.prompt_id} ({len(request.token_ids)} tokens, "
+                f"rollout: the vLLM server {url} rejects prompt {request.prompt_id} ({len(request.token_ids)} tokens, "
                 f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens}): {error}"
             ) from error
         try:
-            return self._parsed(answer, request, allows)
-        except (_WrongError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            why = str(error) if isinstance(error, _WrongError) else f"not what was agreed upon ({error!r})"
-            raise ServerError(f"{url} answered wrongly for prompt {request.prompt_id}: {why}") from error
+            return self._parse(answer, request, allows)
+        except (_InvalidAnswerError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            why = str(error) if isinstance(error, _InvalidAnswerError) else f"unexpected format ({error!r})"
+            raise ServerError(f"{url} sent an invalid answer for prompt {request.prompt_id}: {why}") from error
 
     def _client(self, url: str) -> httpx2.AsyncClient:
-        verify = url.startswith("https:")  # loading certificates takes long, and most servers are on this machine
+        verify = url.startswith("https:")  # loading certificates is slow, and most servers are local
         if verify not in self._http:
             self._http[verify] = httpx2.AsyncClient(
                 verify=verify,
                 timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
-                # A connection of its own for each request: the servers close idle ones after some seconds, and a
-                # request that met such a one would look like a server that has died.
+                # One connection per request: servers close idle ones after some seconds, and a request on such a
+                # connection would look like a crashed server.
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-                trust_env=False,  # a proxy for the internet is not in the way to the servers of a run
+                trust_env=False,  # ignore proxies from the environment
             )
         return self._http[verify]
 
@@ -113,16 +113,16 @@ class GenerateClient:
                 "top_k": sampling.top_k,
                 "seed": request.seed,
                 "stop_token_ids": sorted(self._end_token_ids),
-                "ignore_eos": True,  # the run's end tokens and no others
-                "logprobs": 0,  # of the sampled token alone
+                "ignore_eos": True,  # only the run's end tokens
+                "logprobs": 0,  # of the sampled token only
                 "detokenize": False,
             },
         }
 
-    async def _answer(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
-        """The parsed body of an answer with status 200."""
+    async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
+        """Send a request and return the parsed body of its answer."""
         try:
-            async with asyncio.timeout(timeout_s):  # of the whole: an answer that comes in drops would take for ever
+            async with asyncio.timeout(timeout_s):  # of the whole answer, however slowly it arrives
                 response = await self._client(url).request(method, f"{url}{path}", json=json)
         except TimeoutError as error:
             raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
@@ -130,17 +130,17 @@ class GenerateClient:
             raise ServerError(f"{url}{path}: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             said = f"{response.status_code} {' '.join(response.text.split()):.300}"
-            if response.status_code in _REFUSED:
-                raise _RefusedError(said)
+            if response.status_code in _REJECTED:
+                raise _RejectedError(said)
             raise (BusyError if response.status_code in _BUSY else ServerError)(f"{url}{path}: {said}")
         try:
             return response.json()
         except ValueError as error:
-            raise ServerError(f"{url}{path} answered with what is not JSON: {response.content[:80]!r}") from error
+            raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
 
-    def _parsed(self, answer: Any, request: GenerateRequest, allows: Callable[[int], bool]) -> GeneratedGroup:
+    def _parse(self, answer: Any, request: GenerateRequest, allows: Callable[[int], bool]) -> GeneratedGroup:
         if len(answer["choices"]) != request.num_completions:
-            raise _WrongError(f"{len(answer['choices'])} completions instead of {request.num_completions}")
+            raise _InvalidAnswerError(f"{len(answer['choices'])} completions instead of {request.num_completions}")
         choices = {choice["index"]: choice for choice in answer["choices"]}
         ordered = [choices[index] for index in range(request.num_completions)]
         completions = tuple(self._completion(choice, request.sampling.max_completion_tokens) for choice in ordered)
@@ -155,23 +155,23 @@ class GenerateClient:
     def _completion(self, choice: Mapping[str, Any], limit: int) -> Sampled:
         token_ids = np.asarray(choice["token_ids"])
         if token_ids.ndim != 1 or token_ids.dtype != np.int64 or not 0 < len(token_ids) <= limit:
-            raise _WrongError(f"not between 1 and {limit} token ids: {choice['token_ids']!r:.100}")
+            raise _InvalidAnswerError(f"not between 1 and {limit} token ids: {choice['token_ids']!r:.100}")
         if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise _WrongError(f"a token id outside the vocabulary of {self._vocab_size}: {token_ids.max()}")
+            raise _InvalidAnswerError(f"a token id outside the vocabulary of {self._vocab_size}: {token_ids.max()}")
         content = choice["logprobs"]["content"]
         if [entry["token_id"] for entry in content] != choice["token_ids"]:
-            raise _WrongError(f"{len(content)} logprobs that are not those of the {len(token_ids)} tokens")
+            raise _InvalidAnswerError(f"{len(content)} logprobs that are not those of the {len(token_ids)} tokens")
         ends = np.isin(token_ids, list(self._end_token_ids))
         if ends[:-1].any():
-            raise _WrongError("tokens after the end token")
+            raise _InvalidAnswerError("tokens after the end token")
         finish_reason: FinishReason = "stop" if ends[-1] else "length"
         if choice["finish_reason"] != finish_reason:
-            raise _WrongError(
+            raise _InvalidAnswerError(
                 f"finish reason {choice['finish_reason']!r} of a completion that does {'' if ends[-1] else 'not '}end "
                 "with an end token"
             )
         if finish_reason == "length" and len(token_ids) < limit:
-            raise _WrongError(f"cut off after {len(token_ids)} tokens instead of {limit}")
+            raise _InvalidAnswerError(f"cut off after {len(token_ids)} tokens instead of {limit}")
         return Sampled(
             token_ids=token_ids,
             sampling_logprobs=_logprobs([entry["logprob"] for entry in content]),
@@ -179,29 +179,29 @@ class GenerateClient:
         )
 
 
-class _RefusedError(Exception):
-    """A server says that a request is wrong."""
+class _RejectedError(Exception):
+    """The server rejected a request as invalid."""
 
 
-class _WrongError(Exception):
-    """What is wrong about an answer."""
+class _InvalidAnswerError(Exception):
+    """The answer is invalid, for the reason in the message."""
 
 
 def _logprobs(values: list[Any]) -> FloatArray:
-    """[C] logprobs of sampled tokens."""
+    """Validate the logprobs of sampled tokens, [C]."""
     logprobs = np.asarray(values, dtype=np.float64)
     wrong = ~((logprobs > _NO_LOGPROB) & (logprobs <= _LOGPROB_TOLERANCE))  # NaN is neither
     if wrong.any():
-        raise _WrongError(f"a logprob of {logprobs[wrong][0]}")
+        raise _InvalidAnswerError(f"a logprob of {logprobs[wrong][0]}")
     return logprobs
 
 
 def _oldest_version(spans: list[Mapping[str, Any]], num_tokens: int, allows: Callable[[int], bool]) -> int:
-    """The oldest policy version of a completion's tokens; the spans must be all of them, without a gap."""
+    """Return the oldest policy version of a completion's tokens, whose spans must cover all of them."""
     bounds = [0, *(span["end"] for span in spans)]
     if [span["start"] for span in spans] != bounds[:-1] or bounds[-1] != num_tokens or sorted(bounds) != bounds:
-        raise _WrongError(f"weight versions that are not those of {num_tokens} tokens: {spans}")
+        raise _InvalidAnswerError(f"weight versions that are not those of {num_tokens} tokens: {spans}")
     labels = [str(span["version"]) for span in spans]
     if not all(label.isdecimal() and allows(int(label)) for label in labels):
-        raise _WrongError(f"sampled by weights {labels}, which are not this run's now")
+        raise _InvalidAnswerError(f"sampled by weights {labels}, which are not this run's now")
     return min(int(label) for label in labels)

@@ -1,4 +1,4 @@
-"""Handing a LoRA adapter to vLLM servers: only the adapter travels, as a folder that they read."""
+"""Send a LoRA adapter to vLLM servers, as a folder that they load."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from cohort.rollout.engines.vllm.server import POLICY_NAME
 
 
 class AdapterChannel:
-    """The way of adapters to one server, which was started with `ServerOptions.lora_rank`."""
+    """Sends adapters to one server that was started with `ServerOptions.lora_rank`."""
 
     def __init__(self, api: VllmApi):
         """Use `api`, which is closed with the channel."""
@@ -18,13 +18,13 @@ class AdapterChannel:
         self._asleep = False
 
     def load(self, folder: Path, version: int) -> None:
-        """Have the server sample with the adapter in `folder`, a path that it sees too.
+        """Have the server sample with the adapter in `folder`, which it must see under the same path.
 
-        What it samples is held while it loads, and goes on with the new adapter.
+        Requests are paused while it loads, and continue with the new adapter.
 
         Raises:
-            ServerError: it did not. It keeps holding what it samples until one is loaded: it has lost the adapter
-                before, and its engine would die of the next token.
+            ServerError: it failed. Requests stay paused until an adapter is loaded: the server has dropped the old one,
+                and its engine would crash at the next token.
         """
         self._api.pause()
         if self._asleep:
@@ -36,7 +36,7 @@ class AdapterChannel:
         self._api.resume()
 
     def sleep(self) -> None:
-        """Have a server that shares its GPU move its weights to host memory and drop its cache until the next adapter.
+        """Have a server that shares its GPU offload its weights and free its KV cache until the next adapter.
 
         Raises:
             ServerError: it did not.
@@ -52,18 +52,18 @@ class AdapterChannel:
 def publish_adapter(
     channels: Sequence[AdapterChannel], version: int, *, save: Callable[[Path], object], folder: Path
 ) -> dict[AdapterChannel, ServerError]:
-    """Write the adapter, and have servers sample with it.
+    """Write the adapter and have servers sample with it.
 
     Args:
         channels: of servers that see `folder` under the same path.
-        version: of the adapter; tokens that are sampled with it will say so.
-        save: writes the adapter as a folder; of sharded ones all ranks take part.
-        folder: of the run's adapters; the one of this version is left in it.
+        version: policy version, with which servers label the tokens they sample.
+        save: writes the adapter as a folder; a collective if it is sharded.
+        folder: of the run's adapters; older versions in it are deleted.
 
     Returns:
-        What went wrong, by channel.
+        Errors by channel.
     """
-    path = folder / f"version-{version}"  # cached keys and values are told apart by path
+    path = folder / f"version-{version}"  # vLLM keys its prefix cache by the path
     save(path)
     failed = {}
     for channel in channels:

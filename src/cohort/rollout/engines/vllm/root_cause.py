@@ -1,19 +1,18 @@
-"""Find in a vLLM server's log the exception that ended it."""
+"""Extract the root cause of a crash from a vLLM server's log."""
 
 import re
 
 _MAX_LINES = 12  # of an exception's text
 _TRACEBACK = "Traceback (most recent call last):"
-# Between the tracebacks of a chain: what is raised from another tells less than it, what is raised while another is
-# handled tells more.
+# Separators of chained tracebacks. The original exception is more informative before _FROM, the later one after _WHILE.
 _FROM = "The above exception was the direct cause of the following exception:"
 _WHILE = "During handling of the above exception, another exception occurred:"
-# "(EngineCore pid=2345) ERROR 11-22 10:00:00 [core.py:1000] ": the process, then the record; either may be missing.
-# uvicorn's records begin with "ERROR:    ".
+# "(EngineCore pid=2345) ERROR 11-22 10:00:00 [core.py:1000] ": process and log record, both optional. uvicorn's records
+# begin with "ERROR:    ".
 _PREFIX = re.compile(
     r"(?P<process>(?:\([^()]*\bpid=\d+\) ?)*)(?P<record>[A-Z]+ \d\d-\d\d [\d:.]+ \[[^\]]*\] ?|[A-Z]+: {2,})?"
 )
-# Exceptions that only report that another process has failed, or that somebody has ended this one.
+# Exceptions that only report that another process failed, or that this one was killed.
 _REPORT = re.compile(
     r"EngineDeadError|EngineCore encountered an issue|Engine core initialization failed"
     r"|See (the )?(root cause|stack trace)|WorkerProc initialization failed|died unexpectedly|failed to start|ZMQError"
@@ -22,33 +21,32 @@ _REPORT = re.compile(
 
 
 def root_cause(log: str) -> str | None:
-    """Return the exception that a server ended with, without the prefixes of log lines.
+    """Return the exception that crashed a server, without log prefixes.
 
-    A process that fails logs its traceback; processes that depend on it then log tracebacks of their own, so that the
-    last lines of a log say little. The cause is the last traceback that does not only report another one; of a chain,
-    the exception that others were raised from, or the last one that was raised while another was handled.
+    When a process fails, processes that depend on it log tracebacks too, so the last lines of a log say little. The
+    cause is the last traceback that does not merely report another one. In a chain it is the exception that others were
+    raised from, or the last one raised while handling another.
 
     Args:
-        log: what the server has written since it was started.
+        log: of the server, since its last start.
 
     Returns:
-        the exception with its message, at most 12 lines, or None where no traceback tells more than that something
-        else has failed.
+        the exception with its message, at most 12 lines; None if there is no informative traceback.
     """
-    causes = [text for chain in _chains(log) if (text := _telling(chain))]
+    causes = [text for chain in _chains(log) if (text := _root_exception(chain))]
     return causes[-1] if causes else None
 
 
-def _telling(chain: list[list[str]]) -> str | None:
-    """The last exception of a chain that does not only report another one."""
+def _root_exception(chain: list[list[str]]) -> str | None:
+    """Return the last exception of a chain that does not merely report another one."""
     texts = ["\n".join(text) for text in chain]
     return next((text for text in reversed(texts) if not _REPORT.search(text)), None)
 
 
 def _chains(log: str) -> list[list[list[str]]]:
-    """The exceptions of each chain, as lines, in the order of the log."""
+    """Return the exceptions (as lines) of each chain, in log order."""
     found: list[list[list[str]]] = []
-    readers: dict[str, _Reader] = {}  # processes write at the same time, so that each one's lines are read on their own
+    readers: dict[str, _Reader] = {}  # one per process, since their lines are interleaved
     for line in log.splitlines():
         prefix = _PREFIX.match(line)
         assert prefix is not None  # both of its parts are optional
@@ -58,35 +56,35 @@ def _chains(log: str) -> list[list[list[str]]]:
 
 
 class _Reader:
-    """Reads the lines of one process."""
+    """Parses the log lines of one process."""
 
     def __init__(self) -> None:
         self._in_traceback = False
-        self._record = ""  # of the traceback: another one's lines may come in between
-        self._text: list[str] | None = None  # of an exception that may go on
-        self._chain: list[list[str]] | None = None  # that the next traceback belongs to
-        self._ignore = False  # the next traceback tells of no cause
+        self._record = ""  # prefix of the traceback; other records may be interleaved
+        self._text: list[str] | None = None  # of an exception whose message may continue
+        self._chain: list[list[str]] | None = None  # chain of the next traceback
+        self._ignore = False  # the next traceback is not a root cause
 
     def read(self, record: str, line: str, found: list[list[list[str]]]) -> None:
-        """Take the next line, and add what it begins or continues to `found`."""
-        said = line.strip()
-        if said == _TRACEBACK:
+        """Parse the next line, and add exceptions to `found`."""
+        text = line.strip()
+        if text == _TRACEBACK:
             self._in_traceback, self._record, self._text = True, record, None
         elif self._in_traceback:
-            if said and not line[0].isspace() and record == self._record:
+            if text and not line[0].isspace() and record == self._record:
                 self._end(line, found)
-        elif said == _FROM or line.startswith("Exception ignored in"):
+        elif text == _FROM or line.startswith("Exception ignored in"):
             self._ignore, self._text = True, None
-        elif said == _WHILE:
+        elif text == _WHILE:
             self._chain, self._text = found[-1] if found else None, None
-        elif self._text is not None and said and self._continues(record, line):
+        elif self._text is not None and text and self._continues(record, line):
             if len(self._text) < _MAX_LINES:
                 self._text.append(line)
-        elif said:
+        elif text:
             self._text, self._chain, self._ignore = None, None, False
 
     def _end(self, line: str, found: list[list[list[str]]]) -> None:
-        """A traceback ends with the first line of its exception."""
+        """End a traceback at the first line of its exception."""
         self._in_traceback, self._text = False, [line]
         if self._chain is not None:
             self._chain.append(self._text)

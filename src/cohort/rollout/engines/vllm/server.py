@@ -1,4 +1,4 @@
-"""One vLLM server as a child of this process: how it is started, whether it is alive, and that it goes."""
+"""Run a vLLM server as a child process."""
 
 import json
 import os
@@ -21,11 +21,11 @@ POLICY_NAME = "policy"  # what requests give as `model`
 WORKER_FOLDER = Path(__file__).parent / "worker"
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _CPU_KV_CACHE_BYTES = 256 << 20
-_CPU_BATCHED_TOKENS = 2048  # vLLM's own default with chunks
+_CPU_BATCHED_TOKENS = 2048  # vLLM's default with chunked prefill
 _MAX_LOG_BYTES = 4 << 20
 _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={VLLM_LINE}.*')"
-# of torchrun's ranks, of the environment that Cohort itself runs in, and of how Cohort allocates: a server is neither,
-# and weights that sleep must not lie in expandable segments
+# Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support
+# expandable segments.
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
@@ -35,31 +35,31 @@ _NOT_INHERITED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What a server serves, and on what."""
+    """Options of a vLLM server."""
 
-    python: str  # of the environment that vLLM is installed in
-    model: str  # a folder or an id of a hub
+    python: str  # of the environment in which vLLM is installed
+    model: str  # folder or Hub id
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     max_model_len: int  # tokens of prompt and completion
     max_num_seqs: int  # completions at the same time
-    host: str = "127.0.0.1"  # address that it listens at
+    host: str = "127.0.0.1"  # address to listen on
     gpus: str = ""  # ids for CUDA_VISIBLE_DEVICES, such as "2,3"; "" on CPU
-    tensor_parallel: int = 1  # GPUs that share the model
+    tensor_parallel: int = 1  # GPUs over which the model is split
     gpu_memory_utilization: float = 0.9
-    sleep: bool = False  # it can give its GPU memory back between rollouts
-    lora_rank: int = 0  # > 0: POLICY_NAME is an adapter of at most this rank, which has to be published first
+    sleep: bool = False  # free GPU memory between rollouts
+    lora_rank: int = 0  # if > 0, POLICY_NAME is an adapter of at most this rank, which must be loaded first
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)  # `rollout.vllm_args`: more options
 
     @property
     def base_name(self) -> str:
-        """The name of the model without an adapter."""
+        """Served name of the model without an adapter."""
         return f"{POLICY_NAME}-base" if self.lora_rank else POLICY_NAME
 
 
 def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command line of a server, and what it adds to the environment."""
+    """Return the command line of a server and its additional environment variables."""
     arguments: dict[str, Any] = {
         "model": options.model,
         "served_model_name": options.base_name,
@@ -69,26 +69,26 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "seed": options.seed,
-        "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens out, and which version made them
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
-        "generation_config": "vllm",  # and not the model's own defaults of sampling
+        "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens and their weight versions out
+        "logprobs_mode": "processed_logprobs",  # of the sampled distribution, temperature included
+        "generation_config": "vllm",  # instead of the model's default sampling parameters
         "worker_extension_cls": "cohort_vllm_worker.CohortWorker",
         "weight_transfer_config": {"backend": "cohort"},
         "disable_uvicorn_access_log": True,
     }
     environment = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the weight endpoints
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONPATH": str(WORKER_FOLDER),
         "PYTHONUNBUFFERED": "1",
     }
     if options.device == "cpu":
-        # one process for engine and worker; no compiler, which takes longer than it spares on a CPU
+        # one process for engine and worker; no compilation, which costs more time than it saves on CPU
         arguments |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
         arguments |= {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
-        # A seeded request whose prompt is computed in chunks ends the engine: what is sampled after a chunk is taken
-        # back by setting the generator's offset, which one on a CPU does not have.
+        # A seeded request with chunked prefill crashes the engine: it rewinds the generator by setting its offset,
+        # which CPU generators do not support.
         arguments |= {"no_enable_chunked_prefill": True}
         arguments |= {"max_num_batched_tokens": max(options.max_model_len, _CPU_BATCHED_TOKENS)}
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -118,18 +118,18 @@ def _option(key: str, value: Any) -> list[str]:
 
 
 def _allowed_rank(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that is at least `rank`."""
+    """Return the smallest `max_lora_rank` that vLLM supports and that is at least `rank`."""
     return next((n for n in (1, 8, 16, 32, 64, 128, 256, 320, 512) if n >= rank), rank)
 
 
 def check_vllm(python: str) -> str:
-    """Look for vLLM in the environment of `python`, without importing it.
+    """Find the version of vLLM in the environment of `python`, without importing it.
 
     Returns:
         its version.
 
     Raises:
-        UserError: there is no such Python, or no vLLM in it, or a version that Cohort does not know.
+        UserError: no such Python, no vLLM in it, or an unsupported version.
     """
     script = (
         "from importlib.metadata import PackageNotFoundError, version\n"
@@ -149,29 +149,29 @@ def check_vllm(python: str) -> str:
 
 
 def check_version(version: str, where: str) -> None:
-    """Refuse a vLLM that Cohort does not know.
+    """Check that Cohort supports a version of vLLM.
 
     Args:
         version: such as 0.32.0.
-        where: the key and the value that led to it.
+        where: the key and value to blame.
 
     Raises:
-        UserError: it is not of the line of versions that is known.
+        UserError: the version is not supported.
     """
     if not re.match(rf"{re.escape(VLLM_LINE)}(\.|$)", version):
         raise UserError(f"{where} has vLLM {version}, and only {VLLM_LINE}.* is known here; {_ADVICE}")
 
 
 def start_guarded(command: Sequence[str], added: Mapping[str, str], *, log: IO[bytes] | None) -> subprocess.Popen[str]:
-    """Start a server that ends with this process, however that ends, and when the input of its guard is closed.
+    """Start a server that stops when this process dies, or when the standard input of its guard is closed.
 
     Args:
         command: of the server.
-        added: to the environment.
-        log: gets what the server says; None: this process's standard error does.
+        added: additional environment variables.
+        log: file for the server's output; None for this process's standard error.
 
     Returns:
-        the guard. The first line of its output is the server's process group; it ends as the server does.
+        the guard process. Its first line of output is the server's process group; it exits with the server.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, *command],
@@ -179,20 +179,20 @@ def start_guarded(command: Sequence[str], added: Mapping[str, str], *, log: IO[b
         stdout=subprocess.PIPE,
         stderr=log,
         env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED} | dict(added),
-        start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+        start_new_session=True,  # Ctrl-C only reaches this process, which then stops the server
         text=True,
     )
 
 
 class ServerProcess:
-    """A vLLM server and all its processes, which end with this process, however that ends. One thread calls."""
+    """A vLLM server whose processes never outlive this one. Not thread-safe."""
 
     def __init__(self, options: ServerOptions, *, log_file: Path):
-        """Nothing is started yet.
+        """Create a server without starting it.
 
         Args:
-            options: what the server is started with.
-            log_file: what it and its engine say is appended here.
+            options: of the server.
+            log_file: to which the server's output is appended.
         """
         self.options = options
         self.log_file = log_file
@@ -202,7 +202,7 @@ class ServerProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Start on a free port, in the place of one that has ended. Whether it comes up, `/health` and `poll` tell."""
+        """Start or restart on a free port without waiting. Check `/health` and `poll` for the result."""
         self.stop()
         port = _free_port()
         command, added = server_command(self.options, port)
@@ -215,7 +215,7 @@ class ServerProcess:
         self._group = int(self._guard.stdout.readline() or 0)
 
     def poll(self) -> str | None:
-        """None while it runs; how it ended otherwise. It is not meant to end, so exit code 0 is a failure too."""
+        """Return None while the server runs, else how it exited. Exit code 0 is a failure too."""
         if self._guard is None:
             return "it was not started"
         code = self._guard.poll()
@@ -229,7 +229,7 @@ class ServerProcess:
         return f"it ended by itself with exit code {code}"
 
     def log(self) -> str:
-        """What it has said since its last start: the last 4 MB."""
+        """Return the log since the last start, at most its last 4 MiB."""
         try:
             with self.log_file.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -239,7 +239,7 @@ class ServerProcess:
             return ""
 
     def stop(self) -> None:
-        """End it and all its processes, within seconds. It may be started again."""
+        """Stop the server and all of its processes within seconds. It can be restarted."""
         if self._guard is None:
             return
         assert self._guard.stdin is not None and self._guard.stdout is not None
@@ -255,7 +255,7 @@ class ServerProcess:
         self._guard = None
 
     def _end_group(self) -> None:
-        """What the guard did not end, since it was killed itself."""
+        """Kill what is left of the server's process group if the guard was killed."""
         if self._group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._group, signal.SIGKILL)
@@ -263,7 +263,7 @@ class ServerProcess:
 
 
 def _free_port() -> int:
-    """A port that is free now. If another process takes it before the server does, that start fails."""
+    """Return a free port. If another process takes it before the server does, the start fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

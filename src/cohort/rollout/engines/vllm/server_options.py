@@ -1,4 +1,4 @@
-"""What the configuration of a run says to its servers."""
+"""Derive server options from a run's configuration."""
 
 import os
 import sys
@@ -10,17 +10,17 @@ from cohort.rollout.engines.vllm.server import ServerOptions
 
 
 def vllm_python(named: str | None) -> str:
-    """The Python of the environment that vLLM is in, where `rollout.vllm_python` does or does not name it."""
+    """Return the Python of vLLM's environment, given the value of `rollout.vllm_python`."""
     return named or os.environ.get("COHORT_VLLM_PYTHON") or sys.executable
 
 
 def server_options(config: Config, *, gpus: str, shared: bool = False) -> ServerOptions:
-    """The options of one server.
+    """Return the options of one server.
 
     Args:
         config: of a run with `rollout.engine: vllm`.
-        gpus: that the server gets, as CUDA_VISIBLE_DEVICES takes them; "" on CPU.
-        shared: whether the policy trains on the same GPUs, in turn with the server.
+        gpus: of the server, in the format of CUDA_VISIBLE_DEVICES; "" on CPU.
+        shared: whether the server shares its GPUs with training.
     """
     rollout = config.rollout
     assert isinstance(rollout, VllmRolloutConfig)
@@ -46,7 +46,7 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
 
 
 def _adapter_rank(config: Config) -> int:
-    """Of the adapter that will be served; 0 without one."""
+    """Return the LoRA rank of the served adapter; 0 without an adapter."""
     adapter = config.model.adapter
     if adapter is None or adapter.path is None:
         return 0 if adapter is None else adapter.rank

@@ -1,4 +1,4 @@
-"""One stream of weights to several servers."""
+"""Send one stream of weights to several servers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,7 +11,7 @@ from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
 
-_Do = Callable[[WeightChannel], None]
+_Call = Callable[[WeightChannel], None]
 
 
 def publish(
@@ -23,49 +23,49 @@ def publish(
 ) -> dict[WeightChannel, ServerError]:
     """Send one stream of weights to several servers at the same time.
 
-    The stream is consumed to its end whatever happens to servers: making it may be a collective of the training ranks.
+    The stream is consumed to its end even if servers fail: producing it may be a collective of the training ranks.
 
     Args:
-        channels: one for each server.
-        weights: names and tensors as in `specs`, each tensor whole.
-        specs: all that will come.
-        version: of the weights.
-        handles: of what the ranks lend, by GPU; None where they lend nothing.
+        channels: one per server.
+        weights: names and full (unsharded) tensors, as in `specs`.
+        specs: of all tensors.
+        version: policy version of the weights.
+        handles: CUDA IPC handles of the ranks' buffers, by GPU; None if they share no memory.
 
     Returns:
-        What went wrong, by channel; those that are not there serve the weights now.
+        Errors by channel; all other servers have the new weights.
     """
     failed: dict[WeightChannel, ServerError] = {}
 
-    def at_once(channels: Sequence[WeightChannel], do: _Do) -> list[WeightChannel]:
-        calls = {channel: threads.submit(do, channel) for channel in channels}
+    def call_all(channels: Sequence[WeightChannel], call: _Call) -> list[WeightChannel]:
+        calls = {channel: threads.submit(call, channel) for channel in channels}
         wait(calls.values())
-        return _those_that_work(channels, lambda channel: calls[channel].result(), failed)
+        return _call_each(channels, lambda channel: calls[channel].result(), failed)
 
-    # several servers that hang are waited for, and given up, together: they cost one deadline
+    # in parallel, so that several hung servers cost one timeout
     with ThreadPoolExecutor(max(1, len(channels))) as threads:
         try:
-            live = at_once(channels, methodcaller("begin", version, specs, handles))
+            live = call_all(channels, methodcaller("begin", version, specs, handles))
             for name, tensor in weights:
-                # in this thread, whose stream makes the tensor; nothing is waited for
-                live = _those_that_work(live, methodcaller("post", name, tensor), failed)
-                live = at_once(live, methodcaller("settle"))
-            at_once(live, methodcaller("finish"))
+                # in this thread, whose CUDA stream produces the tensor; does not block
+                live = _call_each(live, methodcaller("post", name, tensor), failed)
+                live = call_all(live, methodcaller("flush"))
+            call_all(live, methodcaller("finish"))
         except BaseException:
-            at_once(channels, methodcaller("abort"))  # of those that have begun and not finished
+            call_all(channels, methodcaller("abort"))  # those that have begun and not finished
             raise
     return failed
 
 
-def _those_that_work(
-    channels: Sequence[WeightChannel], do: _Do, failed: dict[WeightChannel, ServerError]
+def _call_each(
+    channels: Sequence[WeightChannel], call: _Call, failed: dict[WeightChannel, ServerError]
 ) -> list[WeightChannel]:
-    """Do it for each, and return those that it worked for."""
-    well = []
+    """Call each channel and return those that succeeded; add the others to `failed`."""
+    succeeded = []
     for channel in channels:
         try:
-            do(channel)
-            well.append(channel)
+            call(channel)
+            succeeded.append(channel)
         except ServerError as error:
             failed[channel] = error
-    return well
+    return succeeded

@@ -1,9 +1,9 @@
-"""Handing the trainer's weights to vLLM servers: the trainer's end. The servers' is in `worker/`.
+"""Send the trainer's weights to vLLM servers: the trainer's side. The servers' side is in `worker/`.
 
-A channel and its server's workers meet when the server is up, and agree on a way: a process group of their own, gloo
-through host memory or NCCL from GPU to GPU, or memory that the ranks on the server's GPUs lend it. The way is tried
-before it is used. An update is declared (names, shapes, dtypes), sent and committed; whatever goes wrong before the
-commit leaves the old weights serving, and the next update meets again.
+Once a server is up, its channel and its workers rendezvous and choose a transport: a process group (gloo through host
+memory, or NCCL from GPU to GPU), or CUDA IPC if they share a GPU with training ranks. The transport is tested before
+its first use. An update is declared (names, shapes, dtypes), sent and committed. After an error before the commit the
+server keeps its old weights, and the next update starts with a new rendezvous.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch import Tensor
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.transports import GroupTransfer, LentTransfer, Way, WeightTransfer, wait_for_both
+from cohort.rollout.engines.vllm.transports import GroupTransfer, IpcTransfer, Transport, WeightTransfer, wait_for_both
 from cohort.rollout.engines.vllm.worker.cohort_weight_group import (
     WeightGroup,
     describe_device,
@@ -32,13 +32,13 @@ from cohort.rollout.engines.vllm.worker.cohort_weight_group import (
     result_within,
 )
 
-_WORKERS_PATIENCE = 8  # times the trainer's longest wait for a server
-_GIVE_UP_TIMEOUT_S = 10.0  # for each call that puts a server right again
-_MEET_TIMEOUT_S = 60.0
+_WORKER_TIMEOUT_FACTOR = 8  # workers wait this many times longer than the trainer
+_ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
+_RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 class WeightChannel:
-    """The way of the weights to one server. One thread calls; every failure is a `ServerError` and ends the update."""
+    """Sends weights to one server. Not thread-safe; every failure is a `ServerError` and aborts the update."""
 
     def __init__(
         self,
@@ -47,147 +47,153 @@ class WeightChannel:
         device: torch.device,
         num_workers: int,
         timeout_s: float,
-        meet_timeout_s: float = _MEET_TIMEOUT_S,
+        rendezvous_timeout_s: float = _RENDEZVOUS_TIMEOUT_S,
         sleeps: bool = False,
-        lenders: Collection[str] = (),
+        ipc_gpus: Collection[str] = (),
     ):
-        """Nothing is sent yet.
+        """Create a channel without connecting.
 
         Args:
             api: of the server.
-            device: of this process: its GPU with the index, or the CPU.
-            num_workers: of the server, which is its number of GPUs.
-            timeout_s: longest wait for the server, in each call and for each tensor.
-            meet_timeout_s: longest wait until its workers have come, and until a way to them is made and tried.
-            sleeps: the server sleeps while the policy trains, and wakes to take the weights.
-            lenders: GPUs of the training ranks, by UUID. One of them that a sleeping server has too is lent to it.
+            device: of this process: its GPU with its index, or the CPU.
+            num_workers: of the server, one per GPU.
+            timeout_s: maximum time per call and per tensor.
+            rendezvous_timeout_s: maximum time for the workers to connect, and to set up and test a transport.
+            sleeps: whether the server sleeps during training, and wakes to receive weights.
+            ipc_gpus: UUIDs of the training ranks' GPUs. Their memory is shared with a sleeping server on the same GPUs.
         """
         self.url = api.url
-        self.version: int | None = None  # the last that was committed here
-        self._dropped = False  # the server has slept since, and has no weights
-        self.notes: list[str] = []  # messages for the user about the way; cleared once they are shown
-        self._noted = ""  # the last of `choose_way`
+        self.version: int | None = None  # last version committed by this channel
+        self._dropped = False  # the server has slept since then and has no weights
+        self.notes: list[str] = []  # messages for the user; cleared once they are shown
+        self._last_note = ""  # last note of `choose_transport`
         self._api = VllmApi(api.url, timeout_s=timeout_s)
         self._device = device
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._meet_timeout_s = meet_timeout_s
+        self._meet_timeout_s = rendezvous_timeout_s
         self._sleeps = sleeps
-        self._lenders = frozenset(lenders) if sleeps else frozenset()
-        self._has_borrowed = False  # the server has opened what is lent to it
+        self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
+        self._ipc_opened = False  # the server has opened the shared buffers before
         self._transfer: WeightTransfer | None = None
         self._update: _Update | None = None
 
     @property
-    def way(self) -> Way | None:
-        """How the weights go; None before the meeting."""
-        return None if self._transfer is None else self._transfer.way
+    def transport(self) -> Transport | None:
+        """How weights are sent; None before the rendezvous."""
+        return None if self._transfer is None else self._transfer.transport
 
     @property
-    def may_borrow(self) -> bool:
-        """Whether the next update may be read from memory that the ranks lend: it is, or was and meets anew."""
-        return bool(self._lenders) if self._transfer is None else self._transfer.way == "ipc"
+    def may_use_ipc(self) -> bool:
+        """Whether the next update may use CUDA IPC, so that the ranks must allocate shared buffers."""
+        return bool(self._ipc_gpus) if self._transfer is None else self._transfer.transport == "ipc"
 
     def open(self) -> None:
-        """Meet the server's workers, agree on a way and try it; `begin` does it where it was not done.
+        """Rendezvous with the server's workers, choose a transport and test it. `begin` does so if needed.
 
         Raises:
-            ServerError: they do not come, or the way does not work.
+            ServerError: the workers do not connect, or the transport does not work.
         """
-        self._leave()
+        self._close_transfer()
         try:
-            self._meet()
+            self._rendezvous()
         except (RuntimeError, OSError) as error:
-            self._leave()
-            raise self._error(error, "meeting for weights") from error
+            self._close_transfer()
+            raise self._error(error, "weight transfer rendezvous") from error
 
     def begin(self, version: int, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
-        """Begin an update. What the server samples is held where it is until `finish` or `abort`.
+        """Begin an update. The server's requests are paused until `finish` or `abort`.
 
-        A version that is not newer than the one that this channel committed last is not sent: all calls of this update
-        do nothing then.
+        If this channel has committed the same or a newer version, the update is skipped and its calls do nothing.
 
         Args:
-            version: of the weights; tokens that are sampled with them will say so.
-            specs: what will be sent, in this order.
-            handles: of what the ranks lend, by GPU.
+            version: policy version of the weights, with which the server labels the tokens it samples.
+            specs: of the tensors that will be sent, in order.
+            handles: CUDA IPC handles of the ranks' buffers, by GPU.
 
         Raises:
-            ServerError: the server cannot take it; `abort` was done.
+            ServerError: the server cannot take the update, which was aborted.
         """
         assert self._update is None, "an update is under way"
-        with self._giving_up("declaring weights"):
-            serves = self._api.weight_version()
-            if self.version is not None and self.version == serves and not self._dropped and version <= self.version:
-                self._update = _Update(version, iter(()), held=True)
+        with self._abort_on_error("declaring weights"):
+            served_version = self._api.weight_version()
+            if (
+                self.version is not None
+                and self.version == served_version
+                and not self._dropped
+                and version <= self.version
+            ):
+                self._update = _Update(version, iter(()), skipped=True)
                 return
-            if serves != self.version or self._transfer is None:  # another server than it was, or none
+            if (
+                served_version != self.version or self._transfer is None
+            ):  # the server has restarted, or there is no connection
                 self.version = None
                 self.open()
-            transfer = self._prepared(handles or {})
+            transfer = self._prepare_transfer(handles or {})
             self._update = _Update(version, iter(specs))
             self._api.pause()
             if self._sleeps:
                 self._api.wake_up(["weights"])
             try:
                 self._api.start_weight_update()
-            except ServerError:  # another trainer's update may have been left halfway
+            except ServerError:  # an unfinished update of another trainer
                 self._discard()
                 self._api.start_weight_update()
-            self._api.update_weights({"step": "declare", "specs": [_wire(spec) for spec in specs]})
+            self._api.update_weights({"step": "declare", "specs": [_spec_to_json(spec) for spec in specs]})
             transfer.begin(specs)
 
     def send(self, name: str, tensor: Tensor) -> None:
-        """The next tensor of those that were declared, from any device; it is cast to the declared dtype.
+        """Send the next declared tensor, from any device. It is cast to the declared dtype.
 
         Raises:
-            ServerError: the server is gone, or does not take it in time; `abort` was done.
+            ServerError: the server is gone or too slow; the update was aborted.
         """
         self.post(name, tensor)
-        self.settle()
+        self.flush()
 
     def post(self, name: str, tensor: Tensor) -> None:
-        """As `send`, without waiting: `settle` has to follow before the next one."""
+        """Start sending a tensor as `send` does. Call `flush` before the next one."""
         update = self._update
         assert update is not None, "no update is under way"
-        if update.held:
+        if update.skipped:
             return
-        with self._giving_up(f"sending {name}"):
+        with self._abort_on_error(f"sending {name}"):
             spec = next(update.specs, None)
             if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
-                raise ServerError(f"{self.url}: {name} {list(tensor.shape)} was to be sent, and declared was {spec}")
+                raise ServerError(f"{self.url}: sent {name} {list(tensor.shape)}, but declared {spec}")
             assert self._transfer is not None
             self._transfer.post(name, tensor.detach().to(spec.dtype))
 
-    def settle(self) -> None:
-        """Wait until what was posted has arrived.
+    def flush(self) -> None:
+        """Wait until posted tensors have arrived.
 
         Raises:
             ServerError: as `send`.
         """
         update = self._update
         assert update is not None, "no update is under way"
-        if update.held:
+        if update.skipped:
             return
-        with self._giving_up("sending weights"):
+        with self._abort_on_error("sending weights"):
             assert self._transfer is not None
-            self._transfer.settle()
+            self._transfer.flush()
 
     def finish(self) -> None:
-        """Have the server put the weights that were sent into its model, and go on sampling.
+        """Have the server load the weights into its model and resume sampling.
 
         Raises:
-            ServerError: it did not. If it was over the commit, its process ends.
+            ServerError: it did not. If it failed during the commit, its process exits.
         """
         update = self._update
         assert update is not None, "no update is under way"
-        if update.held:
+        if update.skipped:
             self._update = None
             return
-        with self._giving_up("committing weights"):
+        with self._abort_on_error("committing weights"):
             missing = next(update.specs, None)
             if missing is not None:
-                raise ServerError(f"{self.url}: {missing.name} was declared and not sent; nothing was changed")
+                raise ServerError(f"{self.url}: {missing.name} was declared but not sent; the server keeps its weights")
             assert self._transfer is not None
             self._transfer.finish()
             self._api.finish_weight_update(update.version)
@@ -199,24 +205,24 @@ class WeightChannel:
             self._update = None
 
     def abort(self) -> None:
-        """Give the update up, and have the server go on with the weights that it has. Never fails.
+        """Abort the update and have the server continue with its old weights. Never fails.
 
-        One that sleeps between updates has none: it stays held until it is started again, and ends at once if it has
-        part of them.
+        A server that sleeps between updates has no old weights: it stays paused until it is restarted, and exits if it
+        has loaded part of the new ones.
         """
         update, self._update = self._update, None
-        if update is None or update.held:
+        if update is None or update.skipped:
             return
-        self._leave()  # a worker that waits for tensors sees that
+        self._close_transfer()  # workers that wait for tensors notice
         self._discard()
         if not self._sleeps:
-            with suppress(ServerError), self._brief_api() as api:
+            with suppress(ServerError), self._short_timeout_api() as api:
                 api.resume()
 
     def sleep(self) -> None:
-        """Have a server that shares this GPU drop its weights and its cache until the next update.
+        """Have a server that shares this GPU free its weights and KV cache until the next update.
 
-        It says afterwards that it has the same version, and takes part in the same way: only its weights are gone.
+        The server still reports the same version and keeps its connection; only its weights are gone.
 
         Raises:
             ServerError: it did not.
@@ -225,99 +231,99 @@ class WeightChannel:
         self._api.sleep(2)
 
     def close(self) -> None:
-        """Leave the group, and close the connections."""
+        """Close the transport and the connections."""
         self.abort()
-        self._leave()
+        self._close_transfer()
         self._api.close()
 
-    def _meet(self) -> None:
-        """Every worker tells of its GPU in a store here; then all of them are told the way."""
+    def _rendezvous(self) -> None:
+        """Collect the workers' GPUs in a store, then broadcast the chosen transport through it."""
         host, size = _address_towards(self.url), 1 + self._num_workers
         store = dist.TCPStore(
             host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
         )
-        place = {"host": host, "port": store.port, "world_size": size}
-        # while the trainer waits for another server that hangs, these wait for their next tensor
-        theirs = _WORKERS_PATIENCE * self._timeout_s
-        deadlines = {"timeout_s": theirs, "meet_timeout_s": self._meet_timeout_s}
+        address = {"host": host, "port": store.port, "world_size": size}
+        # while the trainer waits for another, hung server, these workers wait for their next tensor
+        worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self._timeout_s
+        deadlines = {"timeout_s": worker_timeout_s, "rendezvous_timeout_s": self._meet_timeout_s}
         api = VllmApi(self.url, timeout_s=self._meet_timeout_s)
-        joined = in_thread(api.init_weight_transfer, {**place, **deadlines})
+        joined = in_thread(api.init_weight_transfer, {**address, **deadlines})
         joined.add_done_callback(lambda _: api.close())
         ranks = [f"here/{rank}" for rank in range(1, size)]
-        self._poll(lambda: store.check(ranks), joined)
-        way, note = choose_way(
+        self._wait_for_workers(lambda: store.check(ranks), joined)
+        transport, note = choose_transport(
             describe_device(self._device),
             [json.loads(store.get(rank)) for rank in ranks],
-            lenders=self._lenders,
+            ipc_gpus=self._ipc_gpus,
         )
-        if note and note != self._noted:  # it may meet the same server again
+        if note and note != self._last_note:  # may be another rendezvous with the same server
             self.notes.append(f"{self.url}: {note}")
-        self._noted = note
-        store.set("way", way)
-        if way == "ipc":
-            self._transfer = LentTransfer(self._api)
+        self._last_note = note
+        store.set("transport", transport)
+        if transport == "ipc":
+            self._transfer = IpcTransfer(self._api)
         else:
-            device = self._device if way == "nccl" else torch.device("cpu")
-            longest_s = max(theirs, self._meet_timeout_s)
-            group = WeightGroup(way, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
-            self._transfer = GroupTransfer(way, group, self._api, timeout_s=self._timeout_s)
+            device = self._device if transport == "nccl" else torch.device("cpu")
+            longest_s = max(worker_timeout_s, self._meet_timeout_s)
+            group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
+            self._transfer = GroupTransfer(transport, group, self._api, timeout_s=self._timeout_s)
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
-        result_within(joined, self._meet_timeout_s, f"{self.url}: meeting for weights")
+        result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
 
-    def _prepared(self, handles: Mapping[str, Any]) -> WeightTransfer:
-        """The way of this update: the one that was agreed on, or another where the GPU's memory cannot be shared."""
+    def _prepare_transfer(self, handles: Mapping[str, Any]) -> WeightTransfer:
+        """Prepare the chosen transport, or another one if the GPU's memory cannot be shared."""
         transfer = self._transfer
         assert transfer is not None, "the channel is open"
         try:
             transfer.prepare(handles)
         except ServerError as error:
-            if self._has_borrowed or not handles:  # its memory can be shared: something else is wrong
+            if self._ipc_opened or not handles:  # sharing worked before: something else is wrong
                 raise
-            self._lenders = frozenset()
-            self.notes.append(f"its GPU's memory cannot be shared, so weights are sent another way: {error}")
+            self._ipc_gpus = frozenset()
+            self.notes.append(f"its GPU memory cannot be shared; weights are sent another way: {error}")
             self.open()
             assert self._transfer is not None
             return self._transfer
-        self._has_borrowed |= transfer.way == "ipc"
+        self._ipc_opened |= transfer.transport == "ipc"
         return transfer
 
-    def _leave(self) -> None:
+    def _close_transfer(self) -> None:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.close()
 
-    def _poll(self, done: Callable[[], bool], call: "Future[None]") -> None:
-        """Until it is done, the server's call has failed, or time is up."""
+    def _wait_for_workers(self, done: Callable[[], bool], call: "Future[None]") -> None:
+        """Wait until `done`, a failure of the server's call, or the timeout."""
         deadline, pause_s = time.monotonic() + self._meet_timeout_s, 1e-3
         while not done():
             if call.done():
                 call.result()
-                if done():  # it came between the two questions
+                if done():  # became true in between
                     return
-                raise ServerError(f"{self.url}: the server ended its part too early")
+                raise ServerError(f"{self.url}: the server ended the rendezvous too early")
             if time.monotonic() > deadline:
-                raise ServerError(f"{self.url}: the server's workers did not come within {self._meet_timeout_s:g} s")
+                raise ServerError(f"{self.url}: the server's workers did not connect within {self._meet_timeout_s:g} s")
             time.sleep(pause_s)
 
     def _discard(self) -> None:
-        """Have the server forget an update that came halfway, if there is one."""
-        with self._brief_api() as api:
+        """Have the server discard an unfinished update, if there is one."""
+        with self._short_timeout_api() as api:
             with suppress(ServerError):
                 api.update_weights({"step": "discard"})
             with suppress(ServerError):
                 api.finish_weight_update(None)
 
     @contextmanager
-    def _brief_api(self) -> Iterator[VllmApi]:
-        api = VllmApi(self.url, timeout_s=min(self._timeout_s, _GIVE_UP_TIMEOUT_S))
+    def _short_timeout_api(self) -> Iterator[VllmApi]:
+        api = VllmApi(self.url, timeout_s=min(self._timeout_s, _ABORT_TIMEOUT_S))
         try:
             yield api
         finally:
             api.close()
 
     @contextmanager
-    def _giving_up(self, what: str) -> Iterator[None]:
-        """An error inside gives up the update."""
+    def _abort_on_error(self, what: str) -> Iterator[None]:
+        """Abort the update if the block raises."""
         try:
             yield
         except (RuntimeError, OSError, FutureTimeoutError) as error:
@@ -337,49 +343,49 @@ class WeightChannel:
 
 
 class _Update:
-    """One update under way."""
+    """An update in progress."""
 
-    def __init__(self, version: int, specs: Iterator[TensorSpec], *, held: bool = False):
+    def __init__(self, version: int, specs: Iterator[TensorSpec], *, skipped: bool = False):
         self.version = version
-        self.specs = specs  # those that are still to be sent
-        self.held = held  # the server has it already
+        self.specs = specs  # not sent yet
+        self.skipped = skipped  # the server has this version already
 
 
-def choose_way(
-    trainer: Mapping[str, str | None], workers: Sequence[Mapping[str, str | None]], *, lenders: Collection[str]
-) -> tuple[Way, str]:
-    """The fastest way that works between these GPUs.
+def choose_transport(
+    trainer: Mapping[str, str | None], workers: Sequence[Mapping[str, str | None]], *, ipc_gpus: Collection[str]
+) -> tuple[Transport, str]:
+    """Choose the fastest transport that works between these GPUs.
 
     Args:
-        trainer: rank 0's GPU and version of NCCL, as `describe_device` gives them.
-        workers: those of the server's workers.
-        lenders: GPUs whose ranks can lend memory to this server.
+        trainer: GPU and NCCL version of rank 0, from `describe_device`.
+        workers: the same of the server's workers.
+        ipc_gpus: GPUs whose ranks can share memory with this server.
 
     Returns:
-        the way, and what a person should know of it; "" if nothing.
+        the transport, and a note for the user ("" if none).
     """
     gpus = {worker["gpu"] for worker in workers}
     if trainer["gpu"] is None or None in gpus:
         return "gloo", ""
-    if gpus <= set(lenders):
+    if gpus <= set(ipc_gpus):
         return "ipc", ""
     if trainer["gpu"] in gpus:
-        return "gloo", "NCCL does not take two processes on one GPU: weights go through host memory"
+        return "gloo", "NCCL does not support two processes on one GPU: weights go through host memory"
     others = sorted({str(worker["nccl"]) for worker in workers} - {str(trainer["nccl"])})
     if others:
         return "gloo", (
-            f"NCCL is {trainer['nccl']} here and {', '.join(others)} there, and versions do not mix: weights go "
-            f"through host memory, which is slower; install the same torch in both environments to avoid this"
+            f"NCCL versions differ (trainer: {trainer['nccl']}, server: {', '.join(others)}): weights go through host "
+            f"memory, which is slower; install the same torch in both environments to avoid this"
         )
     return "nccl", ""
 
 
-def _wire(spec: TensorSpec) -> dict[str, Any]:
+def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address on the network that leads to a server."""
+    """Return this machine's address on the network that reaches a server."""
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port or 80), timeout=_GIVE_UP_TIMEOUT_S) as way:
-        return str(way.getsockname()[0])
+    with socket.create_connection((parts.hostname, parts.port or 80), timeout=_ABORT_TIMEOUT_S) as connection:
+        return str(connection.getsockname()[0])

@@ -1,1 +1,1 @@
-"""What a vLLM server loads, from this folder alone: Cohort is not installed there."""
+"""Files that vLLM servers load from this folder; Cohort is not installed there."""

@@ -1,11 +1,11 @@
-"""Cohort's part inside a vLLM server: it takes a trainer's weights and puts them into the model.
+"""Worker extension that vLLM loads: receives a trainer's weights and loads them into the model.
 
-vLLM imports this by `--worker-extension-cls`, from a folder of its own, since Cohort itself is not installed there. It
-imports torch, numpy, safetensors, vLLM and the module beside it only. An update is staged: names, shapes and dtypes are
-compared first, the tensors received next, and the model is changed in the last call, which needs no trainer any more.
-So an update that fails before that leaves the weights that served.
+vLLM imports this file through `--worker-extension-cls`, from its own folder, since Cohort is not installed there. It
+imports only torch, numpy, safetensors, vLLM and the module next to it. An update is staged: names, shapes and dtypes
+are checked first, then the tensors are received, and the last call changes the model without the trainer's help. If an
+update fails before that, the old weights stay.
 
-The last call either succeeds or ends the process: a model that is part old and part new must not sample.
+The last call either succeeds or exits the process: a model with part old and part new weights must not sample.
 """
 
 import json
@@ -39,20 +39,20 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 logger = init_logger("vllm.cohort")
-SPARE_BYTES = 1 << 30  # of GPU memory, to be left free where tensors are staged there
-ALIGNED = 64  # bytes at which each tensor begins that is staged in host memory
+SPARE_BYTES = 1 << 30  # of GPU memory to leave free when tensors are staged there
+ALIGNMENT_BYTES = 64  # of tensors staged in host memory
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where to meet the trainer, or what its ranks lend after they have met."""
+    """Where to rendezvous with the trainer or, after that, its CUDA IPC handles."""
 
     host: str = ""  # of the trainer's store
     port: int = 0
     world_size: int = 1
-    timeout_s: float = 0.0  # longest wait for a tensor
-    meet_timeout_s: float = 0.0  # longest wait until a way is made and tried
-    lent: dict[str, Any] | None = None  # by GPU, how to open the memory of the rank on it
+    timeout_s: float = 0.0  # maximum time per tensor
+    rendezvous_timeout_s: float = 0.0  # maximum time to set up and test a transport
+    ipc_handles: dict[str, Any] | None = None  # of the training ranks' buffers, by GPU
 
 
 @dataclass
@@ -61,11 +61,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     step: str  # declare, receive, load or discard
     specs: list[dict[str, Any]] = field(default_factory=list)  # declare: name, shape and dtype of every tensor
-    lent: list[tuple[str, int]] = field(default_factory=list)  # load: names, and where they begin in what is lent
+    offsets: list[tuple[str, int]] = field(default_factory=list)  # load: names and offsets in the shared buffer
 
 
 class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives, compares, and commits."""
+    """Checks, receives and commits weight updates."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -75,97 +75,101 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args)
         self._timeout_s = 0.0
         self._group: WeightGroup | None = None
-        self._lent: Tensor | None = None  # bytes of the trainer's, on this GPU
+        self._ipc_buffer: Tensor | None = None  # the training rank's shared buffer on this GPU
         self._expected: dict[str, tuple[list[int], bool]] | None = None
-        self._num_loaded = 0  # tensors that are in the model already, of an update through lent memory
-        self._host = torch.empty(0, dtype=torch.uint8)  # where tensors wait that the GPU has no room for
-        self._forget()
+        self._num_loaded = 0  # tensors already in the model, of an update through CUDA IPC
+        self._host = torch.empty(0, dtype=torch.uint8)  # staging buffer if the GPU has no room
+        self._reset_update()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Meet the trainer and agree on a way, in place of the one before; or open what it lends."""
-        if init_info.lent is None:
+        """Rendezvous with the trainer and set up a transport, replacing the last one; or open its shared buffer."""
+        if init_info.ipc_handles is None:
             self.shutdown()
-            self._meet(init_info)
+            self._rendezvous(init_info)
         else:
-            self._lent = None
-            self._lent = open_lent(init_info.lent, self.device)
+            self._ipc_buffer = None
+            self._ipc_buffer = open_ipc_buffer(init_info.ipc_handles, self.device)
 
-    def _meet(self, info: InitInfo) -> None:
+    def _rendezvous(self, info: InitInfo) -> None:
         self._timeout_s = info.timeout_s
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = dist.TCPStore(info.host, info.port, info.world_size, timeout=timedelta(seconds=info.meet_timeout_s))
+        store = dist.TCPStore(
+            info.host, info.port, info.world_size, timeout=timedelta(seconds=info.rendezvous_timeout_s)
+        )
         store.set(f"here/{rank}", json.dumps(describe_device(self.device)))
-        way = store.get("way").decode()  # the trainer has heard all workers
-        if way == "ipc":
+        transport = store.get("transport").decode()  # set once the trainer has heard from all workers
+        if transport == "ipc":
             return
         self._group = WeightGroup(
-            way,
+            transport,
             store,
             rank=rank,
             size=info.world_size,
-            device=torch.device("cpu") if way == "gloo" else self.device,
+            device=torch.device("cpu") if transport == "gloo" else self.device,
             host=_own_address(info),
-            timeout_s=max(info.timeout_s, info.meet_timeout_s),
+            timeout_s=max(info.timeout_s, info.rendezvous_timeout_s),
         )
         try:
-            result_within(self._group.connect(), info.meet_timeout_s, f"making a {way} group with the trainer")
+            result_within(
+                self._group.connect(), info.rendezvous_timeout_s, f"creating a {transport} group with the trainer"
+            )
         except BaseException:
             self.shutdown()
             raise
 
     def shutdown(self) -> None:
-        """Leave the group: a trainer that waits in it sees that at once."""
-        group, self._group, self._lent = self._group, None, None
-        self._forget()
+        """Leave the group, which a waiting trainer notices at once."""
+        group, self._group, self._ipc_buffer = self._group, None, None
+        self._reset_update()
         if group is not None:
             group.abort()
 
     def start_weight_update(self) -> None:
-        """Forget an update that came halfway."""
-        self._forget()
+        """Discard an unfinished update."""
+        self._reset_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One step. As the base class's, but that has every device synchronize, which a CPU cannot."""
+        """Run one step of an update. Unlike the base class, works on CPU, which cannot synchronize."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._num_loaded and self._num_loaded == len(self._specs or ()):
-            self._lent = None  # its owner may need the memory now
+            self._ipc_buffer = None  # the training rank may free the memory now
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """One step. After an error nothing of the update is kept."""
+        """Run one step of an update. An error discards the update."""
         steps = {"declare": self._declare, "receive": self._receive, "load": self._load, "discard": self._discard}
         try:
             if update_info.step not in steps:
-                raise ValueError(f"step: {update_info.step!r} is none of {', '.join(steps)}")
+                raise ValueError(f"step: {update_info.step!r} must be one of {', '.join(steps)}")
             steps[update_info.step](update_info)
         except BaseException:
             if update_info.step == "receive":
-                self.shutdown()  # the trainer, which sends, sees that nobody receives
-            self._forget()
+                self.shutdown()  # so that the sending trainer notices
+            self._reset_update()
             raise
 
     def finish_weight_update(self) -> None:
-        """Put the weights into the model, all of them or, after `discard`, none."""
+        """Load all weights into the model or, after `discard`, none."""
         if self._discarded:
-            return self._forget()
+            return self._reset_update()
         staged, specs = self._staged, self._specs
         if specs is None or len(staged) + self._num_loaded != len(specs):
-            came = len(staged) + self._num_loaded
-            raise ValueError(f"{came} tensors came of {len(specs or ())} that were declared; nothing was changed")
-        with _no_way_back():
+            received = len(staged) + self._num_loaded
+            raise ValueError(f"received {received} of {len(specs or ())} declared tensors; the model is unchanged")
+        with _exit_on_error():
             if staged:
                 initialize_layerwise_reload(self.model)
                 self.model.load_weights(self._to_device(staged))
             finalize_layerwise_reload(self.model, self.model_config)
             repack_tied_head(self.model)
         self._num_loaded = 0
-        return self._forget()
+        return self._reset_update()
 
-    def _forget(self) -> None:
+    def _reset_update(self) -> None:
         if self._num_loaded:
-            _die("an update of weights in lent memory was given up halfway")
+            _exit_inconsistent("a weight update through CUDA IPC was aborted halfway")
         self._specs: list[dict[str, Any]] | None = None
         self._staged: deque[tuple[str, Tensor]] = deque()
         self._discarded = False
@@ -177,18 +181,18 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._specs = info.specs
 
     def _receive(self, info: UpdateInfo) -> None:
-        """All tensors that were declared, in their order."""
+        """Receive all declared tensors in order."""
         if self._specs is None or self._group is None:
-            raise ValueError("there is no group with the trainer, or no tensors were declared")
-        keep = self._keeper(self._specs)
+            raise ValueError("no process group with the trainer, or no declared tensors")
+        stage = self._make_stager(self._specs)
         for spec in self._specs:
             dtype = getattr(torch, spec["dtype"])
             tensor = torch.empty(spec["shape"], dtype=dtype, device=self._group.device)
             result_within(self._group.broadcast(tensor), self._timeout_s, f"receiving {spec['name']}")
-            self._staged.append((spec["name"], keep(tensor)))
+            self._staged.append((spec["name"], stage(tensor)))
 
-    def _keeper(self, specs: list[dict[str, Any]]) -> Callable[[Tensor], Tensor]:
-        """Where tensors wait for the commit: on the model's device, or in host memory where its GPU has no room."""
+    def _make_stager(self, specs: list[dict[str, Any]]) -> Callable[[Tensor], Tensor]:
+        """Return a function that stages a tensor on the model's device, or in host memory if its GPU has no room."""
         if self.device.type == "cpu":
             return lambda tensor: tensor
         total_bytes = sum(num_bytes(spec) for spec in specs)
@@ -196,12 +200,12 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if free >= total_bytes + SPARE_BYTES:
             return lambda tensor: tensor.to(self.device)
         logger.info("staging %.1f GB of weights in host memory", total_bytes / 1e9)
-        starts = [0, *accumulate(-(-num_bytes(spec) // ALIGNED) * ALIGNED for spec in specs)]
-        if len(self._host) != starts[-1]:  # pinning it is slow, so it is kept; the last update has been read from it
+        starts = [0, *accumulate(-(-num_bytes(spec) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in specs)]
+        if len(self._host) != starts[-1]:  # reused, since pinning is slow
             self._host = torch.empty(0, dtype=torch.uint8)
             self._host = pinned_bytes(starts[-1], self.device)
-        places = (self._host[start:] for start in starts)
-        return lambda tensor: next(places)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        slots = (self._host[start:] for start in starts)
+        return lambda tensor: next(slots)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _to_device(self, staged: deque[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         while staged:
@@ -209,53 +213,53 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             yield name, tensor.to(self.device, non_blocking=True)
 
     def _load(self, info: UpdateInfo) -> None:
-        """Tensors in the memory that is lent, straight into the model.
+        """Load tensors from the shared buffer straight into the model.
 
-        It was asleep, so there are no old weights to keep. Never run on a GPU yet.
+        The server was asleep, so there are no old weights to keep. Not tested on a GPU yet.
         """
         specs = {spec["name"]: spec for spec in self._specs or ()}
-        if self._lent is None or any(name not in specs for name, _ in info.lent):
-            raise ValueError("nothing is lent, or tensors come that were not declared")
-        tensors = [(name, lent_tensor(self._lent, specs[name], offset)) for name, offset in info.lent]
-        with _no_way_back():
+        if self._ipc_buffer is None or any(name not in specs for name, _ in info.offsets):
+            raise ValueError("no shared buffer, or tensors that were not declared")
+        tensors = [(name, tensor_view(self._ipc_buffer, specs[name], offset)) for name, offset in info.offsets]
+        with _exit_on_error():
             if not self._num_loaded:
                 initialize_layerwise_reload(self.model)
-            # a layer that is not whole keeps what came of it; the trainer's memory changes when this call ends
+            # clone: an incomplete layer keeps its tensors, and the trainer reuses the buffer after this call
             self.model.load_weights((name, tensor.clone()) for name, tensor in tensors)
             self._num_loaded += len(tensors)
 
     def _discard(self, info: UpdateInfo) -> None:
-        self._lent = None
-        self._forget()
+        self._ipc_buffer = None
+        self._reset_update()
         self._discarded = True
 
 
 class CohortWorker:
-    """What `--worker-extension-cls` names. It adds no methods: importing this module has made the engine known."""
+    """Target of `--worker-extension-cls`. Adds no methods: importing this module registers the engine."""
 
 
 def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bool]]:
-    """The tensors that an update has to bring: shape, and whether it may be left out, by name.
+    """Return the shape of each tensor in an update, and whether it is optional, by name.
 
-    They are those of the model folder's safetensors files. What a trainer of the language model alone does not have may
-    be left out: a head that is tied to the embedding, rotary frequencies, and layers that predict several tokens ahead.
+    These are the tensors in the model folder's safetensors files. Optional are those that a trainer may lack: a head
+    tied to the embedding, rotary frequencies, and multi-token prediction layers.
 
     Raises:
-        ValueError: the folder has no such files, so nothing can be compared.
+        ValueError: the folder has no safetensors files.
     """
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download  # where vLLM itself has it from
+        from huggingface_hub import snapshot_download  # vLLM has downloaded it there
 
         folder = Path(snapshot_download(str(folder), local_files_only=True))
     index = folder / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     if not all((folder / name).is_file() for name in names):
-        raise ValueError(f"{folder} has no safetensors files to compare an update with")
+        raise ValueError(f"{folder} has no safetensors files to check a weight update against")
     num_layers, tied = config.num_hidden_layers, getattr(config, "tie_word_embeddings", False)
-    ahead = ("mtp.", *(f"model.layers.{n}." for n in range(num_layers, num_layers + 8)))
+    mtp = ("mtp.", *(f"model.layers.{n}." for n in range(num_layers, num_layers + 8)))
 
     def optional(name: str) -> bool:
-        return (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq") or name.startswith(ahead)
+        return (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq") or name.startswith(mtp)
 
     expected = {}
     for file in sorted(names):
@@ -266,10 +270,10 @@ def expected_tensors(folder: Path, config: Any) -> dict[str, tuple[list[int], bo
 
 
 def check_specs(specs: list[dict[str, Any]], expected: dict[str, tuple[list[int], bool]]) -> None:
-    """Compare what a trainer will send with what the server's model was loaded from.
+    """Compare the tensors of an update with those that the server's model was loaded from.
 
     Raises:
-        ValueError: names, shapes or dtypes do not fit; the message names the first few.
+        ValueError: names, shapes or dtypes do not match; the message lists the first few.
     """
     given = {str(spec["name"]): spec for spec in specs}
     wrong = [f"{name} is not in the server's model" for name in given if name not in expected]
@@ -280,21 +284,21 @@ def check_specs(specs: list[dict[str, Any]], expected: dict[str, tuple[list[int]
         if not isinstance(getattr(torch, str(spec["dtype"]), None), torch.dtype):
             wrong.append(f"{name} has the dtype {spec['dtype']!r}, which torch does not know")
     if len(given) < len(specs):
-        wrong.append("a name comes twice")
+        wrong.append("a name is duplicated")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the update does not fit the server's model: {'; '.join(wrong[:3])}{more}")
 
 
 def num_bytes(spec: dict[str, Any]) -> int:
-    """Of a tensor that is declared."""
+    """Size of a declared tensor."""
     return int(torch.Size(spec["shape"]).numel()) * getattr(torch, spec["dtype"]).itemsize
 
 
 def pinned_bytes(count: int, device: torch.device) -> Tensor:
-    """Host memory of exactly this size that the GPU copies from by itself, as the trainer's `policy.pinning` has it.
+    """Allocate pinned host memory of exactly this size.
 
-    PyTorch's allocator of pinned memory rounds up to a power of two.
+    PyTorch's pinned memory allocator rounds up to a power of two.
     """
     whole = np.zeros(count + mmap.PAGESIZE, dtype=np.uint8)
     start = -whole.ctypes.data % mmap.PAGESIZE
@@ -311,9 +315,9 @@ def pinned_bytes(count: int, device: torch.device) -> Tensor:
 
 
 def repack_tied_head(model: Any) -> None:
-    """Have a head that is tied to the embedding see the new weights.
+    """Repack a head that is tied to the embedding.
 
-    On CPU it multiplies with a copy of its own, packed for the product, which a reload leaves as it was.
+    On CPU it uses its own packed copy of the weights, which a reload does not update.
     """
     head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or head is embedding or not hasattr(head, "cpu_linear"):
@@ -322,18 +326,22 @@ def repack_tied_head(model: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def open_lent(lent: dict[str, Any], device: torch.device) -> Tensor:
-    """Open the memory of the training rank on this GPU, from what `lending.handle_of` says of it: bytes, [N].
+def open_ipc_buffer(handles: dict[str, Any], device: torch.device) -> Tensor:
+    """Open the shared buffer of the training rank on this GPU. Returns its bytes, [N].
+
+    Args:
+        handles: from the ranks' `cuda_ipc.ipc_handle`, by GPU.
+        device: this worker's GPU.
 
     Raises:
-        ValueError: no rank on this GPU lends any, or what is there is not what it has written.
-        RuntimeError: the GPU's driver or the container does not allow it.
+        ValueError: no rank shares a buffer on this GPU, or its first bytes are wrong.
+        RuntimeError: the GPU driver or the container does not allow it.
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    entry = lent.get(gpu_uuid(device))
+    entry = handles.get(gpu_uuid(device))
     if entry is None:
-        raise ValueError("no rank lends memory of this GPU")
+        raise ValueError("no rank shares memory of this GPU")
     handle, counter, event = (bytes.fromhex(entry[key]) for key in ("handle", "ref_counter_handle", "event_handle"))
     opened = rebuild_cuda_tensor(
         Tensor,
@@ -354,32 +362,32 @@ def open_lent(lent: dict[str, Any], device: torch.device) -> Tensor:
     )
     probe = bytes.fromhex(entry["probe"])
     if bytes(opened[: len(probe)].tolist()) != probe:
-        raise ValueError("the memory that was opened is not the trainer's")
+        raise ValueError("the opened memory is not the trainer's")
     return opened
 
 
-def lent_tensor(lent: Tensor, spec: dict[str, Any], offset: int) -> Tensor:
-    """A tensor where it lies in the memory that is lent."""
-    return lent[offset : offset + num_bytes(spec)].view(getattr(torch, spec["dtype"])).view(spec["shape"])
+def tensor_view(buffer: Tensor, spec: dict[str, Any], offset: int) -> Tensor:
+    """Return a tensor as a view of the shared buffer."""
+    return buffer[offset : offset + num_bytes(spec)].view(getattr(torch, spec["dtype"])).view(spec["shape"])
 
 
 def _own_address(info: InitInfo) -> str:
-    """This machine's address on the network that leads to the trainer."""
-    with socket.create_connection((info.host, info.port), timeout=info.timeout_s) as way:
-        return str(way.getsockname()[0])
+    """Return this machine's address on the network that reaches the trainer."""
+    with socket.create_connection((info.host, info.port), timeout=info.timeout_s) as connection:
+        return str(connection.getsockname()[0])
 
 
 @contextmanager
-def _no_way_back() -> Iterator[None]:
-    """An error inside ends the process."""
+def _exit_on_error() -> Iterator[None]:
+    """Exit the process if the block raises."""
     try:
         yield
     except BaseException as error:
-        _die("".join(traceback.format_exception(error)))
+        _exit_inconsistent("".join(traceback.format_exception(error)))
 
 
-def _die(why: str) -> NoReturn:
-    logger.error("the model is part old, part new; the server ends: %s", why)
+def _exit_inconsistent(why: str) -> NoReturn:
+    logger.error("the model has part old and part new weights; exiting: %s", why)
     os._exit(1)
 
 

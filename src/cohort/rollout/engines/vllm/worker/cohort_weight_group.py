@@ -1,7 +1,7 @@
-"""The process group of a trainer and one vLLM server's workers, made and tried in the same way at both ends.
+"""Process group of the trainer and one vLLM server's workers, used on both sides.
 
-A server imports this from its folder, so it needs torch alone. What a group does may never return, when the other end
-is gone or hangs. It is done in threads that nothing waits for longer than it wants to, not even the end of the process.
+The server imports this file from its folder, so it depends on torch only. A collective may never return if the other
+side is gone or hangs. Collectives therefore run in daemon threads, and callers wait for them with timeouts.
 """
 
 import os
@@ -19,20 +19,20 @@ from torch import Tensor
 
 T = TypeVar("T")
 _ABORT_TIMEOUT_S = 10.0
-_TRIED_NUMBERS = 1024
+_TEST_NUMEL = 1024
 
 
 class _NoWatchdog:
-    """Holders between `begin` and `end` make NCCL groups without a watchdog.
+    """Disables the watchdog of NCCL groups that are created between `begin` and `end`.
 
-    The watchdog ends its process when a collective fails or takes too long, which is right among training ranks. Here
-    it would end the trainer for the failure of a server. With this variable a group starts none, its `wait` waits for
-    the GPU itself and raises, and the deadlines are those of whoever waits for the thread.
+    The watchdog kills its process when a collective fails or takes too long. That is right for training ranks, but here
+    it would kill the trainer when a server fails. With this variable a group has no watchdog, its `wait` blocks until
+    the GPU is done and raises, and callers of the thread set the timeouts.
 
-    There is no option of a single group for this: its constructor reads the variable, and `ProcessGroupNCCL.Options`
-    has a timeout alone. So the variable is set for the whole process, from `WeightGroup.connect` until the group is
-    made or given up, even if making it hangs. No other NCCL group is made meanwhile: the training ranks, and vLLM's
-    workers, have theirs before they meet here.
+    A single group has no option for this: its constructor reads the variable, and `ProcessGroupNCCL.Options` only has a
+    timeout. So the variable is set for the whole process, from `WeightGroup.connect` until the group is created or
+    aborted, even if creation hangs. No other NCCL group is created meanwhile: training ranks and vLLM's workers create
+    theirs before the rendezvous.
     """
 
     variable = "TORCH_NCCL_BLOCKING_WAIT"
@@ -51,7 +51,7 @@ class _NoWatchdog:
             self._holders.add(holder)
 
     def end(self, holder: object) -> None:
-        """Put it back as it was, with the last holder; nothing if this one is none."""
+        """Restore the variable after the last holder. Does nothing for an unknown holder."""
         with self._lock:
             if holder not in self._holders:
                 return
@@ -66,11 +66,11 @@ _no_watchdog = _NoWatchdog()
 
 
 class WeightGroup:
-    """Rank 0 is the trainer, which sends. The others are the workers of one server."""
+    """A process group in which rank 0, the trainer, broadcasts to the workers of one server."""
 
     def __init__(
         self,
-        way: Literal["gloo", "nccl"],
+        transport: Literal["gloo", "nccl"],
         store: Any,
         *,
         rank: int,
@@ -79,73 +79,73 @@ class WeightGroup:
         host: str,
         timeout_s: float,
     ):
-        """Nothing is connected yet.
+        """Create a group without connecting.
 
         Args:
-            way: through host memory (gloo), or from GPU to GPU (nccl).
-            store: where the processes meet.
+            transport: gloo (through host memory) or nccl (from GPU to GPU).
+            store: for the rendezvous.
             rank: of this process.
             size: number of processes.
-            device: of the tensors: the CPU with gloo, with nccl this process's GPU with its index.
-            host: this machine's address on the network that leads to the others.
-            timeout_s: when a thread that nobody waits for any more gives up. Whoever waits has a deadline of its own.
+            device: of the tensors: the CPU for gloo, this process's GPU with its index for nccl.
+            host: this machine's address on the network that reaches the others.
+            timeout_s: after which an abandoned thread ends. Callers have their own timeouts.
         """
-        assert way == "gloo" or device.index is not None, "a thread does not know which GPU is this process's"
+        assert transport == "gloo" or device.index is not None, "threads need the index of this process's GPU"
         self.device = device
-        self._way = way
+        self._transport = transport
         self._store = store
         self._rank = rank
         self._size = size
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
-        self._given_up = False
+        self._aborted = False
 
     def connect(self) -> "Future[None]":
-        """Make the group, and try it with numbers whose sum every process knows.
+        """Create the group and test it with an all-reduce whose result is known.
 
-        NCCL makes its communicator in the first collective: here, and not in the midst of the weights.
+        NCCL creates its communicator in the first collective: here, and not during a weight update.
         """
-        if self._way == "nccl":
+        if self._transport == "nccl":
             _no_watchdog.begin(self)
         return in_thread(self._connect)
 
     def broadcast(self, tensor: Tensor) -> "Future[None]":
-        """Send rank 0's contiguous tensor into those of the others; the future is done when it is there."""
-        # as bytes: not every group knows every dtype
+        """Broadcast rank 0's contiguous tensor into those of the others."""
+        # as bytes: not every backend supports every dtype
         return in_thread(self._broadcast, tensor.view(-1).view(torch.uint8), _stream_of(tensor))
 
     def abort(self) -> None:
-        """End what is under way and leave, which the others see. Never fails, and never takes longer than seconds."""
-        self._given_up = True
-        _no_watchdog.end(self)  # where making it hangs
+        """Abort pending collectives and leave; the others notice. Never fails and returns within seconds."""
+        self._aborted = True
+        _no_watchdog.end(self)  # if its creation hangs
         group, self._group = self._group, None
-        if group is not None and self._way == "nccl":  # a group of gloo ends with its last reference
+        if group is not None and self._transport == "nccl":  # a gloo group ends with its last reference
             with suppress(Exception):
                 in_thread(self._abort, group).result(_ABORT_TIMEOUT_S)
 
     def _abort(self, group: Any) -> None:
-        with _on(self.device, None):
+        with _use_device(self.device, None):
             group.abort()
 
     def _connect(self) -> None:
-        with _on(self.device, None):
+        with _use_device(self.device, None):
             try:
                 self._group = group = self._make()
             finally:
                 _no_watchdog.end(self)
-            if self._given_up:  # before there was anything to abort
+            if self._aborted:  # before the group existed
                 self.abort()
                 return
-            numbers = torch.full((_TRIED_NUMBERS,), self._rank + 1, dtype=torch.int32, device=self.device)
+            numbers = torch.full((_TEST_NUMEL,), self._rank + 1, dtype=torch.int32, device=self.device)
             group.allreduce(numbers).wait()
             expected = self._size * (self._size + 1) // 2
             if not bool((numbers == expected).all()):
-                raise RuntimeError(f"{self._way} computes wrong sums between trainer and server")
+                raise RuntimeError(f"{self._transport} returns wrong sums between trainer and server")
 
     def _make(self) -> Any:
         options: Any
-        if self._way == "gloo":
+        if self._transport == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = self._timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
@@ -155,15 +155,15 @@ class WeightGroup:
         return dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
 
     def _broadcast(self, data: Tensor, stream: Any) -> None:
-        with _on(self.device, stream):
+        with _use_device(self.device, stream):
             group = self._group
             if group is None:
-                raise RuntimeError("the group was left")
+                raise RuntimeError("the process group was aborted")
             group.broadcast(data, 0).wait()
 
 
 def in_thread(call: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """Call in a thread that the end of this process does not wait for."""
+    """Run a function in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -177,10 +177,10 @@ def in_thread(call: Callable[..., T], *arguments: Any) -> "Future[T]":
 
 
 def result_within(future: "Future[T]", timeout_s: float, what: str) -> T:
-    """The result of what is done in a thread.
+    """Return the result of a future.
 
     Raises:
-        RuntimeError: it is not there in time.
+        RuntimeError: it was not done in time.
     """
     try:
         return future.result(timeout_s)
@@ -191,24 +191,24 @@ def result_within(future: "Future[T]", timeout_s: float, what: str) -> T:
 
 
 def describe_device(device: torch.device) -> dict[str, str | None]:
-    """What the other end has to know of a device: its GPU and the version of NCCL; None on a CPU."""
+    """Return the GPU's UUID and the NCCL version, both None on CPU."""
     if device.type != "cuda":
         return {"gpu": None, "nccl": None}
     return {"gpu": gpu_uuid(device), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Of a GPU: processes number them differently."""
+    """Identify a GPU across processes, which number them differently."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _stream_of(tensor: Tensor) -> Any:
-    """The stream that makes the tensor: one of this thread's, which another thread has to ask for."""
+    """Return this thread's current stream, which produces the tensor; other threads have their own."""
     return torch.cuda.current_stream(tensor.device) if tensor.device.type == "cuda" else None
 
 
-def _on(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
-    """Compute on a device in a thread, which begins with the first GPU otherwise."""
+def _use_device(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
+    """Use a device and stream in a new thread, which would otherwise use the first GPU."""
     stack = ExitStack()
     if device.type == "cuda":
         stack.enter_context(torch.cuda.device(device))
