@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cohort.algorithms import bare_sequences
+from cohort.algorithms import build_sequences
 from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
@@ -28,7 +28,7 @@ from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams
 from cohort.rollout.engines.vllm import check_vllm
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import compute_estimates
+from cohort.trainer.worker_calls import run_forward_only
 from cohort.trainer.worker_group import WorkerGroup
 from comparisons import Check, attempt
 from harness import SkippedError
@@ -133,7 +133,7 @@ def _sample(
     collector: RolloutCollector, workers: WorkerGroup[Worker], prompts: list[Prompt], version: int
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Publish the weights and sample with them: the groups, times, and the memory that the server then gives back."""
-    workers.call(Worker.free_cache)
+    workers.call(Worker.empty_cache)
     chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=64, temperature=1.0)
     start = time.perf_counter()
     collector.load_weights(policy_version=version)  # wakes a server that sleeps
@@ -182,6 +182,6 @@ def _tolerance(workers: WorkerGroup[Worker]) -> float:
 
 def _difference(workers: WorkerGroup[Worker], groups: list[RolloutGroup]) -> float:
     """Between the sampler's logprobs and those of the trainer's weights, in the mean over tokens."""
-    sequences = bare_sequences(groups)
-    ours = compute_estimates(workers, sequences, {"logprobs"}).logprobs
+    sequences = build_sequences(groups)
+    ours = run_forward_only(workers, sequences, {"logprobs"}).logprobs
     return float(np.concatenate([np.abs(ours[s.index] - s.sampling_logprobs)[s.loss_mask] for s in sequences]).mean())

@@ -250,7 +250,7 @@ def adapter(folder: Path, expected: Sequence[Tensor]) -> str:
     without = [
         n for n, p in policy.model.named_parameters() if p.requires_grad and (n not in grads or not grads[n].any())
     ]
-    off = make_engine(policy.as_reference()).estimate(random_sequences(), {"logprobs"})["logprobs"]
+    off = make_engine(policy.as_reference()).forward_only(random_sequences(), {"logprobs"})["logprobs"]
     back = max((off[n] - e).abs().max().item() for n, e in enumerate(expected))
     if moved < 1e-3 or back > 1e-4:
         return f"wrong: moves logprobs by {moved:.0e}, and off differs by {back:.0e}"

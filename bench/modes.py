@@ -33,7 +33,7 @@ from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import read_shape
 from cohort.records import TrainSequence
-from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches
 from comparisons import first_line
@@ -227,7 +227,7 @@ def measure(config: Config, size: Size, ranks: Ranks = ALONE) -> Measured:
     sequences = make_step(size, 2 * ranks.world_size)
     with counting(device, processes=ranks.world_size) as counted:
         with counted.phase("build"):
-            worker = build_worker(config, ranks, _order(config), device=device, tokenizer=_TOKENIZER)
+            worker = build_worker(config, ranks, _spec(config), device=device, tokenizer=_TOKENIZER)
         train(worker, make_step(replace(size, prompt_tokens=3, completion_tokens=2), 2), counted, "first ")
         train(worker, sequences, counted, "")
     phases, begun = counted.phases, _now(device)
@@ -316,9 +316,9 @@ def planned_parts(config: Config, device: torch.device) -> dict[str, int]:
     return {**state, "activations": sum(backward.values())}
 
 
-def _order(config: Config) -> BuildOrder:
+def _spec(config: Config) -> WorkerSpec:
     assert config.train.micro_batch_tokens != "auto"
-    return BuildOrder(
+    return WorkerSpec(
         folder=Path(config.model.path),
         num_steps=1000,
         checkpoint=None,

@@ -33,7 +33,7 @@ from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks, join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
-from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches, sample
@@ -122,7 +122,7 @@ def run_rank(config: Config, out: Path) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(backend="gloo", timeout_s=120, command_timeout_s=120)
     inputs = read_inputs(config) if ranks.is_first else None
-    order = BuildOrder(
+    spec = WorkerSpec(
         folder=Path(config.run.dir),
         num_steps=STEPS,
         checkpoint=None,
@@ -130,7 +130,7 @@ def run_rank(config: Config, out: Path) -> None:
         longest_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
     )
     tokenizer = inputs.tokenizer if inputs else None
-    worker = build_worker(config, ranks, order, device=torch.device("cpu"), tokenizer=tokenizer)
+    worker = build_worker(config, ranks, spec, device=torch.device("cpu"), tokenizer=tokenizer)
     endless = Sampler(worker.policy, end_token_ids=frozenset({-1}), max_num_seqs=config.rollout.max_num_seqs)
     workers = WorkerGroup(replace(worker, sampler=endless), ranks)
     if inputs is None:

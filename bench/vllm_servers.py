@@ -38,7 +38,7 @@ from cohort.models import end_token_ids, load_tokenizer
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from cohort.rollout.engines.servers import server_engine as engine_module
-from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.setup import rank_device
 from cohort.trainer.vllm_rollouts import VllmSetup
@@ -188,10 +188,10 @@ def started(
     inputs = read_inputs(config)
     setup = VllmSetup(config, inputs)
     longest = inputs.longest_path_tokens
-    order = BuildOrder(
+    spec = WorkerSpec(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
-    worker = build_worker(config, ALONE, order, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
+    worker = build_worker(config, ALONE, spec, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
     workers = WorkerGroup(worker, ALONE)
     engine = setup.start(workers, folder=folder, note=lambda text: None).engine
     collector = RolloutCollector(engine, inputs.tokenizer)

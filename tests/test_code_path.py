@@ -7,7 +7,7 @@ from typing import Any
 from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.packing import pack
-from cohort.records import Estimates
+from cohort.records import ForwardOnlyOutputs
 from test_laws import make_engine, random_groups
 from tiny import make_policy
 
@@ -15,7 +15,7 @@ from tiny import make_policy
 def test_a_gradient_is_computed_by_few_files():
     """From sequences to the gradient of GRPO in one process."""
     engine, algorithm = make_engine(make_policy()), build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
-    sequences = assign_advantages(random_groups([[5, 9, 7], [3, 14, 8]], 0), algorithm, Estimates())
+    sequences = assign_advantages(random_groups([[5, 9, 7], [3, 14, 8]], 0), algorithm, ForwardOnlyOutputs())
     loss = algorithm.loss_with(algorithm.coefficients(algorithm.initial_coefficients))
     files: set[str] = set()
 

@@ -109,7 +109,7 @@ def test_the_run_goes_on_from_the_newest_whole_one(config, whole: Path, run: Pat
     library.train(again, display=notes)
     assert any(
         re.fullmatch(
-            f"checkpoint step-4 is damaged: .*{story}.* It is kept as damaged-step-4, and the run goes on from step-2",
+            f"checkpoint step-4 is damaged: .*{story}.* Renamed to damaged-step-4; resuming from step-2",
             note,
         )
         for note in notes.told
@@ -122,7 +122,7 @@ def test_the_run_goes_on_from_the_newest_whole_one(config, whole: Path, run: Pat
 
 
 def test_large_checkpoints_are_told_while_they_are_read(config, run: Path, monkeypatch):
-    monkeypatch.setattr("cohort.trainer.resume._MANY_BYTES", 1_000)
+    monkeypatch.setattr("cohort.trainer.resume._SLOW_BYTES", 1_000)
     notes = Notes()
     library.train(changed(config, run={"dir": str(run)}), display=notes)
     assert "verifying step-4 (0 GB)" in notes.told
@@ -133,7 +133,7 @@ def test_where_all_are_damaged_nothing_is_touched(config, run: Path):
         flip(run / "checkpoints" / f"step-{number}" / WEIGHTS)
     before = sorted(p.relative_to(run) for p in run.rglob("*"))
     with pytest.raises(
-        UserError, match=r"has no whole checkpoint to go on from\.\ncheckpoint step-4 is damaged"
+        UserError, match=r"has no intact checkpoint to resume from\.\ncheckpoint step-4 is damaged"
     ) as caught:
         train(changed(config, run={"dir": str(run)}))
     assert "\ncheckpoint step-2 is damaged: model.safetensors has changed\n" in str(caught.value)
@@ -150,7 +150,7 @@ def test_an_earlier_version_left_no_manifest(config, whole: Path, run: Path, coh
     )
     notes = Notes()
     library.train(changed(config, run={"dir": str(run)}), display=notes)
-    assert "checkpoint step-4 has no manifest, as those of earlier versions: its files are not checked" in notes.told
+    assert "checkpoint step-4 has no manifest (written by an earlier version): its files are not verified" in notes.told
     assert_same_weights(run / "final", whole / "final")
 
 
@@ -208,7 +208,7 @@ def test_ranks_look_together(config, whole: Path, run: Path, tmp_path: Path):
     place = {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": free_port()}
     first, *others = [end.end() for end in [LaunchedRank(path, RANK=r, LOCAL_RANK=r, **place) for r in range(3)]]
     assert (first.code, *(other.code for other in others)) == (0, 0, 0), first.err
-    assert "is kept as damaged-step-4, and the run goes on from step-2" in first.out.replace("\n", " ")
+    assert "Renamed to damaged-step-4; resuming from step-2" in first.out.replace("\n", " ")
     assert metric(run, "loss") == pytest.approx(metric(whole, "loss"), rel=1e-4, abs=1e-7)
     newest = checkpoints(run / "checkpoints")[-1]
     manifest = read_manifest(newest)

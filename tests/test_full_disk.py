@@ -26,7 +26,7 @@ def test_too_little_space_is_found_before_the_first_step(tmp_path, cohort, monke
     path = set_up(tmp_path)
     monkeypatch.setattr(setup.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
     ended = cohort("train", path)
-    assert_refused(ended, f"run.dir: '{tmp_path}/run' has 0.1 MB free, and the run needs", "keep_checkpoints (now 3)")
+    assert_refused(ended, f"run.dir: '{tmp_path}/run' has 0.1 MB free, but the run needs", "keep_checkpoints (now 3)")
 
     def find_a_damaged_one(root: Path, *_: Any) -> tuple[None, None]:
         (root / "damaged-step-1").mkdir(parents=True)
@@ -34,7 +34,7 @@ def test_too_little_space_is_found_before_the_first_step(tmp_path, cohort, monke
         return None, None
 
     monkeypatch.setattr("cohort.trainer.run.find_checkpoint", find_a_damaged_one)
-    assert_refused(cohort("train", path), "has 0.1 MB free, and the run needs")
+    assert_refused(cohort("train", path), "has 0.1 MB free, but the run needs")
     monkeypatch.undo()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.algorithms import bare_sequences
+from cohort.algorithms import build_sequences
 from cohort.errors import TrainingError
 from cohort.records import ModelCall, Prompt, RolloutGroup, TokenSequence, TrainSequence, Trajectory, token_sequences
 from selection import examples
@@ -104,7 +104,7 @@ def test_sequences_share_the_prompt_that_they_begin_with():
         trajectory(call([1, 2], [3], trained=False)),
         trajectory(call([1, 2], [3])),
     )
-    sequences = bare_sequences([RolloutGroup(prompt=prompt, trajectories=members)] * 2)
+    sequences = build_sequences([RolloutGroup(prompt=prompt, trajectories=members)] * 2)
     first = [
         ([1, 2, -3, 9, -4], 2, 0),
         ([1, 2, 9, -5], 2, 0),
@@ -120,7 +120,7 @@ def test_sequences_share_the_prompt_that_they_begin_with():
 def test_a_call_without_tokens_is_refused():
     prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1]), columns={})
     with pytest.raises(TrainingError, match="a completion has no tokens"):
-        bare_sequences([RolloutGroup(prompt=prompt, trajectories=(trajectory(call([1], [])),))])
+        build_sequences([RolloutGroup(prompt=prompt, trajectories=(trajectory(call([1], [])),))])
 
 
 def test_a_trajectory_without_calls_is_refused_unless_it_broke_before_the_first():
@@ -133,5 +133,5 @@ def test_a_trajectory_without_calls_is_refused_unless_it_broke_before_the_first(
 def test_broken_trajectories_have_no_sequences():
     prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1]), columns={})
     broken = Trajectory(calls=(call([1], [2]), call([1, 2], [])), messages=(), text="", end="timeout")
-    (sequence,) = bare_sequences([RolloutGroup(prompt=prompt, trajectories=(broken, trajectory(call([1], [3]))))])
+    (sequence,) = build_sequences([RolloutGroup(prompt=prompt, trajectories=(broken, trajectory(call([1], [3]))))])
     assert (sequence.trajectory, written(sequence)) == (1, [1, -3])

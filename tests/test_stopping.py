@@ -172,7 +172,7 @@ def test_a_signal_saves_the_last_whole_step(config, whole, tmp_path, part: str, 
         assert code == 0, said
     else:
         assert code == 128 + number, said
-        assert f"stopped by {name} after step {saved}: saved; the same command continues" in said
+        assert f"stopped by {name} after step {saved}: saved; run the same command to resume" in said
         assert [p.name for p in checkpoints(tmp_path / "run" / "checkpoints")] == [f"step-{saved}"]
     assert_goes_on_to(whole, own)
 
@@ -189,8 +189,8 @@ def test_with_nothing_new_nothing_is_saved(config, tmp_path):
 @pytest.mark.parametrize(
     ("every", "said_then"),
     [
-        (2, "stopped by SIGTERM after step 2: saved before; the same command continues"),
-        (0, "stopped by SIGTERM after step 2: run.checkpoint_every: 0, so nothing is saved; there is no checkpoint"),
+        (2, "stopped by SIGTERM after step 2: already saved; run the same command to resume"),
+        (0, "stopped by SIGTERM after step 2: not saved (run.checkpoint_every: 0); there is no checkpoint"),
     ],
 )
 def test_what_is_saved_already_or_never(config, tmp_path, every: int, said_then: str):
@@ -272,7 +272,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     first, *others = [rank.end() for rank in ranks]
     assert first.code == 138, first
     assert {other.code for other in others} <= {0, 138}
-    assert "stopped by SIGUSR1 after step 2: saved; the same command continues" in first.out
+    assert "stopped by SIGUSR1 after step 2: saved; run the same command to resume" in first.out
     (found,) = checkpoints(tmp_path / "run" / "checkpoints")
     assert load_trainer_state(found).steps_done == 2
 
@@ -286,7 +286,7 @@ def test_the_launcher_hands_a_signal_on(tmp_path, name: str):
         process.send_signal(signal.Signals[name])
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.Signals[name], (out, err)
-    assert f"stopped by {name} after step 2: saved; the same command continues" in out
+    assert f"stopped by {name} after step 2: saved; run the same command to resume" in out
     assert "Traceback" not in err
     assert not _is_locked(tmp_path / "run")
 

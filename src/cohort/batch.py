@@ -41,7 +41,7 @@ class TrainBatch:
     micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each within the token budget; may be empty
     split_groups: tuple[
         tuple[tuple[TrainSequence, ...], ...], ...
-    ] = ()  # groups in parts, each under it with its prompt
+    ] = ()  # groups split into parts, each under the budget including its prompt
     micro_batch_tokens: int  # the budget
     num_trajectories: int  # in the step, over all ranks
     num_loss_tokens: int  # in the step, over all ranks

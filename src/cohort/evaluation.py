@@ -32,7 +32,7 @@ class Evaluation:
 class EvalResult:
     """Metrics of one evaluation, with the scored completions behind them."""
 
-    accuracy: float  # fraction of completions that succeed (mean@k), without those that infrastructure broke
+    accuracy: float  # fraction of completions that succeed (mean@k), broken trajectories excluded
     metrics: Mapping[str, float]  # names begin with eval/
     groups: Sequence[ScoredGroup]
 
@@ -63,20 +63,20 @@ def evaluate(
         groups += rewards.score(collector.collect(chunk, evaluation.sampling, key), during="an evaluation")
         on_progress(len(groups), total)
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
-    whole_PK = np.array([[not trajectory.is_broken for trajectory in group.trajectories] for group in groups])
+    intact_PK = np.array([[not trajectory.is_broken for trajectory in group.trajectories] for group in groups])
     k = evaluation.sampling.num_generations
-    accuracy = float(success_PK[whole_PK].mean())
+    accuracy = float(success_PK[intact_PK].mean())
     metrics: dict[str, float] = {
         "accuracy": accuracy,
         f"mean@{k}": accuracy,
-        f"pass@{k}": float(success_PK[whole_PK.any(axis=1)].any(axis=1).mean()),
+        f"pass@{k}": float(success_PK[intact_PK.any(axis=1)].any(axis=1).mean()),
     }
     metrics |= {"num_dropped_overlong": evaluation.num_dropped_overlong, **rollout_metrics(groups)}
     return EvalResult(accuracy=accuracy, metrics={f"eval/{n}": v for n, v in metrics.items()}, groups=groups)
 
 
 def success(groups: Sequence[ScoredGroup], reward: str, threshold: float) -> np.ndarray:
-    """Return which completions succeed, bool [P, k]: `reward` is at least `threshold`. Unscored ones fail."""
+    """Return which completions succeed, bool [P, k]: `reward` is at least `threshold`. Unscored completions fail."""
     part_PK = np.stack([group.reward_parts[reward] for group in groups])
     return np.nan_to_num(part_PK, nan=-np.inf) >= threshold
 

@@ -1,7 +1,7 @@
-"""The host-side records of one step, in the order in which they come to be. No tensors here.
+"""Host-side records of a step, in the order of the data flow. No tensors.
 
-Each record is frozen and adds knowledge to the one before it. Tokens are the only record of what was said: text is a
-view of them, and nothing is tokenised a second time.
+Records are frozen; each stage returns a new record that adds information. Tokens are the source of truth: text is a
+view of them and is never tokenized again.
 
 G trajectories of one prompt, K context tokens and C sampled tokens of a model call, L tokens of a training sequence.
 """
@@ -19,28 +19,28 @@ BoolArray = NDArray[np.bool_]
 Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["answer", "max_turns", "length", "timeout", "environment_error"]
-BROKEN: tuple[EndReason, ...] = ("timeout", "environment_error")  # by infrastructure
-Estimate = Literal["logprobs", "entropies", "reference_logprobs", "values"]  # the fields of `Estimates`
+BROKEN: tuple[EndReason, ...] = ("timeout", "environment_error")  # ended by infrastructure
+ForwardOnlyOutput = Literal["logprobs", "entropies", "reference_logprobs", "values"]  # fields of `ForwardOnlyOutputs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of the dataset, ready to be sampled from."""
+    """One row of the dataset as a tokenized prompt."""
 
     id: int  # row number in the dataset
-    epoch: int  # how often the dataset had been passed through before this visit
-    content: str | Sequence[Message]  # the prompt column as the user wrote it; rewards see this
+    epoch: int  # completed passes over the dataset before this one
+    content: str | Sequence[Message]  # the prompt column, as passed to rewards
     token_ids: IntArray  # [P] after the chat template
-    columns: Mapping[str, Any]  # the row's other columns, passed to the rewards
+    columns: Mapping[str, Any]  # other columns of the row, passed to rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """One call of the policy: exact tokens in, exact tokens out."""
+    """One request to a rollout engine: exact token ids in and out."""
 
-    context_ids: IntArray  # [K] everything the model saw
-    token_ids: IntArray  # [C] what it sampled, with the end-of-turn token if it produced one
-    sampling_logprobs: FloatArray  # [C] under the distribution sampled from
+    context_ids: IntArray  # [K] all input tokens
+    token_ids: IntArray  # [C] sampled tokens, including the end-of-turn token if sampled
+    sampling_logprobs: FloatArray  # [C] under the sampling distribution
     finish_reason: FinishReason  # "stop": an end-of-sequence token; "length": the token limit
     policy_version: int  # optimizer steps done when the oldest token was sampled
     trained: bool = True  # False for a simulated user or an opponent
@@ -48,18 +48,18 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What one member of a group did: one model call or many. A plain prompt has one.
+    """Model calls of one group member and how they ended. A plain prompt has one call.
 
-    C tokens that the policy sampled, over all trained calls.
+    C tokens sampled by the policy, over all trained calls.
     """
 
-    calls: tuple[ModelCall, ...]  # at least one, unless the trajectory broke before
-    messages: tuple[Message, ...]  # a readable view of what followed the prompt; never tokenized again
-    text: str  # a readable view of the sampled tokens, without special tokens
+    calls: tuple[ModelCall, ...]  # at least one, unless the trajectory is broken
+    messages: tuple[Message, ...]  # messages after the prompt, for display and rewards
+    text: str  # text of the sampled tokens, without special tokens
     end: EndReason
 
     def __post_init__(self) -> None:
-        """Refuse a trajectory that ended without a model call."""
+        """Check that only broken trajectories have no model call."""
         if not self.calls and not self.is_broken:
             raise ValueError(
                 f"a trajectory that ended with {self.end!r} must have at least one model call; without any, it can "
@@ -68,28 +68,28 @@ class Trajectory:
 
     @classmethod
     def single_turn(cls, call: ModelCall, *, text: str) -> "Trajectory":
-        """Make the trajectory of one call.
+        """Create the trajectory of a single call.
 
         Args:
-            call: answers the prompt.
-            text: of the tokens sampled.
+            call: completion of the prompt.
+            text: text of the sampled tokens.
         """
         end: EndReason = "answer" if call.finish_reason == "stop" else "length"
         return cls(calls=(call,), messages=({"role": "assistant", "content": text},), text=text, end=end)
 
     @property
     def is_broken(self) -> bool:
-        """Whether infrastructure ended it: then it is counted, and neither scored nor trained on."""
+        """Whether infrastructure ended the trajectory. It is then counted, but neither scored nor trained on."""
         return self.end in BROKEN
 
     @property
     def trained_calls(self) -> tuple[ModelCall, ...]:
-        """The policy's own calls."""
+        """Calls to the policy that are trained on."""
         return tuple(call for call in self.calls if call.trained)
 
     @property
     def token_ids(self) -> IntArray:
-        """The tokens that the policy sampled, [C]."""
+        """Token ids sampled by the policy, [C]."""
         return np.concatenate([np.zeros(0, np.int64), *(call.token_ids for call in self.trained_calls)])
 
     @property
@@ -99,18 +99,18 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the last call ended. None without calls."""
+        """Finish reason of the last call. None without calls."""
         return self.calls[-1].finish_reason if self.calls else None
 
     @property
     def policy_version(self) -> int | None:
-        """Of the oldest token that the policy sampled. None without calls."""
+        """Policy version of the oldest sampled token. None without calls."""
         return min((call.policy_version for call in self.trained_calls or self.calls), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """A cohort: one prompt and what was done about it G times."""
+    """A cohort: one prompt with its G trajectories."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]  # [G]
@@ -118,17 +118,17 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A cohort with its rewards. NaN means "not judged"."""
+    """A cohort with its rewards. NaN means "not scored"."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]  # [G]
-    rewards: FloatArray  # [G] weighted sum of the parts that judged the trajectory; NaN if none did
+    rewards: FloatArray  # [G] weighted sum of `reward_parts` that are not NaN; NaN if all are
     reward_parts: Mapping[str, FloatArray]  # name -> [G], unweighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """Tokens of a trajectory that form one causal sequence."""
+    """Part of a trajectory that forms one causal token sequence."""
 
     token_ids: IntArray  # [L]
     loss_mask: BoolArray  # [L] True where the policy sampled the token
@@ -136,19 +136,18 @@ class TokenSequence:
 
 
 def token_sequences(calls: Sequence[ModelCall]) -> list[TokenSequence]:
-    """Join the calls of a trajectory into few causal sequences in which each sampled token is trained once.
+    """Join the calls of a trajectory into causal sequences, such that each sampled token is trained once.
 
-    A call continues the sequence of the call before it if its context begins with all of that sequence. Otherwise the
-    history was rewritten (a template dropped old reasoning, an agent summarized) or another thread goes on, and a new
-    sequence starts. So the trained tokens of all sequences, one after the other, are in the order in which they were
-    sampled, as returns need them. Calls that are not trained are in no sequence, except as context that a later call
-    has seen.
+    A call extends the previous sequence if its context starts with all of that sequence's tokens. Otherwise the history
+    was rewritten (a template dropped old reasoning, an agent summarized) or belongs to another conversation, and a new
+    sequence starts. Trained tokens stay in the order in which they were sampled, which returns rely on. Untrained calls
+    are only included as context of later calls.
 
     Args:
-        calls: in the order in which they were made.
+        calls: calls in chronological order.
 
     Returns:
-        Sequences that end with a trained token, in the order of their calls.
+        Sequences in the order of their calls. Each ends with a trained token.
     """
     sequences: list[TokenSequence] = []
     for call in calls:
@@ -165,12 +164,12 @@ _NOTHING = TokenSequence(token_ids=np.zeros(0, np.int64), loss_mask=np.zeros(0, 
 
 
 def starts_with(token_ids: IntArray, prefix: IntArray) -> bool:
-    """Whether the first tokens are those of `prefix`."""
+    """Whether `token_ids` starts with `prefix`."""
     return len(token_ids) >= len(prefix) and np.array_equal(token_ids[: len(prefix)], prefix)
 
 
 def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:
-    """Append the context tokens that are new, not trained, and the sampled tokens."""
+    """Append a call: its new context tokens, which are not trained, and its sampled tokens."""
     new = np.zeros(len(call.context_ids) - len(sequence.token_ids))
     sampled = np.ones(len(call.token_ids), dtype=bool)
     return TokenSequence(
@@ -181,10 +180,10 @@ def _extended(sequence: TokenSequence, call: ModelCall) -> TokenSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
-    """Model outputs on a step's sequences before any of them is trained on: sequence index -> [L], 0 outside the mask.
+class ForwardOnlyOutputs:
+    """Outputs of forward-only passes before training, by sequence index: [L], 0 outside the loss mask.
 
-    Empty if the algorithm does not ask for it.
+    Only outputs that the algorithm needs are computed; the others are empty.
     """
 
     logprobs: Mapping[int, FloatArray] = field(default_factory=dict)  # of the policy
@@ -195,26 +194,26 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One causal token sequence with what the loss needs to know of each token. L tokens.
+    """One causal token sequence with the per-token inputs of the loss. L tokens.
 
-    Per-token fields are 0 outside the mask. A trajectory whose history was rewritten has several sequences.
+    Per-token fields are 0 outside the loss mask. A trajectory whose history was rewritten has several sequences.
     """
 
     token_ids: IntArray  # [L], at least 2
-    loss_mask: BoolArray  # [L] True where the policy sampled the token and learns from it; never at the first token
+    loss_mask: BoolArray  # [L] True for trained tokens; never for the first token
     sampling_logprobs: FloatArray  # [L]
     advantages: FloatArray  # [L]
-    loss_weights: FloatArray  # [L] fixed over the whole step
-    returns: FloatArray = field(default_factory=lambda: np.zeros(0))  # [L] targets of a critic; [0] if it has none
-    shared_prefix_tokens: int  # leading tokens that the group's sequences share, none of them trained; 0: shares none
+    loss_weights: FloatArray  # [L] fixed for the whole step
+    returns: FloatArray = field(default_factory=lambda: np.zeros(0))  # [L] targets of the critic; [0] without one
+    shared_prefix_tokens: int  # leading tokens shared by the group, none of them trained; 0: none
     index: int  # number of the sequence in the step
     group: int  # number of the group in the step
     trajectory: int  # number of the trajectory in the step
 
     def __post_init__(self) -> None:
         """Check the invariants that packing relies on."""
-        assert 0 <= self.shared_prefix_tokens < len(self.token_ids), "a sequence is longer than its prefix"
-        assert not self.loss_mask[: max(1, self.shared_prefix_tokens)].any(), "what the group shares is not trained"
+        assert 0 <= self.shared_prefix_tokens < len(self.token_ids), "the shared prefix must be a proper prefix"
+        assert not self.loss_mask[: max(1, self.shared_prefix_tokens)].any(), "the shared prefix must not be trained"
 
     @property
     def num_loss_tokens(self) -> int:
@@ -234,14 +233,14 @@ class TrainSequence:
         loss_weights: FloatArray | float = 0.0,
         returns: FloatArray | float | None = None,
     ) -> "TrainSequence":
-        """Make a sequence of a prompt that the group shares and a completion that is trained.
+        """Create the sequence of a prompt, shared by the group, and a trained completion.
 
         Args:
             prompt_ids: [P]
             completion_ids: [C]
-            index: of the sequence, and of its trajectory.
-            group: of the sequence.
-            sampling_logprobs: [C], as are the other per-token fields; or one number for all.
+            index: index of the sequence and of its trajectory.
+            group: index of the group.
+            sampling_logprobs: [C], or one number for all tokens; likewise for the other per-token fields.
             advantages: [C]
             loss_weights: [C]
             returns: [C]; None without a critic.
@@ -263,7 +262,7 @@ class TrainSequence:
 
 
 def scatter(loss_mask: BoolArray, values: FloatArray | float) -> FloatArray:
-    """Align values of the trained tokens with the sequence: [L], 0 outside the mask."""
+    """Scatter values of trained tokens to their positions in the sequence: [L], 0 outside the mask."""
     aligned = np.zeros(len(loss_mask))
     aligned[loss_mask] = values
     return aligned

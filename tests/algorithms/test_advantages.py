@@ -26,7 +26,7 @@ from cohort.algorithms.advantages import (
 )
 from cohort.config import COMPONENTS, AlgorithmConfig
 from cohort.errors import TrainingError, UserError
-from cohort.records import Estimates
+from cohort.records import ForwardOnlyOutputs
 from samples import NAN, judged, scored
 from selection import examples
 
@@ -43,9 +43,9 @@ def of(name: str, x: AdvantageInputs, **keys: float) -> torch.Tensor:
     )
 
 
-def expecting_nothing(lengths: list[int]) -> Estimates:
+def expecting_nothing(lengths: list[int]) -> ForwardOnlyOutputs:
     """Of a critic that expects a return of 0 everywhere, for groups of `scored`, whose prompts have two tokens."""
-    return Estimates(values={n: np.zeros(2 + length) for n, length in enumerate(lengths)})
+    return ForwardOnlyOutputs(values={n: np.zeros(2 + length) for n, length in enumerate(lengths)})
 
 
 def close(actual: torch.Tensor, expected: list) -> None:
@@ -255,7 +255,7 @@ def test_a_step_in_which_nobody_was_judged_teaches_nothing(name: str):
 def test_infinite_rewards_are_refused(name: str):
     config = AlgorithmConfig.model_validate({"advantage": name, **({"at_k": 2} if name == "max_at_k" else {})})
     algorithm = build_algorithm(config, max_completion_tokens=9)
-    with pytest.raises(TrainingError, match="advantage of a judged completion is NaN or infinite"):
+    with pytest.raises(TrainingError, match="advantage of a scored completion is NaN or infinite"):
         assign_advantages([scored([0.0, math.inf, 1.0], [2, 3, 1])], algorithm, expecting_nothing([2, 3, 1]))
 
 

@@ -14,7 +14,7 @@ from cohort.algorithms.assign import advantage_inputs, high_entropy
 from cohort.algorithms.regularizers import k1, k2, k3, with_off_policy_mask
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AlgorithmConfig
-from cohort.records import Estimates
+from cohort.records import ForwardOnlyOutputs
 from samples import loss_inputs, scored
 
 LN2 = math.log(2)
@@ -177,11 +177,11 @@ def test_the_tokens_of_highest_entropy(entropies, counted, share, expected):
 def test_only_tokens_of_high_entropy_have_an_advantage():
     """Over the whole step, without completions that are left out; the denominators stay those of all tokens."""
     algorithm = build(name="dapo", top_entropy_quantile=0.5, mask_truncated_completions=True)
-    assert algorithm.estimates == {"entropies"}
+    assert algorithm.forward_only_outputs == {"entropies"}
     groups = [scored([0.0, 2.0], [2, 3]), scored([0.0, 2.0], [1, 4], finish=["stop", "length"])]
     entropies = {0: [0.1, 0.9], 1: [0.8, 0.2, 0.3], 2: [0.7], 3: [5.0, 5.0, 5.0, 5.0]}
-    estimates = Estimates(entropies={i: np.array([9.0, 9.0, *e]) for i, e in entropies.items()})  # prompts of 2
-    sequences = assign_advantages(groups, algorithm, estimates)
+    outputs = ForwardOnlyOutputs(entropies={i: np.array([9.0, 9.0, *e]) for i, e in entropies.items()})  # prompts of 2
+    sequences = assign_advantages(groups, algorithm, outputs)
     signs = [np.sign(s.advantages[2:]).tolist() for s in sequences]
     assert signs == [[0, -1], [1, 0, 0], [-1], [0, 0, 0, 0]]
     assert [s.loss_weights[2:].tolist() for s in sequences] == [[1 / 6] * 2, [1 / 6] * 3, [1 / 6], [0.0] * 4]
@@ -190,10 +190,10 @@ def test_only_tokens_of_high_entropy_have_an_advantage():
 def test_kl_in_the_reward():
     """Taken from each token's reward before the advantage; the sum of a completion's is its reward."""
     algorithm = build(name="dr_grpo", beta=0.5, kl_in="reward", kl_estimator="k1")
-    assert algorithm.estimates == {"logprobs", "reference_logprobs"}
+    assert algorithm.forward_only_outputs == {"logprobs", "reference_logprobs"}
     assert not algorithm.needs_reference
     assert not algorithm.learns_without_advantage
-    estimates = Estimates(
+    outputs = ForwardOnlyOutputs(
         logprobs={0: np.array([0.0, 0.0, -1.0, -1.0]), 1: np.array([0.0, 0.0, -1.0]), 2: np.array([0.0, 0.0, -1.0])},
         reference_logprobs={
             0: np.array([0.0, 0.0, -2.0, -4.0]),
@@ -202,15 +202,15 @@ def test_kl_in_the_reward():
         },
     )
     groups = [scored([3.0, 0.0, math.nan], [2, 1, 1])]
-    sequences = assign_advantages(groups, algorithm, estimates)
+    sequences = assign_advantages(groups, algorithm, outputs)
     # rewards 3 - 0.5 * (1 + 3) = 1 and 0: advantages 0.5 and -0.5
     assert [s.advantages.tolist() for s in sequences] == [[0, 0, 0.5, 0.5], [0, 0, -0.5], [0, 0, 0]]
-    assert mean_reference_kl(algorithm, estimates, sequences) == {"kl": (1 + 3 + 0 + 8) / 4}
-    penalties = {i: 0.5 * (estimates.logprobs[i] - estimates.reference_logprobs[i]) for i in range(3)}
-    x = advantage_inputs(groups, sequences, estimates, {}, penalties)
+    assert mean_reference_kl(algorithm, outputs, sequences) == {"kl": (1 + 3 + 0 + 8) / 4}
+    penalties = {i: 0.5 * (outputs.logprobs[i] - outputs.reference_logprobs[i]) for i in range(3)}
+    x = advantage_inputs(groups, sequences, outputs, {}, penalties)
     assert x.token_rewards.tolist() == [[[-0.5, 1.5], [0.0, 0.0], [0.0, 0.0]]]
     later = algorithm.coefficients(CoefficientState(kl=0.25, entropy=0.0))
-    first = assign_advantages(groups, algorithm, estimates, coefficients=later)[0]
+    first = assign_advantages(groups, algorithm, outputs, coefficients=later)[0]
     assert first.advantages.tolist() == [0, 0, 1.0, 1.0]
 
 
@@ -219,10 +219,10 @@ def test_the_coefficient_of_kl_adapts():
     assert adapted_kl(0.1, 9.0, target=0.2, horizon=1000, num_completions=100) == pytest.approx(0.1 * 1.02)
     assert adapted_kl(0.1, 0.0, target=0.2, horizon=1000, num_completions=100) == pytest.approx(0.1 * 0.98)
     algorithm = build(beta=0.1, kl_target=0.2, kl_horizon=1000)
-    control = algorithm.update_coefficients(algorithm.initial_coefficients, {"kl": 0.22, "entropy": 1.0}, 100)
-    assert control == CoefficientState(kl=pytest.approx(0.101), entropy=0.0)
-    assert algorithm.coefficient_metrics(algorithm.coefficients(control)) == {"kl_coef": pytest.approx(0.101)}
-    assert algorithm.update_coefficients(control, {}, 100) == control  # a step in which nothing was computed
+    state = algorithm.update_coefficients(algorithm.initial_coefficients, {"kl": 0.22, "entropy": 1.0}, 100)
+    assert state == CoefficientState(kl=pytest.approx(0.101), entropy=0.0)
+    assert algorithm.coefficient_metrics(algorithm.coefficients(state)) == {"kl_coef": pytest.approx(0.101)}
+    assert algorithm.update_coefficients(state, {}, 100) == state  # a step in which nothing was computed
     fixed = build(beta=0.1)
     assert fixed.update_coefficients(fixed.initial_coefficients, {"kl": 9.0}, 100) == fixed.initial_coefficients
 
@@ -235,13 +235,13 @@ def test_the_coefficient_of_entropy_adapts():
     assert adapted_entropy(0.1, 0.6, **keys) == 0.0
     algorithm = build(entropy_coef=0.5, entropy_target=0.5, entropy_coef_delta=0.25)
     in_force = []
-    control = algorithm.initial_coefficients
+    state = algorithm.initial_coefficients
     for entropy in (0.4, 0.6, 0.6, 0.6, 0.5):
-        in_force.append(algorithm.coefficients(control).entropy)
-        control = algorithm.update_coefficients(control, {"entropy": entropy}, 1)
+        in_force.append(algorithm.coefficients(state).entropy)
+        state = algorithm.update_coefficients(state, {"entropy": entropy}, 1)
     assert in_force == [0.0, 0.75, 0.0, 0.0, 0.0]  # not before it was measured, and not above the target
-    assert algorithm.coefficients(control).entropy == 0.25  # it was 0.75, 0.5, 0.25, 0
-    assert algorithm.coefficient_metrics(algorithm.coefficients(control)) == {"entropy_coef": 0.25}
+    assert algorithm.coefficients(state).entropy == 0.25  # it was 0.75, 0.5, 0.25, 0
+    assert algorithm.coefficient_metrics(algorithm.coefficients(state)) == {"entropy_coef": 0.25}
 
 
 def test_the_loss_has_the_coefficients_of_the_moment():

@@ -189,7 +189,7 @@ def test_fewer_steps_than_the_run_has_behind_it(tmp_path, cohort):
     path = set_up(tmp_path)
     assert cohort("train", path).code == 0
     (tmp_path / "run" / "summary.json").unlink()
-    assert_refused(cohort("train", path, "train.steps=2"), "train.steps: the run in", "has 3 steps behind it already")
+    assert_refused(cohort("train", path, "train.steps=2"), "train.steps: the run in", "has already done 3 steps")
 
 
 def test_a_run_whose_answers_have_changed_does_not_go_on(tmp_path, cohort):
@@ -252,7 +252,7 @@ def test_a_finished_run(tmp_path, cohort, monkeypatch, request):
     for arguments in ([], ["--resume"], ["train.steps=2"]):
         ended = cohort("train", path, *arguments)
         assert (ended.code, ended.err) == (0, "")
-        assert ended.out.startswith(f"this run is finished (3 steps): {tmp_path}/run/final\n")
+        assert ended.out.startswith(f"this run is already finished (3 steps): {tmp_path}/run/final\n")
     ended = cohort("train", path, "train.seed=1", "rollout.top_k=5")
     assert_refused(
         ended,
@@ -308,7 +308,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, cohort):
     write_jsonl(tmp_path / "data.jsonl", rows)
     ended = cohort("train", set_up(tmp_path))
     assert ended.code == 0
-    assert "1 training prompts over rollout.max_prompt_tokens: 32 dropped, 4 left" in ended.out
+    assert "dropped 1 training prompts over rollout.max_prompt_tokens=32, 4 left" in ended.out
 
 
 # cohort eval

@@ -131,7 +131,9 @@ def test_a_real_interrupt_and_going_on(tmp_path, cohort):
     assert process.returncode == 130, err
     done = load_trainer_state(checkpoints(tmp_path / "run" / "checkpoints")[-1]).steps_done
     assert done >= 2
-    assert re.search(rf"stopped by SIGINT after step {done}: saved( before)?; the same command continues\n$", out), out
+    assert re.search(
+        rf"stopped by SIGINT after step {done}: (already )?saved; run the same command to resume\n$", out
+    ), out
     ended = cohort("train", path, f"train.steps={done + 1}")
     assert ended.code == 0
     assert f"resuming after step {done}\n" in ended.out

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from cohort.algorithms import Algorithm, assign_advantages, bare_sequences, build_algorithm, with_gradient
+from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, build_sequences, with_gradient
 from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
 from cohort.models import Policy
 from cohort.models.batch_layout import Layout
-from cohort.records import Estimates, ScoredGroup, TrainSequence
+from cohort.records import ForwardOnlyOutputs, ScoredGroup, TrainSequence
 from test_laws import dense_gradient, make_engine, packed_gradient, random_groups
 from tiny import make_policy, pack_for, relative_error
 
@@ -53,10 +53,10 @@ def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
     return assign_advantages(groups, algorithm, expected_returns(groups), WEIGHTS)
 
 
-def expected_returns(groups: Sequence[ScoredGroup]) -> Estimates:
+def expected_returns(groups: Sequence[ScoredGroup]) -> ForwardOnlyOutputs:
     """What a critic might say of each token, and how unsure the policy might be of it."""
-    sequences = bare_sequences(groups)
-    return Estimates(
+    sequences = build_sequences(groups)
+    return ForwardOnlyOutputs(
         values={s.index: np.random.default_rng(s.index).normal(size=len(s.token_ids)) for s in sequences},
         entropies={s.index: np.random.default_rng(s.index).random(len(s.token_ids)) for s in sequences},
     )
@@ -141,10 +141,10 @@ def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
         AlgorithmConfig(name=name, mask_truncated_completions=reason.startswith("all")), max_completion_tokens=16
     )
     groups = random_groups(LENGTHS, seed=0)
-    estimates = expected_returns(groups)
+    outputs = expected_returns(groups)
     if reason == "equal rewards":  # and a critic that foresees them
         groups = [replace(group, rewards=np.full(4, 0.7)) for group in groups]
-        estimates = Estimates(values={n: np.full_like(values, 0.7) for n, values in estimates.values.items()})
+        outputs = ForwardOnlyOutputs(values={n: np.full_like(values, 0.7) for n, values in outputs.values.items()})
     elif reason == "nobody judged":
         groups = [replace(group, rewards=np.full(4, np.nan)) for group in groups]
     else:
@@ -156,7 +156,7 @@ def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
             )
             for group in groups
         ]
-    sequences = assign_advantages(groups, algorithm, estimates)
+    sequences = assign_advantages(groups, algorithm, outputs)
     assert with_gradient(sequences, algorithm) == []
     before = copy.deepcopy(policy.model.state_dict())
     engine = make_engine(policy, learning_rate=0.1)

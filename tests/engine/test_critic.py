@@ -22,7 +22,7 @@ from cohort.engine import find_budget
 from cohort.errors import UserError
 from cohort.models import Critic, LoadRequest, load_critic, save_policy
 from cohort.models.batch_layout import Layout
-from cohort.records import Estimates, scatter
+from cohort.records import ForwardOnlyOutputs, scatter
 from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import critic_sequences, make_worker
 from rank_engine import SHARE, out_of_memory_over
@@ -133,7 +133,7 @@ def test_what_the_critic_learns_from():
     for masked, kept in ((False, [0, 1, 3]), (True, [0, 3])):
         config = AlgorithmConfig(name="ppo", mask_truncated_completions=masked)
         algorithm = build_algorithm(config, max_completion_tokens=16)
-        sequences = assign_advantages(groups, algorithm, Estimates(values=values))
+        sequences = assign_advantages(groups, algorithm, ForwardOnlyOutputs(values=values))
         learned = with_returns(sequences)
         assert [s.index for s in learned] == kept
         total = sum(s.num_loss_tokens for s in learned)
@@ -201,7 +201,7 @@ def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
         assert result.metrics["loss"] == pytest.approx(expected_loss.item(), rel=1e-6)
         actual = gradients(critic.model)
         assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6
-    estimated = engine.estimate(sequences, {"values"})["values"]
+    estimated = engine.forward_only(sequences, {"values"})["values"]
     for s in sequences:
         torch.testing.assert_close(estimated[s.index], naive_values(critic, s).detach(), rtol=1e-5, atol=1e-6)
 
@@ -211,7 +211,7 @@ def test_old_values_are_those_of_the_first_pass():
     engine = engine_of(critic, learning_rate=0.01)
     assert PPO.critic is not None
     sequences = critic_sequences([[3, 14, 9]], seed=0)
-    before = engine.estimate(sequences, {"values"})["values"]
+    before = engine.forward_only(sequences, {"values"})["values"]
     clipped = []
     for update in range(6):
         (batch,) = pack_for(critic, sequences, 30)
@@ -256,17 +256,17 @@ def test_a_critic_begins_at_0_and_comes_back_as_it_was_saved(tmp_path: Path, kin
     assert not any("lm_head" in name for name in names) and {"value_head.weight", "value_head.bias"} < names
     engine = engine_of(critic, learning_rate=0.01)
     sequences = critic_sequences([[3, 14], [1, 6]], seed=1)
-    assert not any(v.any() for v in engine.estimate(sequences, {"values"})["values"].values())
+    assert not any(v.any() for v in engine.forward_only(sequences, {"values"})["values"].values())
     assert PPO.critic is not None
     for _ in range(2):  # in the first the head alone has a gradient
         (batch,) = pack_for(critic, sequences, 100)
         engine.forward_backward(batch, PPO.critic.loss)
         engine.optim_step()
-    learned = engine.estimate(sequences, {"values"})["values"]
+    learned = engine.forward_only(sequences, {"values"})["values"]
     assert all(v.all() for v in learned.values())
     save_policy(critic, tokenizer, tmp_path / "critic")
     again = load_critic(replace(request, config=ModelConfig(path=str(tmp_path / "critic"))))
-    values = engine_of(again).estimate(sequences, {"values"})["values"]
+    values = engine_of(again).forward_only(sequences, {"values"})["values"]
     assert all(torch.equal(values[n], learned[n]) for n in learned)
 
 
@@ -304,7 +304,7 @@ def test_a_critic_learns_what_its_returns_are():
     explained = []
     for update in range(60):
         if update % 10 == 0:
-            estimated = engine.estimate(sequences, {"values"})["values"]
+            estimated = engine.forward_only(sequences, {"values"})["values"]
             values = {s.index: scatter(s.loss_mask, estimated[s.index].double().numpy()) for s in sequences}
             explained.append(value_metrics(sequences, values)["value/explained_variance"])
         (batch,) = pack_for(critic, sequences, 30)

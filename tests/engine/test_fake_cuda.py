@@ -29,7 +29,7 @@ from cohort.models.offload import activation_checkpointing, pinned_memory
 from cohort.models.saving.export_weights import weight_specs
 from cohort.records import Prompt
 from cohort.rollout import SampleRequest, SamplingParams, StreamKey
-from cohort.trainer.build import BuildOrder, build_worker
+from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches
 from fake_cuda import fake_cuda
@@ -142,15 +142,15 @@ def build(variant: Variant, folder: Path, run: Path) -> Worker:
         "hardware": {"device": str(DEVICE)},
     }
     config = config_from_dict(changed(base, **variant.config))
-    order = BuildOrder(
+    spec = WorkerSpec(
         folder=run, num_steps=2, checkpoint=None, micro_batch_tokens=variant.budget, longest_sequence_tokens=256
     )
-    return build_worker(config, ALONE, order, device=DEVICE, tokenizer=make_tokenizer())
+    return build_worker(config, ALONE, spec, device=DEVICE, tokenizer=make_tokenizer())
 
 
 def update(worker: Worker) -> tuple[TrainResult, OptimResult]:
     """What a step of the loop makes of its sequences."""
-    worker.estimate(SEQUENCES, worker.algorithm.estimates)
+    worker.forward_only(SEQUENCES, worker.algorithm.forward_only_outputs)
     coefficients = Coefficients(kl=0.1 if worker.algorithm.needs_reference else 0.0, entropy=0.0)
     for model, engine in reversed(worker.engines.items()):
         result = worker.forward_backward(*pack_batches(engine, SEQUENCES), model, coefficients)

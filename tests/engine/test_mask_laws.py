@@ -11,13 +11,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cohort.algorithms import Algorithm, assign_advantages, bare_sequences, build_algorithm, with_gradient
+from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, build_sequences, with_gradient
 from cohort.batch import LossInputs
 from cohort.config import ALGORITHMS, AdamwConfig, AlgorithmConfig
 from cohort.models import Policy
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate, pack
-from cohort.records import Estimates, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, scatter
+from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, scatter
 from samples import answer
 from selection import examples, slow
 from test_algorithm_laws import shallow_policy
@@ -84,7 +84,7 @@ def random_trajectories(groups: list[Any], seed: int) -> list[ScoredGroup]:
     return scored
 
 
-def random_estimates(sequences: list[TrainSequence]) -> Estimates:
+def random_estimates(sequences: list[TrainSequence]) -> ForwardOnlyOutputs:
     """Numbers for every loss token, the same for the same sampled tokens; and what nobody may look at elsewhere."""
 
     def aligned(offset: int) -> dict[int, np.ndarray]:
@@ -96,7 +96,9 @@ def random_estimates(sequences: list[TrainSequence]) -> Estimates:
             found[s.index] = np.where(s.loss_mask, scatter(s.loss_mask, values), 1e9)
         return found
 
-    return Estimates(logprobs=aligned(0), entropies=aligned(1), reference_logprobs=aligned(2), values=aligned(3))
+    return ForwardOnlyOutputs(
+        logprobs=aligned(0), entropies=aligned(1), reference_logprobs=aligned(2), values=aligned(3)
+    )
 
 
 def dense(policy: Policy, sequences: list[TrainSequence], algorithm: Algorithm) -> tuple[dict[str, float], Any]:
@@ -139,9 +141,9 @@ def dense(policy: Policy, sequences: list[TrainSequence], algorithm: Algorithm) 
 def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, groups: list[Any], budget: int, seed: int) -> None:
     algorithm, policy = build_algorithm(config, max_completion_tokens=16), shallow_policy()
     scored = random_trajectories(groups, seed)
-    bare = bare_sequences(scored)
-    assume(bare)
-    sequences = assign_advantages(scored, algorithm, random_estimates(bare))
+    sequences = build_sequences(scored)
+    assume(sequences)
+    sequences = assign_advantages(scored, algorithm, random_estimates(sequences))
     expected_metrics, expected = dense(policy, sequences, algorithm)
     engine, old = make_engine(policy), {s.index: old_logprobs_of(s) for s in sequences}
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
@@ -222,7 +224,7 @@ def test_tokens_that_are_not_trained_take_part_in_nothing(name: str, kl_in: str,
     found = []
     for each in (scored, one_turn):
         fields = defaultdict(list)
-        for s in assign_advantages(each, algorithm, random_estimates(bare_sequences(each))):
+        for s in assign_advantages(each, algorithm, random_estimates(build_sequences(each))):
             for field in ("sampling_logprobs", "advantages", "loss_weights", "returns"):
                 of_tokens = getattr(s, field)
                 assert not of_tokens[~s.loss_mask[: len(of_tokens)]].any()

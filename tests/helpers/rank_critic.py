@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from cohort.algorithms import assign_advantages, bare_sequences, build_algorithm, with_returns
+from cohort.algorithms import assign_advantages, build_algorithm, build_sequences, with_returns
 from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TokenBudget, TrainEngine
 from cohort.metrics import PeakMemory, PhaseClock
 from cohort.models import CollectiveCounter, LoadRequest, load_critic, load_policy, load_tokenizer
-from cohort.records import Estimates, TrainSequence, scatter
+from cohort.records import ForwardOnlyOutputs, TrainSequence, scatter
 from cohort.rollout import Sampler
 from cohort.trainer.update import Updater
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import compute_estimates, pack_batches
+from cohort.trainer.worker_calls import pack_batches, run_forward_only
 from cohort.trainer.worker_group import WorkerGroup
 from rank_engine import CPU, LONG, SHORT, begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
 from rank_workers import commanded
@@ -50,8 +50,8 @@ def critic_sequences(
 ) -> list[TrainSequence]:
     """What a critic learns from, of random completions, one in eight not judged."""
     groups = random_groups(lengths_PG, seed, prompt_tokens)
-    values = {s.index: scatter(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in bare_sequences(groups)}
-    return with_returns(assign_advantages(groups, ALGORITHM, Estimates(values=values)))
+    values = {s.index: scatter(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in build_sequences(groups)}
+    return with_returns(assign_advantages(groups, ALGORITHM, ForwardOnlyOutputs(values=values)))
 
 
 def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: Path | None = None) -> Worker:
@@ -112,9 +112,9 @@ def make_updater(workers: WorkerGroup[Worker], **critic: Any) -> Updater:
         config=config_from_dict(config),
         workers=workers,
         clock=PhaseClock(),
-        control=ALGORITHM.initial_coefficients,
-        begin=lambda: None,
-        out_of_memory=lambda _: None,
+        coefficient_state=ALGORITHM.initial_coefficients,
+        before_update=lambda: None,
+        on_out_of_memory=lambda _: None,
     )
 
 
@@ -163,10 +163,10 @@ def run_critic_steps(ranks: Ranks, model: str, root: str, resume: str = "") -> d
         metrics = []
         for update in range(2 if resume else 0, 3):
             groups = random_groups([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=3 + update)
-            estimates = compute_estimates(workers, bare_sequences(groups), ALGORITHM.estimates)
-            sequences = assign_advantages(groups, ALGORITHM, estimates)
+            outputs = run_forward_only(workers, build_sequences(groups), ALGORITHM.forward_only_outputs)
+            sequences = assign_advantages(groups, ALGORITHM, outputs)
             updates = updater.update(
-                updater.pack(sequences), sequences, estimates, num_trajectories=9, steps_done=update + 1
+                updater.pack(sequences), sequences, outputs, num_trajectories=9, steps_done=update + 1
             )
             metrics.append(updates.metrics)
             if update == 1:

@@ -18,7 +18,7 @@ from cohort.metrics import PeakMemory
 from cohort.models import Policy, stream_weights
 from cohort.rollout import Sampler
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import compute_estimates, keep_waiting, pack_batches
+from cohort.trainer.worker_calls import keep_waiting, pack_batches, run_forward_only
 from cohort.trainer.worker_group import WorkerGroup
 from rank_engine import STEPS, make_engine, step_sequences, whole_gradients
 from test_laws import ALGORITHMS
@@ -58,7 +58,7 @@ def commanded(workers: WorkerGroup[Any], command: Callable[[], dict[str, Any]]) 
 def run_logprobs(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     """The logprobs of a step, by index."""
     workers = workers_of(make_engine(model, ranks, reference=reference), ranks)
-    return commanded(workers, lambda: {"logprobs": compute_estimates(workers, sequences(), {"logprobs"}).logprobs})
+    return commanded(workers, lambda: {"logprobs": run_forward_only(workers, sequences(), {"logprobs"}).logprobs})
 
 
 def run_send_weights(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def run_waiting(ranks: Ranks, model: str, reference: str, keeps_waiting: str) ->
                 keep_waiting(workers)
                 counts += 1
             time.sleep(0.01)
-        return {"counts": counts, "logprobs": len(compute_estimates(workers, sequences(), {"logprobs"}).logprobs)}
+        return {"counts": counts, "logprobs": len(run_forward_only(workers, sequences(), {"logprobs"}).logprobs)}
 
     said, done = "", {}
     try:
@@ -182,7 +182,7 @@ def run_replicas(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
         batches = pack_batches(workers.local.engine, sequences())
         # packed for another number of tokens than the engine has left: it packs them again
         too_large = [replace(batch, micro_batch_tokens=2 * batch.micro_batch_tokens) for batch in batches]
-        logprobs = compute_estimates(workers, sequences(), {"logprobs"}).logprobs
+        logprobs = run_forward_only(workers, sequences(), {"logprobs"}).logprobs
         results = workers.scatter(Worker.forward_backward, too_large, "policy", first)
         return {"logprobs": logprobs, "steps": results}
 

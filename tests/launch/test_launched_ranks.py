@@ -146,7 +146,7 @@ def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
         (
             {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"},
             [
-                "error: hardware.processes: 3, and the launcher has started 2 processes on this machine",
+                "error: hardware.processes: 3, but the launcher started 2 processes on this machine",
                 "--nproc-per-node 3, or hardware.processes: auto",
             ],
         ),
@@ -171,12 +171,12 @@ def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environ
     [
         (
             {"hardware": {"processes": 1}},
-            "hardware.processes: 1, and the launcher has started 2 processes on this machine; use --nproc-per-node 1, "
+            "hardware.processes: 1, but the launcher started 2 processes on this machine; use --nproc-per-node 1, "
             "or hardware.processes: auto",
         ),
         (
             {"optim": {"name": "adafactor"}},
-            "hardware.processes: 1 (optim.name: adafactor works in one process only), and the launcher has started 2 "
+            "hardware.processes: 1 (optim.name: adafactor works in one process only), but the launcher started 2 "
             "processes on this machine; use --nproc-per-node 1",
         ),
     ],

@@ -20,7 +20,7 @@ from cohort.plan.hardware import hardware
 from cohort.plan.micro_batch_plan import plan_micro_batches
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape
-from cohort.trainer.preflight import compared, plan_on
+from cohort.trainer.preflight import compare_memory, preflight_on
 from plans import EIGHT, config
 from runs import changed, make_inputs
 
@@ -104,17 +104,17 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) 
     notes: list[str] = []
     wanted = config(f"model.path={run_file.parent / 'model'}")
     about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "note": notes.append}
-    fitting = plan_on(wanted, EIGHT, **about)
+    fitting = preflight_on(wanted, EIGHT, **about)
     assert fitting is not None and fitting.fits
     small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
-    with pytest.raises(UserError, match=r"needs .* GB of each GPU in .* run\.ignore_plan: true"):
-        plan_on(wanted, small, **about)
+    with pytest.raises(UserError, match=r"needs .* GB per GPU during .* run\.ignore_plan: true"):
+        preflight_on(wanted, small, **about)
     assert not notes
     told = wanted.model_copy(update={"run": wanted.run.model_copy(update={"ignore_plan": True})})
-    assert plan_on(told, small, **about) is not None
-    assert "goes on all the same" in notes[0]
-    assert compared(fitting, {}) is None
-    assert "20.00 GB at most" in (compared(fitting, {1: 19e9, 2: 20e9}) or "")
+    assert preflight_on(told, small, **about) is not None
+    assert "continuing because of run.ignore_plan" in notes[0]
+    assert compare_memory(fitting, {}) is None
+    assert "20.00 GB" in (compare_memory(fitting, {1: 19e9, 2: 20e9}) or "")
 
 
 def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
 
     def as_on(memory: str) -> Any:
         machines = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=memory)
-        return lambda config, inputs, servers, *, device, world_size, note: plan_on(
+        return lambda config, inputs, servers, *, device, world_size, note: preflight_on(
             config,
             machines,
             shared=False,
@@ -136,16 +136,16 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
         )
 
     settings = changed(make_inputs(tmp_path), train={"steps": 1})
-    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("1MB"))
+    monkeypatch.setattr("cohort.trainer.run.preflight", as_on("1MB"))
     with pytest.raises(UserError, match="this run needs"):
         cohort.train(settings, display=Notes())
     assert not (tmp_path / "run" / "plan.json").exists()
-    monkeypatch.setattr("cohort.trainer.run.foresee", as_on("80GB"))
+    monkeypatch.setattr("cohort.trainer.run.preflight", as_on("80GB"))
     done = cohort.train(settings, display=Notes())
     plan = json.loads((done.run_dir / "plan.json").read_text())
     assert plan["layout"]["num_prompts"] == 40
     assert plan["memory"]["fits"]
-    assert "memory of one process" in notes[-1]
+    assert "peak memory per process" in notes[-1]
 
 
 def test_groups_of_one(run_file: Path) -> None:

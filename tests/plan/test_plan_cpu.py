@@ -14,7 +14,7 @@ from cohort.display import Display
 from cohort.plan.calibration import Calibration, cpu_name, save_calibration
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan
-from cohort.trainer.preflight import compared, plan_on
+from cohort.trainer.preflight import compare_memory, preflight_on
 from plans import config
 from runs import changed, make_inputs
 
@@ -45,7 +45,7 @@ def one_step(folder: Path, **sections: Any) -> tuple[Path, list[str]]:
 def planned(on: Hardware, *overrides: str) -> Plan:
     notes: list[str] = []
     wanted = config("model.path=Qwen/Qwen2.5-7B", "hardware.processes=1", *overrides)
-    plan = plan_on(wanted, on, shared=False, longest_prompt_tokens=100, num_prompts=100, note=notes.append)
+    plan = preflight_on(wanted, on, shared=False, longest_prompt_tokens=100, num_prompts=100, note=notes.append)
     assert plan is not None and notes == []
     return plan
 
@@ -58,7 +58,7 @@ def test_a_run_keeps_its_plan_and_compares_resident_memory(tmp_path: Path) -> No
     assert plan["layout"]["micro_batch_tokens"] == 256  # as the run has it
     origins = plan["memory"]["origins"]
     assert origins["framework"]["origin"] == origins["there"]["origin"] == "measured"
-    (told,) = (note for note in notes if note.startswith("memory of one process"))
+    (told,) = (note for note in notes if note.startswith("peak memory per process"))
     measured, before, predicted = (float(number) for number in re.findall(r"([\d.]+) GB", told))
     assert 0 < before <= predicted and before <= 1.05 * measured
     # a tiny model is next to nothing beside the process that trains it
@@ -90,18 +90,18 @@ def test_nothing_is_refused_and_nothing_said_on_a_cpu() -> None:
     plan = planned(CPU)
     assert not plan.fits and plan.timing == {}
     assert plan.memory.phases["publish"]["framework"] == GB // 2
-    told = compared(plan, {1: 100e9}) or ""
-    assert "100.00 GB at most (0.50 GB before it had a model)" in told
+    told = compare_memory(plan, {1: 100e9}) or ""
+    assert "100.00 GB (0.50 GB before loading the model)" in told
     assert f"predicted {plan.memory.peak_bytes / 1e9:.2f} GB" in told
     on_gpu = replace(CPU, on_gpu=True, gpu_memory_bytes=1000 * GB, resident_bytes=None)
-    assert "before it had a model" not in (compared(planned(on_gpu), {1: 100e9}) or "")
+    assert "before loading the model" not in (compare_memory(planned(on_gpu), {1: 100e9}) or "")
 
 
 def test_a_model_whose_shape_is_not_known_has_no_plan_and_no_note(tmp_path: Path) -> None:
     notes: list[str] = []
     wanted = config(f"model.path={tmp_path / 'nothing'}")
     about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 1, "num_prompts": 1, "note": notes.append}
-    assert plan_on(wanted, CPU, **about) is None
+    assert preflight_on(wanted, CPU, **about) is None
     assert notes == []
-    assert plan_on(wanted, replace(CPU, on_gpu=True), **about) is None
-    assert "no plan was made" in notes[0]
+    assert preflight_on(wanted, replace(CPU, on_gpu=True), **about) is None
+    assert "no memory plan" in notes[0]

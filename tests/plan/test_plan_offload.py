@@ -21,7 +21,7 @@ from cohort.plan.memory import Workload, host_bytes, plan_memory
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape, read_shape, shape_from_config
-from cohort.trainer.preflight import plan_on
+from cohort.trainer.preflight import preflight_on
 from rank_engine import STEPS, batches_of, step_sequences
 from rank_offload import make_engine
 from test_activation_checkpointing import make_row, make_trained
@@ -198,5 +198,5 @@ def test_a_run_that_cannot_fit_is_told_so_at_its_start(tmp_path: Path):
     about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 512, "num_prompts": 100, "note": print}
     one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None)
     with pytest.raises(UserError, match=r"optim\.offload=true"):
-        plan_on(wanted, one, **about)
-    assert plan_on(config(model={"path": str(tmp_path)}, optim={"offload": True}), one, **about) is not None
+        preflight_on(wanted, one, **about)
+    assert preflight_on(config(model={"path": str(tmp_path)}, optim={"offload": True}), one, **about) is not None

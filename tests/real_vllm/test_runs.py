@@ -72,7 +72,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[
     config = config_from_dict(raw)
     setup = VllmSetup(config, read_inputs(config))
     assert setup.placement is not None
-    process = setup.own_server(setup.placement.gpus[0], folder / "server.log")
+    process = setup.make_server(setup.placement.gpus[0], folder / "server.log")
     try:
         start(process)
         yield process.url

@@ -16,7 +16,7 @@ from cohort.metrics import rollout_metrics
 from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards import RewardRunner
 from cohort.rollout import CallKey, Generate, Prefetcher, RolloutCollector, SamplingParams
-from cohort.trainer.collect_groups import Gatherer
+from cohort.trainer.collect_groups import GroupCollector
 from engines import ScriptedEngine
 from reward_samples import reward
 from samples import answer
@@ -115,12 +115,12 @@ def test_a_step_goes_on_with_the_others():
     with closing(RolloutCollector(ScriptedEngine(lambda: 1), make_tokenizer(), rollout=break_two)) as collector:
         options = {"seed": 0, "prompts_per_step": 2, "num_steps": 1, "updates_per_step": 1}
         prefetcher = Prefetcher(collector, stream(4), SAMPLING, **options)
-        gatherer = Gatherer(prefetcher, by_length([]), prompts_per_step=2, max_rounds=0)
-        gathered = gatherer.gather(0, lambda name: nullcontext())
-    assert gathered.metrics["completions/broken"] == 4
-    assert gathered.metrics["rollout/staleness_max"] == 0
-    assert gathered.metrics["rewards/r/timeout"] == 1
-    for group in gathered.groups:
+        group_collector = GroupCollector(prefetcher, by_length([]), prompts_per_step=2, max_rounds=0)
+        collected = group_collector.collect(0, lambda name: nullcontext())
+    assert collected.metrics["completions/broken"] == 4
+    assert collected.metrics["rollout/staleness_max"] == 0
+    assert collected.metrics["rewards/r/timeout"] == 1
+    for group in collected.groups:
         np.testing.assert_array_equal(group.rewards, [np.nan, np.nan, 1, 3])
 
 

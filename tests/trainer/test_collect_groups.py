@@ -28,7 +28,7 @@ from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
 from cohort.rollout import LocalEngine, Prefetcher, RolloutCollector, Sampler, SamplingParams, StreamKey
 from cohort.run_files import checkpoints
-from cohort.trainer.collect_groups import Gathered, Gatherer
+from cohort.trainer.collect_groups import GroupCollector, StepGroups
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
 from runs import Killed, assert_same_weights, changed, in_a_process, make_inputs, metric, stop_after, train
 from selection import examples, mostly_slow, slow
@@ -200,10 +200,10 @@ def visits_of(prompts: list[Prompt]) -> list[tuple[int, int]]:
     return [(prompt.id, prompt.epoch) for prompt in prompts]
 
 
-class SynchronousGatherer(Gatherer):
+class SynchronousGatherer(GroupCollector):
     """The naive way: ask for a step's prompts, wait for all, judge them."""
 
-    def gather(self, step: int, phase: Any) -> Gathered:
+    def collect(self, step: int, phase: Any) -> StepGroups:
         data, collector = self.prefetcher._prompts, self.prefetcher._collector
         prompts = data.take(self._prompts_per_step)
         with phase("rollout"):
@@ -211,7 +211,7 @@ class SynchronousGatherer(Gatherer):
             groups = collector.collect(prompts, self.prefetcher._sampling, key)
         with phase("reward"):
             scored = self._rewards.score(groups)
-        return Gathered(groups=scored, replaced=[], metrics={"rollout/staleness_max": 0.0})
+        return StepGroups(groups=scored, replaced=[], metrics={"rollout/staleness_max": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(
 ):
     config = changed(make_inputs(tmp_path), train={"updates_per_rollout": 2})
     with monkeypatch.context() as patched:
-        patched.setattr("cohort.trainer.collect_groups.Gatherer", SynchronousGatherer)
+        patched.setattr("cohort.trainer.collect_groups.GroupCollector", SynchronousGatherer)
         expected = train(changed(config, run={"dir": str(tmp_path / "whole")}))
     if in_thread:
         sample_in_a_thread(monkeypatch.setattr, max_staleness=0)
@@ -329,25 +329,25 @@ def places(groups: Any) -> list[int]:
 
 def test_groups_of_equal_rewards_are_replaced_by_those_of_new_prompts():
     prefetcher = prefetch(local_engine(), stream(20), prompts_per_step=4)
-    gatherer = Gatherer(prefetcher, rewards(only_odd_ones_differ), prompts_per_step=4, max_rounds=2)
-    first = gatherer.gather(0, lambda name: nullcontext())
+    group_collector = GroupCollector(prefetcher, rewards(only_odd_ones_differ), prompts_per_step=4, max_rounds=2)
+    first = group_collector.collect(0, lambda name: nullcontext())
     # rounds: 0 1 2 3, then 4 5 for 0 2, then 6 for one of 0 2 4, which is no better: the first of them is trained on
     assert places(first.groups) == [0, 1, 3, 5] and places(first.replaced) == [2, 4, 6]
     assert first.metrics["rollout/resampled_ratio"] == 3 / 7
     assert first.metrics["frac_reward_zero_std"] == 4 / 7  # of all that were sampled
-    second = gatherer.gather(1, lambda name: nullcontext())
+    second = group_collector.collect(1, lambda name: nullcontext())
     assert places(second.groups) == [7, 9, 11, 13] and places(second.replaced) == [8, 10, 12]
-    everything = Gatherer(
+    everything = GroupCollector(
         prefetch(local_engine(), stream(20), prompts_per_step=4),
         rewards(only_odd_ones_differ),
         prompts_per_step=4,
         max_rounds=0,
-    ).gather(0, lambda name: nullcontext())
+    ).collect(0, lambda name: nullcontext())
     assert places(everything.groups) == [0, 1, 2, 3] and everything.metrics["rollout/resampled_ratio"] == 0
     # what is left in counts as it always does: four groups of four completions
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=6)
-    for gathered in (first, everything):
-        sequences = assign_advantages(gathered.groups, algorithm)
+    for collected in (first, everything):
+        sequences = assign_advantages(collected.groups, algorithm)
         assert sum(s.loss_weights.sum() for s in sequences) == pytest.approx(1)
     mean = np.mean([g.rewards.mean() for g in (*first.groups, *first.replaced)])
     assert first.metrics["reward"] == pytest.approx(mean)
@@ -357,23 +357,23 @@ def test_a_round_of_groups_that_nobody_judges_is_no_mistake():
     def judges_the_first_four(n: list[int], **_: Any) -> list[float | None]:
         return [float(i % 4 if number else 1) if number < 4 else None for i, number in enumerate(n)]
 
-    judge = partial(Gatherer, rewards=rewards(judges_the_first_four), prompts_per_step=4, max_rounds=1)
-    gathered = judge(prefetch(local_engine(), stream(20))).gather(0, lambda name: nullcontext())
-    assert places(gathered.groups) == [0, 1, 2, 3] and places(gathered.replaced) == [4]
+    judge = partial(GroupCollector, rewards=rewards(judges_the_first_four), prompts_per_step=4, max_rounds=1)
+    collected = judge(prefetch(local_engine(), stream(20))).collect(0, lambda name: nullcontext())
+    assert places(collected.groups) == [0, 1, 2, 3] and places(collected.replaced) == [4]
     late = prefetch(local_engine(), stream(20))
     late.take(0, 4)
     with pytest.raises(cohort.UserError, match="no reward scored any of the 16 completions"):
-        judge(late).gather(1, lambda name: nullcontext())  # the first round is a whole step
+        judge(late).collect(1, lambda name: nullcontext())  # the first round is a whole step
 
 
 def test_replaced_groups_come_from_what_was_sampled_ahead():
     engine = ThreadEngine(make_policy(), make_tokenizer(), one_in=1000)
     prefetcher = prefetch(engine, stream(40), prompts_per_step=4, max_staleness=1)
-    gatherer = Gatherer(prefetcher, rewards(only_odd_ones_differ), prompts_per_step=4, max_rounds=2)
-    gathered = [gatherer.gather(step, lambda name: nullcontext()) for step in range(3)]
-    used = [n for g in gathered for n in places([*g.groups, *g.replaced])]
+    group_collector = GroupCollector(prefetcher, rewards(only_odd_ones_differ), prompts_per_step=4, max_rounds=2)
+    collected = [group_collector.collect(step, lambda name: nullcontext()) for step in range(3)]
+    used = [n for g in collected for n in places([*g.groups, *g.replaced])]
     assert sorted([*used, *(entry["prompt_id"] // 3 for entry in prefetcher.state())]) == list(range(len(used) + 4))
-    assert all(len(g.groups) == 4 for g in gathered)
+    assert all(len(g.groups) == 4 for g in collected)
 
 
 def test_a_run_that_resamples_keeps_what_it_sampled_and_resumes(tmp_path: Path):

@@ -14,8 +14,8 @@ from cohort.display import Display
 from cohort.distributed import ALONE
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
-from cohort.records import Estimates
-from cohort.trainer.build import BuildOrder, build_worker
+from cohort.records import ForwardOnlyOutputs
+from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import TrainedModel
 from cohort.trainer.worker_calls import pack_batches
 from cohort.trainer.worker_group import WorkerGroup
@@ -98,7 +98,7 @@ def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
         result = alone.critic.forward_backward(None if update else batch, alone.algorithm.critic.loss)
         expected.append((result.metrics["loss"], alone.critic.optim_step().grad_norm))
     updater = make_updater(WorkerGroup(worker, ALONE), updates=3)
-    updates = updater.update(updater.pack(sequences), sequences, Estimates(), num_trajectories=3, steps_done=1)
+    updates = updater.update(updater.pack(sequences), sequences, ForwardOnlyOutputs(), num_trajectories=3, steps_done=1)
     actual = [updates.metrics[name] for name in ("value_loss", "value/grad_norm")]
     assert actual == pytest.approx(np.mean(expected, axis=0), rel=1e-12)
     assert {model: len(results) for model, results in updates.results.items()} == {"policy": 1, "critic": 3}
@@ -110,15 +110,15 @@ def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
 def test_memory_that_runs_out_for_one_model_halves_the_budget_of_both(tmp_path: Path, unlucky: TrainedModel):
     """It is one number in a checkpoint."""
     config = config_from_dict(ppo_inputs(tmp_path))
-    order = BuildOrder(
-        folder=tmp_path, num_steps=1, checkpoint=None, micro_batch_tokens=200, longest_sequence_tokens=64
-    )
+    spec = WorkerSpec(folder=tmp_path, num_steps=1, checkpoint=None, micro_batch_tokens=200, longest_sequence_tokens=64)
     tokenizer = load_tokenizer(config.model)
-    worker = build_worker(config, ALONE, order, device=torch.device("cpu"), tokenizer=tokenizer)
+    worker = build_worker(config, ALONE, spec, device=torch.device("cpu"), tokenizer=tokenizer)
     updater = make_updater(WorkerGroup(worker, ALONE))
     sequences = critic_sequences([[3, 14, 9], [20, 1, 6]], seed=0)
     with out_of_memory_over(30, "forward mlp 1", worker.engines[unlucky]):
-        updates = updater.update(updater.pack(sequences), sequences, Estimates(), num_trajectories=6, steps_done=1)
+        updates = updater.update(
+            updater.pack(sequences), sequences, ForwardOnlyOutputs(), num_trajectories=6, steps_done=1
+        )
     assert {model for model, results in updates.results.items() if results[0].num_out_of_memory} == {unlucky}
     assert worker.engines["policy"].budget.tokens == worker.engines["critic"].budget.tokens < 200
 
@@ -127,7 +127,7 @@ def test_a_critic_that_does_not_fit_the_policy(tmp_path: Path):
     with pytest.raises(UserError, match=r"critic.path: .*nowhere.*no such folder"):
         train(ppo_inputs(tmp_path, path="./nowhere"))
     save_model_folder(tmp_path / "other", vocab_size=50)
-    with pytest.raises(UserError, match=r"critic.path: .*50 tokens, and the policy for 101"):
+    with pytest.raises(UserError, match=r"critic.path: .*50 tokens, the policy for 101"):
         train(ppo_inputs(tmp_path, path=str(tmp_path / "other")))
 
 

@@ -19,9 +19,9 @@ from cohort.placement import Placement
 from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey
 from cohort.trainer import server_rollouts, vllm_rollouts
-from cohort.trainer.local_rollouts import TrainingProcesses
+from cohort.trainer.local_rollouts import LocalSetup
 from cohort.trainer.parity import check_parity, make_parity_gate, make_probe
-from cohort.trainer.rollout_engines import find_engine
+from cohort.trainer.rollout_engines import engine_setup
 from cohort.trainer.run_inputs import Inputs, read_inputs
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import sample
@@ -82,9 +82,9 @@ def test_other_logprobs_stop_the_run_with_the_numbers(
     with pytest.raises(TrainingError) as error:
         check_parity(workers, {"http://a:8000": shifted(groups, by)}, tolerance=0.05, steps_done=150)
     assert str(error.value).startswith(
-        f"parity: after step 150 the logprobs of http://a:8000 differ from the trainer's by {said} nats in the mean "
-        f"and {said} at most, over {num_tokens(groups)} tokens of 24 completions; 0.05 in the mean is allowed. What it "
-        f"samples is not this policy."
+        f"parity: after step 150 the logprobs of http://a:8000 differ from the trainer's by {said} nats on average "
+        f"and {said} at most, over {num_tokens(groups)} tokens of 24 completions; the mean must be at most 0.05. The "
+        f"server does not sample from this policy."
     )
     assert "raise rollout.parity_tolerance" in str(error.value)
 
@@ -152,7 +152,7 @@ def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: An
     config, inputs = run("rollout.max_prompt_tokens=64")
     setup = vllm_rollouts.VllmSetup(config, inputs)
     assert setup.placement is not None and setup.placement.gpus == ("",) and setup.dtype == torch.float32
-    options = setup.own_server("", tmp_path / "log").options
+    options = setup.make_server("", tmp_path / "log").options
     longest = max(len(p.token_ids) for p in (*inputs.prompts.prompts, *inputs.evaluation.prompts))
     assert options.max_model_len == longest + 12 < 64  # 12 is max_completion_tokens
     assert (options.device, options.dtype) == ("cpu", "float32")
@@ -166,13 +166,13 @@ def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkey
 
 def test_the_local_engine_has_no_servers(tmp_path: Path):
     config = config_from_dict(make_inputs(tmp_path))
-    assert isinstance(find_engine(config, read_inputs(config)), TrainingProcesses)
+    assert isinstance(engine_setup(config, read_inputs(config)), LocalSetup)
 
 
 def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):
     shared = Placement(gpus=("0",), shared=True, reason="one GPU for both")
     monkeypatch.setattr(server_rollouts, "server_placement", lambda config: shared)
-    with pytest.raises(UserError, match=r"rollout.max_staleness: 1 needs GPUs that only sample.*\(one GPU for both\)"):
+    with pytest.raises(UserError, match=r"rollout.max_staleness: 1 needs dedicated rollout GPUs.*\(one GPU for both\)"):
         vllm_rollouts.VllmSetup(*run("rollout.max_staleness=1"))
 
 
@@ -204,7 +204,7 @@ def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: 
     of_run: Any = {"sample_on_each": sample_on_each, "servers_dtype": torch.float32}
     gate = make_parity_gate(config, inputs.prompts.prompts, workers, **of_run)
     assert gate is not None
-    assert [gate.due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
+    assert [gate.is_due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
     key = StreamKey(purpose="parity", seed=5, step=3)

@@ -188,7 +188,7 @@ def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
             notes.append(text)
 
     run = cohort.train(config, display=Notes()).run_dir
-    assert notes[:-1] == ["1 held-out prompts over rollout.max_prompt_tokens: 64 dropped, 4 left"]
+    assert notes[:-1] == ["dropped 1 held-out prompts over rollout.max_prompt_tokens=64, 4 left"]
     assert metric(run, "eval/num_dropped_overlong") == [1, 1, 1]
 
 

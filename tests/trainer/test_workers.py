@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cohort.distributed import ALONE
-from cohort.records import Estimates, scatter
-from cohort.trainer.worker_calls import compute_estimates
+from cohort.records import ForwardOnlyOutputs, scatter
+from cohort.trainer.worker_calls import run_forward_only
 from rank_engine import make_engine
 from rank_workers import sequences, workers_of
 from ranks import run_ranks
@@ -48,26 +48,24 @@ def assert_right(logprobs: dict[int, np.ndarray], path: str) -> None:
         np.testing.assert_allclose(logprobs[s.index], aligned, rtol=0, atol=1e-6)  # RMSNorm is in float32
 
 
-def test_estimates_of_one_rank_are_the_engines_own(model: str):
+def test_forward_only_outputs_of_one_rank_are_the_engines_own(model: str):
     engine = make_engine(model, ALONE, reference=model)
-    estimates = compute_estimates(
-        workers_of(engine, ALONE), sequences(), {"logprobs", "entropies", "reference_logprobs"}
-    )
-    own = engine.estimate(sequences(), {"logprobs"})["logprobs"]
-    assert all(np.array_equal(estimates.logprobs[s.index][s.loss_mask], own[s.index].numpy()) for s in sequences())
-    for logprobs in (estimates.logprobs, estimates.reference_logprobs):
+    outputs = run_forward_only(workers_of(engine, ALONE), sequences(), {"logprobs", "entropies", "reference_logprobs"})
+    own = engine.forward_only(sequences(), {"logprobs"})["logprobs"]
+    assert all(np.array_equal(outputs.logprobs[s.index][s.loss_mask], own[s.index].numpy()) for s in sequences())
+    for logprobs in (outputs.logprobs, outputs.reference_logprobs):
         assert_right(logprobs, model)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     for s in sequences():
         with torch.no_grad():
             _, entropy = naive_logprobs(loaded, s, temperature=0.9)
-        np.testing.assert_allclose(estimates.entropies[s.index][s.loss_mask], entropy.numpy(), rtol=0, atol=1e-6)
-    assert not estimates.values
+        np.testing.assert_allclose(outputs.entropies[s.index][s.loss_mask], entropy.numpy(), rtol=0, atol=1e-6)
+    assert not outputs.values
 
 
 def test_nothing_is_computed_for_an_algorithm_that_asks_for_nothing(model: str):
     workers = workers_of(make_engine(model, ALONE, reference=model), ALONE)
-    assert compute_estimates(workers, sequences(), frozenset()) == Estimates()
+    assert run_forward_only(workers, sequences(), frozenset()) == ForwardOnlyOutputs()
 
 
 def test_calls_on_three_ranks_return_by_rank_and_raise_what_one_raised(three: dict[str, dict[str, Any]]):

@@ -35,15 +35,15 @@ def adapted_entropy(coefficient: float, entropy: float, *, target: float, delta:
     return min(max(coefficient + (delta if entropy <= target else -delta), 0.0), largest)
 
 
-def coefficients(config: AlgorithmConfig, control: CoefficientState) -> Coefficients:
+def coefficients(config: AlgorithmConfig, state: CoefficientState) -> Coefficients:
     """Return the coefficients of the next update.
 
     An adaptive entropy bonus applies only while the last measured entropy is at most the target, so never in the first
     update.
     """
-    target, last = config.entropy_target, control.last_entropy
+    target, last = config.entropy_target, state.last_entropy
     is_active = target is None or (last is not None and last <= target)
-    return Coefficients(kl=control.kl, entropy=control.entropy if is_active else 0.0)
+    return Coefficients(kl=state.kl, entropy=state.entropy if is_active else 0.0)
 
 
 def coefficient_metrics(config: AlgorithmConfig, now: Coefficients) -> dict[str, float]:
@@ -58,35 +58,35 @@ def has_entropy_bonus(config: AlgorithmConfig) -> bool:
 
 
 def update_coefficients(
-    config: AlgorithmConfig, control: CoefficientState, metrics: Mapping[str, float], num_completions: int
+    config: AlgorithmConfig, state: CoefficientState, metrics: Mapping[str, float], num_completions: int
 ) -> CoefficientState:
     """Return the state after an update.
 
     Args:
         config: the `algorithm` section.
-        control: state before the update.
+        state: state before the update.
         metrics: `kl` and `entropy` as measured by the update; a missing one leaves its coefficient unchanged.
         num_completions: completions in the update.
     """
     if config.kl_target is not None and "kl" in metrics:
         assert config.kl_horizon is not None, "filled in with kl_target"
         kl = adapted_kl(
-            control.kl,
+            state.kl,
             metrics["kl"],
             target=config.kl_target,
             horizon=config.kl_horizon,
             num_completions=num_completions,
         )
-        control = replace(control, kl=kl)
+        state = replace(state, kl=kl)
     if config.entropy_target is not None and "entropy" in metrics:
         assert config.entropy_coef_delta is not None, "filled in with entropy_target"
         assert config.entropy_coef_max is not None, "filled in with entropy_target"
         entropy = adapted_entropy(
-            control.entropy,
+            state.entropy,
             metrics["entropy"],
             target=config.entropy_target,
             delta=config.entropy_coef_delta,
             largest=config.entropy_coef_max,
         )
-        control = replace(control, entropy=entropy, last_entropy=metrics["entropy"])
-    return control
+        state = replace(state, entropy=entropy, last_entropy=metrics["entropy"])
+    return state

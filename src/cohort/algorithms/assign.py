@@ -16,8 +16,8 @@ from cohort.algorithms.regularizers import Coefficients
 from cohort.algorithms.table import Algorithm
 from cohort.errors import TrainingError
 from cohort.records import (
-    Estimates,
     FloatArray,
+    ForwardOnlyOutputs,
     IntArray,
     RolloutGroup,
     ScoredGroup,
@@ -48,10 +48,10 @@ def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> l
     return [s for s in sequences if unit(s) in kept]
 
 
-def bare_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
-    """Build the sequences of all trajectories, in order of groups, with loss weights and advantages of 0.
+def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSequence]:
+    """Build the training sequences of all trajectories, in order, with advantages and loss weights of 0.
 
-    Trajectories that infrastructure broke have none.
+    Broken trajectories have none.
 
     Raises:
         TrainingError: a model call sampled no tokens.
@@ -87,32 +87,32 @@ def bare_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainSe
 def assign_advantages(
     groups: Sequence[ScoredGroup],
     algorithm: Algorithm,
-    estimates: Estimates | None = None,
+    outputs: ForwardOnlyOutputs | None = None,
     reward_weights: Mapping[str, float] | None = None,
     coefficients: Coefficients | None = None,
     *,
-    bare: Sequence[TrainSequence] | None = None,
+    sequences: Sequence[TrainSequence] | None = None,
 ) -> list[TrainSequence]:
     """Build the training sequences of a step, in order of groups.
 
     Args:
         groups: P scored groups of G completions each.
         algorithm: provides the advantage and the loss weight.
-        estimates: the forward-only estimates that the algorithm needs, for all completions.
+        outputs: forward-only outputs that the algorithm needs, for all sequences.
         reward_weights: weight of each reward, for advantages that treat rewards separately.
         coefficients: KL coefficient for KL in the reward; default: the initial one.
-        bare: `bare_sequences(groups)`, if already computed.
+        sequences: `build_sequences(groups)`, if already computed.
 
     Returns:
         The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, truncated ones
         if
         the algorithm masks them, and those without loss tokens.
     """
-    estimates = estimates or Estimates()
+    outputs = outputs or ForwardOnlyOutputs()
     now = coefficients or algorithm.coefficients(algorithm.initial_coefficients)
-    penalties = {index: now.kl * kl for index, kl in reference_kl(algorithm, estimates).items()}
-    sequences = bare_sequences(groups) if bare is None else bare
-    x = advantage_inputs(groups, sequences, estimates, reward_weights or {}, penalties)
+    penalties = {index: now.kl * kl for index, kl in reference_kl(algorithm, outputs).items()}
+    sequences = build_sequences(groups) if sequences is None else sequences
+    x = advantage_inputs(groups, sequences, outputs, reward_weights or {}, penalties)
     lengths_N = x.lengths.flatten().numpy()
     included_N = ~x.rewards.flatten().isnan().numpy() & (lengths_N > 0)
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
@@ -122,7 +122,7 @@ def assign_advantages(
     weights_N = algorithm.loss_weight(lengths_N, included_N)
     if algorithm.top_entropy_quantile < 1:
         counted_NL = included_N[:, None] & (np.arange(advantages_NL.shape[1]) < lengths_N[:, None])
-        entropies_NL = _padded(estimates.entropies, sequences, x.lengths.numpy()).reshape(advantages_NL.shape)
+        entropies_NL = _padded(outputs.entropies, sequences, x.lengths.numpy()).reshape(advantages_NL.shape)
         advantages_NL = advantages_NL * high_entropy(entropies_NL, counted_NL, share=algorithm.top_entropy_quantile)
     return [
         replace(
@@ -137,24 +137,24 @@ def assign_advantages(
     ]
 
 
-def reference_kl(algorithm: Algorithm, estimates: Estimates) -> dict[int, FloatArray]:
+def reference_kl(algorithm: Algorithm, outputs: ForwardOnlyOutputs) -> dict[int, FloatArray]:
     """Return the KL penalty on rewards, before its coefficient, by sequence index; empty if there is none."""
     if algorithm.reward_kl is None:
         return {}
     return {
         index: algorithm.reward_kl(
-            torch.from_numpy(logprobs), torch.from_numpy(estimates.reference_logprobs[index])
+            torch.from_numpy(logprobs), torch.from_numpy(outputs.reference_logprobs[index])
         ).numpy()
-        for index, logprobs in estimates.logprobs.items()
+        for index, logprobs in outputs.logprobs.items()
     }
 
 
 def mean_reference_kl(
-    algorithm: Algorithm, estimates: Estimates, sequences: Sequence[TrainSequence]
+    algorithm: Algorithm, outputs: ForwardOnlyOutputs, sequences: Sequence[TrainSequence]
 ) -> dict[str, float]:
     """Return the metric `kl` for KL in the reward: its mean over the step's tokens, before the coefficient."""
     masks = {s.index: s.loss_mask for s in sequences}
-    of_tokens = [kl[masks[index]] for index, kl in reference_kl(algorithm, estimates).items()]
+    of_tokens = [kl[masks[index]] for index, kl in reference_kl(algorithm, outputs).items()]
     return {"kl": float(np.concatenate(of_tokens).mean())} if of_tokens else {}
 
 
@@ -174,7 +174,7 @@ def high_entropy(entropies_NL: FloatArray, counted_NL: np.ndarray, *, share: flo
 def advantage_inputs(
     groups: Sequence[ScoredGroup],
     sequences: Sequence[TrainSequence],
-    estimates: Estimates,
+    outputs: ForwardOnlyOutputs,
     reward_weights: Mapping[str, float],
     penalties: Mapping[int, FloatArray],
 ) -> AdvantageInputs:
@@ -183,7 +183,7 @@ def advantage_inputs(
     Args:
         groups: scored.
         sequences: of all completions.
-        estimates: of the sequences, if the algorithm asks for them.
+        outputs: of the sequences, if the algorithm asks for them.
         reward_weights: of each part of the reward.
         penalties: by index of the sequence, taken from the reward of each token.
 
@@ -213,7 +213,7 @@ def advantage_inputs(
         reward_weights=torch.tensor([*reward_weights.values()] or [1.0], dtype=torch.float64),
         token_rewards=torch.from_numpy(tokens_PGL),
         lengths=torch.from_numpy(lengths_PG),
-        values=torch.from_numpy(_padded(estimates.values, sequences, lengths_PG)) if estimates.values else None,
+        values=torch.from_numpy(_padded(outputs.values, sequences, lengths_PG)) if outputs.values else None,
     )
 
 
@@ -240,7 +240,7 @@ def _checked(advantages: Tensor, x: AdvantageInputs) -> Tensor:
     """Advantages as [P, G, L].
 
     Raises:
-        TrainingError: they have another shape, or that of a judged completion is NaN or infinite.
+        TrainingError: they have another shape, or that of a scored completion is NaN or infinite.
     """
     shape, dim = tuple(x.token_rewards.shape), advantages.dim()
     if tuple(advantages.shape) not in (shape[:2], shape):
@@ -248,7 +248,7 @@ def _checked(advantages: Tensor, x: AdvantageInputs) -> Tensor:
             f"algorithm.advantage: gave a tensor of shape {tuple(advantages.shape)}; it must be {shape[:2]}, one for "
             f"each completion, or {shape}, one for each of its tokens"
         )
-    judged = ~x.rewards.isnan() if dim == 2 else x.token_mask
-    if not advantages[judged].isfinite().all():
-        raise TrainingError("algorithm.advantage: the advantage of a judged completion is NaN or infinite")
+    scored = ~x.rewards.isnan() if dim == 2 else x.token_mask
+    if not advantages[scored].isfinite().all():
+        raise TrainingError("algorithm.advantage: the advantage of a scored completion is NaN or infinite")
     return (advantages.unsqueeze(-1) if dim == 2 else advantages).expand(shape).double()

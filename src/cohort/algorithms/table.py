@@ -23,7 +23,7 @@ from cohort.algorithms.rollout_correction import Correction, with_correction
 from cohort.batch import PolicyLoss
 from cohort.config import COMPONENTS, AlgorithmConfig, Component, CustomFunction
 from cohort.errors import UserError
-from cohort.records import Estimate, FloatArray, IntArray
+from cohort.records import FloatArray, ForwardOnlyOutput, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
 LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
@@ -45,7 +45,7 @@ class Algorithm:
     loss_weight: LossWeight
     critic: CriticFunctions | None  # None: no critic is trained
     mask_truncated: bool
-    estimates: frozenset[Estimate]  # forward-only estimates that it needs before the first update
+    forward_only_outputs: frozenset[ForwardOnlyOutput]  # computed before the first update
     needs_reference: bool  # in the loss
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
     sequence_level: bool  # a token's loss depends on the other tokens of its trajectory
@@ -88,7 +88,7 @@ def build_algorithm(
     correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
     traits = _loss_traits(config, parts["policy_loss"])
     kl_in_reward = config.kl_in == "reward"
-    needed: dict[Estimate, bool] = {
+    needed: dict[ForwardOnlyOutput, bool] = {
         "logprobs": kl_in_reward,
         "reference_logprobs": kl_in_reward,
         "entropies": config.top_entropy_quantile < 1,
@@ -100,7 +100,7 @@ def build_algorithm(
         loss_weight=parts["loss_weight"],
         critic=_critic(config, value_clip=value_clip) if config.needs_critic else None,
         mask_truncated=config.mask_truncated_completions,
-        estimates=frozenset(name for name, is_needed in needed.items() if is_needed),
+        forward_only_outputs=frozenset(name for name, is_needed in needed.items() if is_needed),
         needs_reference=config.kl_in == "loss",
         learns_without_advantage=config.kl_in == "loss" or has_entropy_bonus(config) or traits.learns_without_advantage,
         sequence_level=traits.sequence_level

@@ -102,7 +102,7 @@ class TrainingProcessesConfig(SamplingConfig):
     samples_ahead: ClassVar[Literal[False]] = False
     shares_weights: ClassVar[bool] = True
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
-    setup: ClassVar[str] = "cohort.trainer.local_rollouts:TrainingProcesses"
+    setup: ClassVar[str] = "cohort.trainer.local_rollouts:LocalSetup"
 
 
 class AutoRolloutConfig(TrainingProcessesConfig):

@@ -12,7 +12,7 @@ from cohort.batch import MicroBatch, ValueInputs
 from cohort.engine.loss import MicroBatchLoss, PerSequence, PerTokenLoss, joined
 from cohort.engine.train_engine import TrainEngine
 from cohort.models import Critic, PrefixState
-from cohort.records import Estimate, TrainSequence
+from cohort.records import ForwardOnlyOutput, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,12 @@ class CriticEngine(TrainEngine):
 
     policy: Critic
 
-    def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> dict[Estimate, PerSequence]:
-        """The values of this rank's sequences, see `TrainEngine.estimate`."""
+    def forward_only(
+        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
+    ) -> dict[ForwardOnlyOutput, PerSequence]:
+        """The values of this rank's sequences, see `TrainEngine.forward_only`."""
         assert wanted == {"values"}, "a critic has nothing else to say"
-        return {"values": super().estimate(sequences, {"logprobs"})["logprobs"]}
+        return {"values": super().forward_only(sequences, {"logprobs"})["logprobs"]}
 
     def _step_loss(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> ValueStepLoss:
         old: Mapping[int, Tensor] | None = None if is_old else self.old_outputs

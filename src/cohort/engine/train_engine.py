@@ -38,7 +38,7 @@ from cohort.engine.repack import packed_again
 from cohort.engine.router_aux_loss import Balance
 from cohort.errors import OutOfStepError, StopRequested, TrainingError
 from cohort.models import Policy
-from cohort.records import Estimate, TrainSequence
+from cohort.records import ForwardOnlyOutput, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,28 +293,30 @@ class TrainEngine:
         self.old_outputs, self._reference_logprobs = {}, None
         return self.ranks.smallest(fits) == 1
 
-    def estimate(self, sequences: Sequence[TrainSequence], wanted: Set[Estimate]) -> dict[Estimate, PerSequence]:
-        """What the models say of this rank's sequences, [C] by the index of each. Every rank calls this.
+    def forward_only(
+        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
+    ) -> dict[ForwardOnlyOutput, PerSequence]:
+        """Compute outputs of this rank's sequences without gradient, [T] by sequence index. Every rank calls this.
 
         Args:
             sequences: of this rank; other ranks may have more or fewer.
-            wanted: which of it, the same on every rank.
+            wanted: which outputs; the same on every rank.
 
         Raises:
             OutOfStepError: a single sequence does not fit into memory.
         """
-        estimates: dict[Estimate, PerSequence] = {}
+        outputs: dict[ForwardOnlyOutput, PerSequence] = {}
         if wanted & {"logprobs", "entropies"}:
             self.policy.model.eval()
             of_policy = self._policy_forward.compute(
                 sequences, micro_batch_tokens=self.budget.tokens, entropy="entropies" in wanted
             )
-            estimates |= {"logprobs": of_policy.logprobs, "entropies": of_policy.entropies}
+            outputs |= {"logprobs": of_policy.logprobs, "entropies": of_policy.entropies}
         if "reference_logprobs" in wanted:
             assert self._reference_forward is not None, "an algorithm that asks for a reference was built without one"
             of_reference = self._reference_forward.compute(sequences, micro_batch_tokens=self.budget.tokens)
-            estimates["reference_logprobs"] = of_reference.logprobs
-        return {name: estimates[name] for name in wanted}
+            outputs["reference_logprobs"] = of_reference.logprobs
+        return {name: outputs[name] for name in wanted}
 
     def optim_step(self) -> OptimResult:
         """Clip the gradient, update the weights, forget the gradient.

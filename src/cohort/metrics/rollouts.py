@@ -10,7 +10,7 @@ from cohort.records import FloatArray, ScoredGroup
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards and completion lengths of one step's groups.
 
-    `reward` is the mean over judged completions; `reward_std` the mean over groups of the unbiased standard deviation
+    `reward` is the mean over scored completions; `reward_std` the mean over groups of the unbiased standard deviation
     inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal.
     """
     rewards_PG = np.stack([group.rewards for group in groups])
@@ -30,7 +30,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
-    """Whether all judged rewards of a group are equal up to rounding, in total and for each of `parts`.
+    """Whether all scored rewards of a group are equal up to rounding, in total and for each of `parts`.
 
     Group-relative advantages are 0 then; others may not be (`gae`, `batch_mean_std`, and `per_reward_mean_std` if a
     part differs).
@@ -39,9 +39,9 @@ def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
 
 
 def _std(values_G: FloatArray) -> float:
-    """Unbiased standard deviation of the judged values; 0 for fewer than two."""
-    judged = values_G[~np.isnan(values_G)]
-    return float(np.std(judged, ddof=1)) if len(judged) > 1 else 0.0
+    """Unbiased standard deviation of the scored values; 0 for fewer than two."""
+    scored = values_G[~np.isnan(values_G)]
+    return float(np.std(scored, ddof=1)) if len(scored) > 1 else 0.0
 
 
 def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

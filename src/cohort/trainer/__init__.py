@@ -1,4 +1,4 @@
-"""Training: the wiring of a run, its loop, and the processes that it runs in."""
+"""Training: setup of a run, the training loop, and the workers."""
 
 from cohort.trainer.process import run_rank
 from cohort.trainer.run import train

@@ -1,4 +1,4 @@
-"""Building what every rank has: the models, and everything that uses them."""
+"""Build the worker of each rank: models, optimizers and sampler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,41 +31,41 @@ from cohort.trainer.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOrder:
-    """What rank 0 knows and the other ranks need to build their parts."""
+class WorkerSpec:
+    """What the other ranks need from rank 0 to build their workers."""
 
-    folder: Path  # of the run
+    folder: Path  # run folder
     num_steps: int
-    checkpoint: Path | None  # to go on from
-    micro_batch_tokens: int  # the budget to begin with
-    longest_sequence_tokens: int  # that there can be
+    checkpoint: Path | None  # to resume from
+    micro_batch_tokens: int  # initial token budget
+    longest_sequence_tokens: int  # longest possible sequence
 
 
-def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: torch.device, tokenizer: Any) -> Worker:
-    """Load the weights, from the model or from a checkpoint, and make everything that uses them. On every rank.
+def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torch.device, tokenizer: Any) -> Worker:
+    """Build this rank's worker, with weights from the model or a checkpoint. Every rank calls this.
 
     Args:
-        config: of the run, the same on every rank.
-        ranks: this process among those of the run.
-        order: from rank 0.
-        device: of this rank.
-        tokenizer: rank 0's; None elsewhere.
+        config: the same on every rank.
+        ranks: training processes.
+        spec: received from rank 0.
+        device: device of this rank.
+        tokenizer: the tokenizer on rank 0; None on other ranks.
 
     Raises:
-        UserError: on rank 0, where the model cannot be used, or a machine does not see the run folder.
-        Stopped: on the other ranks then.
+        UserError: on rank 0, if the model is not supported or a machine cannot see the run folder.
+        Stopped: on the other ranks in that case.
     """
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
     resharding = config.hardware.reshard_after_forward
     ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
-    _check_folder_is_shared(order.folder, ranks)
+    _check_folder_is_shared(spec.folder, ranks)
     request = LoadRequest(
         config.model,
         device=device,
         tokenizer=tokenizer,
         ranks=ranks,
         collectives=CollectiveCounter(),
-        longest_sequence_tokens=order.longest_sequence_tokens,
+        longest_sequence_tokens=spec.longest_sequence_tokens,
         offload_master_weights=config.optim.offload,
         reshard_after_forward=True if resharding == "auto" else resharding,
     )
@@ -75,43 +75,43 @@ def build_worker(config: Config, ranks: Ranks, order: BuildOrder, *, device: tor
         auto_correction=rollout.default_correction,
         value_clip=critic_config.value_clip,
     )
-    policy = load_policy(_of_policy(request, config, algorithm, order))
+    policy = load_policy(_policy_request(request, config, algorithm, spec))
     ranks.first(lambda: _check_head(config, policy))
     reference = build_reference(config, algorithm, policy, request)
-    critic = _load_critic(critic_config, policy, order, request) if algorithm.critic else None
+    critic = _load_critic(critic_config, policy, spec, request) if algorithm.critic else None
     ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
-    engine = _engine(config, algorithm, policy, reference, order, ranks)
+    engine = _engine(config, algorithm, policy, reference, spec, ranks)
     worker = Worker(
         ranks=ranks,
         policy=policy,
         algorithm=algorithm,
         engine=engine,
-        critic=None if critic is None else _critic_engine(config, critic_config, critic, order, engine),
+        critic=None if critic is None else _critic_engine(config, critic_config, critic, spec, engine),
         sampler=Sampler(policy, end_token_ids=ends, max_num_seqs=rollout.max_num_seqs),
         tokenizer=tokenizer,
         memory=PeakMemory(device),
         save_options=SaveOptions(max_shard_bytes=parse_size(config.run.max_shard_size)),
     )
-    if order.checkpoint is not None:
+    if spec.checkpoint is not None:
         engine_state = worker.engine_state()
-        load_engine_state(order.checkpoint, engine_state, ranks)
+        load_engine_state(spec.checkpoint, engine_state, ranks)
         worker.load_engine_state(engine_state)
     return worker
 
 
-def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder, request: LoadRequest) -> Critic:
-    """The critic, of the checkpoint or of where it begins.
+def _load_critic(critic_config: CriticConfig, policy: Policy, spec: WorkerSpec, request: LoadRequest) -> Critic:
+    """Load the critic from the checkpoint, else from `critic.path` or the policy's model.
 
     Raises:
-        UserError: on rank 0, where it cannot be used.
-        Stopped: on the other ranks then.
+        UserError: on rank 0, if it is not supported.
+        Stopped: on the other ranks in that case.
     """
     own = critic_config.path or request.config.path
-    path = own if order.checkpoint is None else str(order.checkpoint / CRITIC)
+    path = own if spec.checkpoint is None else str(spec.checkpoint / CRITIC)
     try:
-        # trained whole, whatever the policy is: its head begins at 0, and its body has another task
-        own_way = {"adapter": None, "quantization": None, "freeze": ()}
-        config = request.config.model_copy(update={"path": path, **own_way})
+        # always trained in full: its head starts at 0, and its body learns a different task
+        full = {"adapter": None, "quantization": None, "freeze": ()}
+        config = request.config.model_copy(update={"path": path, **full})
         critic = load_critic(replace(request, config=config))
     except UserError as error:
         if critic_config.path is None:
@@ -122,8 +122,8 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder,
     def check() -> None:
         if rows < wanted:
             raise UserError(
-                f"critic.path: {path!r} has embeddings for {rows} tokens, and the policy for {wanted}; they have to "
-                f"have the same tokenizer"
+                f"critic.path: {path!r} has embeddings for {rows} tokens, the policy for {wanted}; use a critic "
+                f"with the policy's tokenizer"
             )
 
     request.ranks.first(check)
@@ -131,15 +131,15 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, order: BuildOrder,
 
 
 def _engine(
-    config: Config, algorithm: Algorithm, policy: Policy, reference: Policy | None, order: BuildOrder, ranks: Ranks
+    config: Config, algorithm: Algorithm, policy: Policy, reference: Policy | None, spec: WorkerSpec, ranks: Ranks
 ) -> TrainEngine:
     waits = config.critic.warmup_steps if config.critic is not None else 0
     return TrainEngine(
         policy,
         config.train,
         config.optim,
-        budget=TokenBudget(order.micro_batch_tokens),
-        learning_rate=_learning_rate(config.train, num_steps=order.num_steps, waits=waits),
+        budget=TokenBudget(spec.micro_batch_tokens),
+        learning_rate=_learning_rate(config.train, num_steps=spec.num_steps, waits=waits),
         temperature=config.rollout.temperature,
         reference=reference,
         reference_in_loss=algorithm.needs_reference,
@@ -149,10 +149,12 @@ def _engine(
 
 
 def _critic_engine(
-    config: Config, critic_config: CriticConfig, critic: Critic, order: BuildOrder, engine: TrainEngine
+    config: Config, critic_config: CriticConfig, critic: Critic, spec: WorkerSpec, engine: TrainEngine
 ) -> CriticEngine:
-    """The policy's `train` and `optim` sections hold for the critic, but for the learning rate, for what its head has
-    not, and for groups of weights, which are named after the policy's.
+    """Build the critic's engine.
+
+    It uses the policy's `train` and `optim` sections, except the learning rate, options of the language model head, and
+    `optim.groups`, which name weights of the policy.
     """
     train = config.train.model_copy(
         update={
@@ -166,7 +168,7 @@ def _critic_engine(
         train,
         config.optim.model_copy(update={"groups": ()}),
         budget=engine.budget,
-        learning_rate=_learning_rate(train, num_steps=order.num_steps, updates=critic_config.updates),
+        learning_rate=_learning_rate(train, num_steps=spec.num_steps, updates=critic_config.updates),
         temperature=1.0,
         reference=None,
         ranks=engine.ranks,
@@ -174,13 +176,13 @@ def _critic_engine(
 
 
 def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, updates: int = 1) -> Callable[[int], float]:
-    """Number of updates done -> learning rate of the next.
+    """Return the learning rate schedule: number of updates done -> learning rate of the next update.
 
     Args:
         train: the `train` section.
-        num_steps: of the run.
-        waits: steps before the schedule begins, in which nothing is learned.
-        updates: for each one of the policy.
+        num_steps: total number of steps.
+        waits: steps with a learning rate of 0 before the schedule starts.
+        updates: updates of the model per update of the policy.
     """
     per_step = train.updates_per_rollout * updates
     waits *= per_step
@@ -193,69 +195,69 @@ def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, update
     return lambda updates_done: 0.0 if updates_done < waits else train.learning_rate * factor(updates_done - waits)
 
 
-def _of_policy(request: LoadRequest, config: Config, algorithm: Algorithm, order: BuildOrder) -> LoadRequest:
-    """The request for the policy, of the checkpoint or of where it begins."""
+def _policy_request(request: LoadRequest, config: Config, algorithm: Algorithm, spec: WorkerSpec) -> LoadRequest:
+    """Request to load the policy from the checkpoint, else from `model.path`."""
     if config.model.adapter is None:
-        path = config.model.path if order.checkpoint is None else str(order.checkpoint)
+        path = config.model.path if spec.checkpoint is None else str(spec.checkpoint)
         return replace(request, config=config.model.model_copy(update={"path": path}))
     return replace(
         request,
-        adapter_checkpoint=order.checkpoint,
-        keep_reference=_looks_at_reference(algorithm),
+        adapter_checkpoint=spec.checkpoint,
+        keep_reference=_uses_reference(algorithm),
         seed=config.train.seed,
     )
 
 
-def _looks_at_reference(algorithm: Algorithm) -> bool:
-    """In the loss, or before it."""
-    return algorithm.needs_reference or "reference_logprobs" in algorithm.estimates
+def _uses_reference(algorithm: Algorithm) -> bool:
+    """Whether the loss or a forward-only pass uses a reference policy."""
+    return algorithm.needs_reference or "reference_logprobs" in algorithm.forward_only_outputs
 
 
 def build_reference(config: Config, algorithm: Algorithm, policy: Policy, request: LoadRequest) -> Policy | None:
-    """The model that a KL divergence is measured from: the one that the run began with; None where nothing asks for it.
+    """Load the reference policy, the initial model of the run; None if the algorithm does not use it.
 
     Args:
-        config: of the run.
-        algorithm: may look at a reference.
-        policy: of the run; under an adapter it is the reference too.
-        request: for the model that the run began with.
+        config: configuration of the run.
+        algorithm: decides whether a reference is needed.
+        policy: the trained policy; with an adapter, its base model is the reference.
+        request: request to load the initial model.
     """
-    if not _looks_at_reference(algorithm):
+    if not _uses_reference(algorithm):
         return None
     if config.model.adapter is not None:
         return policy.as_reference()
-    fewer_bits = {} if config.reference is None else {"quantization": config.reference.quantization}
-    reference = load_policy(replace(request, config=request.config.model_copy(update=fewer_bits), trainable=False))
+    quantization = {} if config.reference is None else {"quantization": config.reference.quantization}
+    reference = load_policy(replace(request, config=request.config.model_copy(update=quantization), trainable=False))
     if config.reference is not None and config.reference.device == "cpu":
         reference.offload_weights()
     return reference
 
 
 def _check_head(config: Config, policy: Policy) -> None:
-    """Compare the `train` section with the model's head.
+    """Check that the model's head supports the `train` section.
 
     Raises:
-        UserError: a key has no effect on it.
+        UserError: a key has no effect on this model.
     """
     if config.train.gradients_in_forward and not policy.has_plain_head:
         raise UserError(
-            "train.gradients_in_forward: true has no effect on this model, whose head is not a linear layer that is "
-            "known here, so that it computes its full logits; remove it"
+            "train.gradients_in_forward: true has no effect on this model, because its head is not a supported linear "
+            "layer and full logits are computed; remove it"
         )
 
 
 def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
-    """Every rank writes its part of a checkpoint into the run folder, so all of them have to see it.
+    """Check that every rank sees the run folder, into which each writes its part of a checkpoint.
 
     Raises:
-        UserError: on rank 0, where one of them does not.
-        Stopped: on the other ranks then.
+        UserError: on rank 0, if a rank does not see it.
+        Stopped: on the other ranks in that case.
     """
     if ranks.smallest(folder.is_dir()):
         return
     if not ranks.is_first:
         raise Stopped
     raise UserError(
-        f"run.dir: {str(folder)!r} is not there on every machine of the run; give a folder on a file system that all "
-        "of them share"
+        f"run.dir: {str(folder)!r} does not exist on every machine of the run; use a folder on a file system that "
+        "all of them share"
     )

@@ -1,4 +1,4 @@
-"""Save checkpoints: every so many steps, and when a signal asks the run to end."""
+"""Save checkpoints: every `run.checkpoint_every` steps, and when a signal stops the run."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from cohort.trainer.worker_group import WorkerGroup
 
 
 class Checkpointer:
-    """Keeps the state after the last finished step, and saves it."""
+    """Holds the state after the last finished step and saves it."""
 
     def __init__(
         self,
@@ -33,16 +33,16 @@ class Checkpointer:
         self._folder = folder
         self._note = note
         self._state = state  # after the last finished step; None before the first one
-        self._saved_steps = self.first_step  # of the last checkpoint
-        self._is_updating = False  # weights may have changed since
+        self._saved_steps = self.first_step  # step of the last checkpoint
+        self._is_updating = False  # weights may have changed since that step
 
     def begin_update(self) -> None:
-        """Weights may change from here on: the step, also the first one, is finished before the run ends."""
+        """Announce that weights may change. From now on the step is finished before the run stops."""
         self._is_updating = True
         stopping.can_save()
 
     def finish_step(self, state: TrainerState) -> None:
-        """Take the state after a step, which can be saved until weights change again."""
+        """Store the state after a step. It can be saved until weights change again."""
         self._state, self._is_updating = state, False
         stopping.can_save()
 
@@ -50,15 +50,15 @@ class Checkpointer:
         """Write a checkpoint of the last finished step.
 
         Raises:
-            TrainingError: the disk is full, or the run folder is gone.
+            TrainingError: the disk is full, or the run folder was deleted.
         """
-        assert self._state is not None, "a step has been finished"
+        assert self._state is not None, "no step is finished"
         self._folder.check_is_there()
         self._workers.call(Worker.save, self._folder.checkpoints_path, self._state, keep=self._config.keep_checkpoints)
         self._saved_steps = self._state.steps_done
 
     def save_final_model(self) -> None:
-        """Write the trained model."""
+        """Save the trained model."""
 
         def save(folder: Path) -> None:
             self._workers.call(Worker.save_model, folder)
@@ -67,34 +67,34 @@ class Checkpointer:
 
     @contextmanager
     def saving_when_stopped(self) -> Iterator[None]:
-        """Save the last finished step if a signal asks the run to end inside.
+        """Save the last finished step if a signal stops the run within the context.
 
         Raises:
-            RunStopped: in that case, once there is a checkpoint.
-            StopRequested: in that case, if there is nothing to save.
+            RunStopped: after saving.
+            StopRequested: if there is nothing to save.
         """
         try:
             yield
         except OutOfStepError:
-            raise  # the other ranks are elsewhere: nothing can be saved with them
+            raise  # saving is a collective, and the ranks are out of step
         except (UserError, TrainingError) as error:
-            # what has ended with this process may be noticed before the signal is
-            asked = stopping.requested(within_s=stopping.SAME_SIGNAL_S)
-            if asked is None or (self._is_updating and not isinstance(error, StopRequested)):
+            # a failure that the signal caused elsewhere may be noticed before the signal itself
+            received = stopping.requested(within_s=stopping.SAME_SIGNAL_S)
+            if received is None or (self._is_updating and not isinstance(error, StopRequested)):
                 raise
-            self._save_and_stop(asked)
+            self._save_and_stop(received)
 
     def _save_and_stop(self, number: signal.Signals) -> None:
-        """Drop the unfinished step, save what was there before it, and end the run."""
+        """Drop the unfinished step, save the last finished one, and stop the run."""
         if self._state is None or self._state.steps_done == self.first_step:
             raise StopRequested("nothing to save")
-        steps_done, kept = self._state.steps_done, "the same command continues"
+        steps_done, kept = self._state.steps_done, "run the same command to resume"
         if self._config.checkpoint_every == 0:
-            kept = f"run.checkpoint_every: 0, so nothing is saved; {resume_hint(self._folder.path)}"
+            kept = f"not saved (run.checkpoint_every: 0); {resume_hint(self._folder.path)}"
         elif self._saved_steps < steps_done:
             self.save()
             kept = f"saved; {kept}"
         else:
-            kept = f"saved before; {kept}"
+            kept = f"already saved; {kept}"
         self._note(f"stopped by {number.name} after step {steps_done}: {kept}")
         raise stopping.RunStopped(number)

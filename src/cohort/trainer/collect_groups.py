@@ -1,4 +1,7 @@
-"""The groups that a step trains on: sampled, judged, and replaced where they teach nothing. P prompts per step."""
+"""Collect a step's groups: sample, score, and resample groups without signal (dynamic sampling).
+
+P prompts per step.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,26 +19,26 @@ from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """What was sampled for a step."""
+class StepGroups:
+    """Groups sampled for a step."""
 
-    groups: Sequence[ScoredGroup]  # [P] that are trained on
-    replaced: Sequence[ScoredGroup]  # that are not, because they teach nothing and others took their places
+    groups: Sequence[ScoredGroup]  # [P] groups to train on
+    replaced: Sequence[ScoredGroup]  # groups without signal that others replaced
     metrics: Mapping[str, float]
 
     @property
     def num_trajectories(self) -> int:
-        """All that are trained on."""
+        """Number of trajectories to train on."""
         return sum(len(group.trajectories) for group in self.groups)
 
     @property
     def num_completion_tokens(self) -> int:
-        """All that were sampled."""
+        """Number of tokens sampled, replaced groups included."""
         return sum(len(t.token_ids) for group in (*self.groups, *self.replaced) for t in group.trajectories)
 
 
-class Gatherer:
-    """Prompts to scored groups."""
+class GroupCollector:
+    """Collect scored groups, one step at a time."""
 
     def __init__(
         self,
@@ -46,15 +49,16 @@ class Gatherer:
         max_rounds: int,
         reward_parts: Sequence[str] = (),
     ):
-        """With `max_rounds` 0 every group is trained on.
+        """Create the collector; nothing is sampled yet.
 
         Args:
-            prefetcher: gives the groups.
-            rewards: judge them.
+            prefetcher: provides the groups.
+            rewards: scores the groups.
             prompts_per_step: P.
-            max_rounds: how often a step asks for more groups, in the place of those whose rewards are all equal
-                (dynamic sampling: DAPO, arXiv:2503.14476).
-            reward_parts: rewards that each have to be equal as well, for an advantage that looks at them one by one.
+            max_rounds: maximum number of times that a step resamples groups whose rewards are all equal (dynamic
+                sampling: DAPO, arXiv:2503.14476). 0: train on every group.
+            reward_parts: individual rewards that must be equal too before a group is resampled, for an advantage that
+                compares them one by one.
         """
         self.prefetcher = prefetcher
         self._rewards = rewards
@@ -62,30 +66,30 @@ class Gatherer:
         self._max_rounds = max_rounds
         self._reward_parts = reward_parts
 
-    def gather(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> Gathered:
-        """The groups of a step, P of them whatever their rewards are, in the order in which they were there.
+    def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
+        """Collect the groups of a step, always P of them, in order of completion.
 
         Args:
-            step: steps done before.
-            phase: counts the time of "rollout", which is waiting for groups, and of "reward".
+            step: number of steps done.
+            phase: timer of the phases "rollout" (waiting for groups) and "reward".
 
         Raises:
-            UserError: a prompt cannot be sampled, or a reward does not work.
-            TrainingError: the engine cannot go on.
+            UserError: a prompt cannot be sampled, or a reward function failed.
+            TrainingError: the rollout engine failed.
         """
         sampled: list[ScoredGroup] = []
         counts: Counter[str] = Counter()
         for round_number in range(self._max_rounds + 1):
-            missing = self._prompts_per_step - sum(map(self._teaches, sampled))
-            if missing == 0:
+            num_missing = self._prompts_per_step - sum(map(self._has_signal, sampled))
+            if num_missing == 0:
                 break
             with phase("rollout"):
-                groups = self.prefetcher.take(step, missing)
-            with phase("reward"):  # that nothing can be judged shows in a whole step, and may be chance in a few groups
+                groups = self.prefetcher.take(step, num_missing)
+            with phase("reward"):  # a few resampled groups may all be unscored by chance; a whole step may not
                 sampled += self._rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
             counts.update(self._rewards.counts())
-        trained, replaced = self._choose(sampled)
-        return Gathered(
+        trained, replaced = self._select(sampled)
+        return StepGroups(
             groups=trained,
             replaced=replaced,
             metrics={
@@ -95,23 +99,23 @@ class Gatherer:
             },
         )
 
-    def _teaches(self, group: ScoredGroup) -> bool:
+    def _has_signal(self, group: ScoredGroup) -> bool:
         return not has_equal_rewards(group, parts=self._reward_parts)
 
-    def _choose(self, sampled: Sequence[ScoredGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-        """The groups that teach something, filled up to P with the first of the others; and the rest of those."""
-        room = self._prompts_per_step - sum(map(self._teaches, sampled))
-        chosen: list[ScoredGroup] = []
-        rest: list[ScoredGroup] = []
+    def _select(self, sampled: Sequence[ScoredGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+        """Split into groups to train on (those with signal, filled up to P with others) and replaced groups."""
+        num_missing = self._prompts_per_step - sum(map(self._has_signal, sampled))
+        trained: list[ScoredGroup] = []
+        replaced: list[ScoredGroup] = []
         for group in sampled:
-            if self._teaches(group):
-                chosen.append(group)
-            elif room > 0:
-                room -= 1
-                chosen.append(group)
+            if self._has_signal(group):
+                trained.append(group)
+            elif num_missing > 0:
+                num_missing -= 1
+                trained.append(group)
             else:
-                rest.append(group)
-        return chosen, rest
+                replaced.append(group)
+        return trained, replaced
 
     def _metrics(self, trained: Sequence[ScoredGroup], *, num_replaced: int) -> dict[str, float]:
         staleness = [self.prefetcher.staleness(group.trajectories) for group in trained]
@@ -123,14 +127,14 @@ class Gatherer:
         }
 
 
-def build_gatherer(
+def build_group_collector(
     config: Config,
     plan: RunPlan,
     collector: RolloutCollector,
     prompts: Prompts,
     rewards: RewardRunner,
-) -> Gatherer:
-    """What `config` says of sampling ahead and of groups that teach nothing."""
+) -> GroupCollector:
+    """Create the group collector that `config` describes, with sampling ahead and dynamic sampling."""
     rollout = config.rollout
     prefetcher = Prefetcher(
         collector,
@@ -144,7 +148,7 @@ def build_gatherer(
         drop_stale=rollout.samples_ahead and rollout.stale_completions == "drop",
     )
     by_part = any(part.compares_reward_parts for part in config.algorithm.components())
-    return Gatherer(
+    return GroupCollector(
         prefetcher,
         rewards,
         prompts_per_step=plan.prompts_per_step,

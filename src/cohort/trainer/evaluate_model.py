@@ -1,4 +1,4 @@
-"""`cohort eval`: one model, one data file, no training."""
+"""Evaluate a model on a data file without training (`cohort eval`)."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -27,19 +27,19 @@ from cohort.trainer.run_inputs import (
 
 
 def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
-    """Evaluate `config.model` on `config.eval`. The other sections give the template, the rewards and the limits.
+    """Evaluate `config.model`, which may be an adapter folder, on `config.eval`.
 
-    The model may be an adapter's folder.
+    Chat template, rewards and limits come from the other sections.
 
     Raises:
-        UserError: there is no `eval` section, or something in it does not work.
+        UserError: the configuration, the data or a reward is invalid.
     """
     config = config.model_copy(update={"model": with_base(config.model)})
     resume_gc()
-    assert config.eval is not None, "an evaluation needs the eval section"
+    assert config.eval is not None, "config.eval is required"
     device = resolve_device(config.hardware.device)
     rows = read_eval_rows(config.eval)
-    columns = [*column_names(rows), config.data.prompt]  # as in training, rewards get the prompts by that name
+    columns = [*column_names(rows), config.data.prompt]  # rewards get prompts under this name, as in training
     functions = build_rewards(
         config.rewards,
         base_dir=Path.cwd(),

@@ -1,4 +1,4 @@
-"""The `local` rollout engine of a run: its training processes sample."""
+"""Set up the `local` rollout engine: the training processes sample."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,16 @@ from cohort.trainer.worker_calls import sample
 from cohort.trainer.worker_group import WorkerGroup
 
 
-class TrainingProcesses:
-    """They sample with the weights that they train."""
+class LocalSetup:
+    """Set up sampling in the training processes, with the weights that they train."""
 
     shares_gpus = False
 
     def __init__(self, config: Config, inputs: Inputs):
-        """Need nothing."""
+        """Nothing to prepare."""
 
     def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
-        """Sample with the workers."""
+        """Create an engine that samples on all workers."""
         engine = LocalEngine(partial(sample, workers))
         engine.load_weights(policy_version=workers.local.engine.updates_done)
         return StartedEngine(engine=engine)

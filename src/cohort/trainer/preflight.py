@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start, on what it has: what cannot fit on GPUs is refused before weights load."""
+"""Preflight check: refuse a run that cannot fit into GPU memory, before weights are loaded."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,10 +16,10 @@ from cohort.plan.shape import read_shape
 from cohort.trainer.rollout_engines import EngineSetup
 from cohort.trainer.run_inputs import Inputs
 
-_MARGIN = 1.1  # the closed form is good to a tenth
+_MARGIN = 1.1  # predictions are accurate to about 10 %
 
 
-def foresee(
+def preflight(
     config: Config,
     inputs: Inputs,
     setup: EngineSetup,
@@ -28,22 +28,22 @@ def foresee(
     world_size: int,
     note: Callable[[str], None],
 ) -> Plan | None:
-    """Plan the run as `cohort plan` does; None where the shape of the model or its adapter is not known.
+    """Plan the run like `cohort plan`, on this hardware; None if the shape of the model or its adapter is unknown.
 
-    On CPU nothing is refused or said: the system decides what a process may have.
+    On CPU no run is refused, since the operating system decides how much memory a process gets.
 
     Args:
-        config: of the run.
-        inputs: the longest prompt may be shorter than what the configuration allows.
-        setup: of the rollout engine, whose servers may sleep on the training GPUs.
-        device: of this rank; all have the same GPU.
-        world_size: training processes.
-        note: takes a sentence for a person.
+        config: configuration of the run.
+        inputs: give the longest prompt, which may be shorter than the configured maximum.
+        setup: setup of the rollout engine, whose servers may share the training GPUs.
+        device: device of this rank; all ranks have the same GPU model.
+        world_size: number of training processes.
+        note: shows a message to the user.
 
     Raises:
-        UserError: it cannot fit, and `run.ignore_plan` is not set.
+        UserError: the run cannot fit, and `run.ignore_plan` is not set.
     """
-    return plan_on(
+    return preflight_on(
         config,
         _gpus(device, world_size) if device.type == "cuda" else local_cpu(world_size, resident_bytes=resident_now()),
         shared=setup.shares_gpus,
@@ -64,7 +64,7 @@ def _gpus(device: torch.device, world_size: int) -> Hardware:
     )
 
 
-def plan_on(
+def preflight_on(
     config: Config,
     hardware: Hardware,
     *,
@@ -73,10 +73,10 @@ def plan_on(
     num_prompts: int,
     note: Callable[[str], None],
 ) -> Plan | None:
-    """As `foresee`, on hardware that is known."""
+    """Run the preflight check for given hardware; see `preflight`."""
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
     smallest = config.model_copy(update={"rollout": rollout})
-    if hardware.on_gpu:  # what does not fit is computed in parts, so that only the smallest budget has to
+    if hardware.on_gpu:  # the token budget shrinks when memory runs out, so only the smallest one must fit
         train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
         smallest = smallest.model_copy(update={"train": train})
     samples_itself = not config.rollout.uses_servers
@@ -84,45 +84,45 @@ def plan_on(
         num_training=hardware.num_gpus,
         num_sampling=hardware.num_gpus if shared or samples_itself else 0,
         shared=shared or samples_itself,
-        reason="as it was started",
+        reason="as launched",
     )
     try:
         shape = read_shape(config.model.path)
         plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
     except UserError as error:
         if hardware.on_gpu:
-            note(f"no plan was made: {error}")
+            note(f"no memory plan: {error}")
         return None
     if not hardware.on_gpu or plan.memory.peak_bytes <= _MARGIN * hardware.gpu_memory_bytes:
         return plan
     needed = (
-        f"{plan.memory.peak_bytes / 1e9:.1f} GB of each GPU in {plan.memory.peak_phase}, and they have "
+        f"{plan.memory.peak_bytes / 1e9:.1f} GB per GPU during {plan.memory.peak_phase}, but GPUs have "
         f"{hardware.gpu_memory_bytes / 1e9:.1f} GB"
     )
     if config.run.ignore_plan:
-        note(f"warning: by its plan the run needs {needed}; run.ignore_plan: true goes on all the same")
+        note(f"warning: this run is predicted to need {needed}; continuing because of run.ignore_plan: true")
         return plan
     ways = [advice.as_arguments() for advice in advise(smallest, plan)][:3]
     nearest = f": {' or '.join(ways)}" if ways else ""
     raise UserError(
-        f"hardware: this run needs {needed}, with the smallest micro-batches. Nearest changes that make it fit by the "
-        f"same plan{nearest or ' are more GPUs or a smaller model'}; or set run.ignore_plan: true to try"
+        f"hardware: this run needs {needed}, even with the smallest micro-batches. Nearest changes that fit"
+        f"{nearest or ': more GPUs or a smaller model'}; or set run.ignore_plan: true to try anyway"
     )
 
 
-def compared(plan: Plan, peaks: Mapping[int, float]) -> str | None:
-    """Predicted against measured memory, for a person; None before any step was measured.
+def compare_memory(plan: Plan, peaks: Mapping[int, float]) -> str | None:
+    """Compare predicted with measured memory in a message; None before the first step was measured.
 
     Args:
-        plan: of the run.
-        peaks: `memory/peak_bytes` by step: of what PyTorch had allocated on a GPU, and resident on CPU.
+        plan: predicted memory.
+        peaks: `memory/peak_bytes` by step: allocated by PyTorch on GPU, resident on CPU.
     """
     if not peaks:
         return None
     framework = plan.memory.phases[plan.memory.peak_phase].get("framework", 0)
     measured, predicted = max(peaks.values()), plan.memory.peak_bytes - framework * plan.hardware.on_gpu
-    before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before it had a model)"
+    before = "" if plan.hardware.on_gpu else f" ({framework / 1e9:.2f} GB before loading the model)"
     return (
-        f"memory of one process: {measured / 1e9:.2f} GB at most{before}, predicted {predicted / 1e9:.2f} GB for "
-        f"sequences of the longest length ({predicted / measured:.2f} x)"
+        f"peak memory per process: {measured / 1e9:.2f} GB{before}; predicted {predicted / 1e9:.2f} GB for sequences "
+        f"of maximum length ({predicted / measured:.2f} x)"
     )

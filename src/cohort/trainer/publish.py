@@ -1,24 +1,24 @@
-"""Hand new weights to the rollout engine, and check that it samples with them."""
+"""Publish weights to the rollout engine and check parity."""
 
 from collections.abc import Callable
 
 from cohort import stopping
 from cohort.errors import OutOfStepError, TrainingError
 from cohort.trainer.parity import ParityGate
-from cohort.trainer.setup import Run
+from cohort.trainer.setup import RunComponents
 
 
-def publish_weights(run: Run, steps_done: int) -> dict[str, float]:
-    """Publish the weights; metrics of the parity check (law 5), where it is due.
+def publish_weights(components: RunComponents, steps_done: int) -> dict[str, float]:
+    """Publish the weights, and return the metrics of the parity check (law 5) if one is due.
 
-    Nothing is published if the run has been asked to end, as servers may be ending too.
+    A run that is being stopped publishes nothing, because its servers may be stopping too.
     """
     try:
         stopping.check()
-        run.rollout.load_weights(policy_version=run.workers.local.engine.updates_done)
-        if run.parity is None or not run.parity.due(steps_done):
+        components.rollout.load_weights(policy_version=components.workers.local.engine.updates_done)
+        if components.parity is None or not components.parity.is_due(steps_done):
             return {}
-        return run.parity.check(steps_done)
+        return components.parity.check(steps_done)
     except OutOfStepError:
         raise
     except TrainingError:
@@ -28,10 +28,10 @@ def publish_weights(run: Run, steps_done: int) -> dict[str, float]:
 
 
 def check_first_parity(gate: ParityGate | None, steps_done: int, note: Callable[[str], None]) -> None:
-    """Compare the servers' logprobs with the trainer's before the first step, where there is a gate, and say so."""
+    """Compare the servers' logprobs with the trainer's before the first step and report the result."""
     if gate is not None:
         metrics = gate.check(steps_done)
         note(
-            f"parity: the servers' logprobs are the trainer's, to {metrics['sampling/parity/mean']:.1e} nats in "
-            f"the mean and {metrics['sampling/parity/max']:.1e} at most"
+            f"parity: the servers' logprobs match the trainer's (mean difference "
+            f"{metrics['sampling/parity/mean']:.1e} nats, max {metrics['sampling/parity/max']:.1e})"
         )

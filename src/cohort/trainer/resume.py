@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: the newest whole one, which all ranks look for together."""
+"""Find the newest intact checkpoint; all ranks verify its checksums."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,80 +10,80 @@ from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.run_files import DAMAGED, Checksums, checkpoints, find_damage, read_manifest, split_by_size
 
-_MANY_BYTES = 4_000_000_000  # take some seconds
+_SLOW_BYTES = 4_000_000_000  # verifying more than this takes seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOrder:
-    """Files of a checkpoint that the ranks read, each its share, to compare them with the manifest."""
+class ChecksumTask:
+    """Verify the files of a checkpoint against its manifest, a share of them on each rank."""
 
     folder: Path
-    shares: Sequence[Checksums]  # by rank
+    shares: Sequence[Checksums]  # one per rank
 
-    def carry_out(self, ranks: Ranks) -> list[list[str]] | None:
-        """What is wrong, by rank, on rank 0; None elsewhere. Every rank calls this."""
+    def run(self, ranks: Ranks) -> list[list[str]] | None:
+        """Return the problems found by each rank on rank 0; None on other ranks. Every rank calls this."""
         return ranks.gather(find_damage(self.folder, self.shares[ranks.rank]))
 
 
 def find_checkpoint(root: Path, ranks: Ranks, note: Callable[[str], None]) -> tuple[Path | None, TrainerState | None]:
-    """The newest whole checkpoint and its state; both None where there is no checkpoint. Rank 0 decides.
+    """Return the newest intact checkpoint and its state; both None if there is no checkpoint. Called on rank 0.
 
-    Damaged ones are told and set aside as `damaged-step-N`. The other ranks carry out what rank 0 commands.
+    Damaged checkpoints are reported and renamed to `damaged-step-N`. The other ranks help with `ChecksumTask`.
 
     Args:
         root: folder of the checkpoints.
-        ranks: of the run.
-        note: told what a person should know.
+        ranks: training processes.
+        note: shows a message to the user.
 
     Raises:
-        UserError: all are damaged, or the newest whole one is another version's; none is set aside.
+        UserError: all checkpoints are damaged, or the newest intact one has an unsupported version. None is renamed.
     """
     damaged: list[tuple[Path, list[str]]] = []
     found: Path | None = None
     state: TrainerState | None = None
     for path in reversed(checkpoints(root)):
-        wrong = _damage(path, ranks, note)
-        if not wrong:
+        problems = _verify(path, ranks, note)
+        if not problems:
             try:
                 found, state = path, load_trainer_state(path)
                 break
-            except (OSError, json.JSONDecodeError, AttributeError, TypeError) as error:  # where there is no manifest
-                wrong = [f"trainer_state.json cannot be read: {error}"]
-        damaged.append((path, wrong))
-    stories = [f"checkpoint {path.name} is damaged: {'; '.join(wrong[:3])}" for path, wrong in damaged]
+            except (OSError, json.JSONDecodeError, AttributeError, TypeError) as error:  # possible without a manifest
+                problems = [f"trainer_state.json cannot be read: {error}"]
+        damaged.append((path, problems))
+    messages = [f"checkpoint {path.name} is damaged: {'; '.join(problems[:3])}" for path, problems in damaged]
     if damaged and found is None:
-        listed = "\n".join(stories)
+        listed = "\n".join(messages)
         raise UserError(
-            f"run.dir: {str(root.parent)!r} has no whole checkpoint to go on from.\n{listed}\nGive a new run.dir to "
-            f"start anew, or put back the files"
+            f"run.dir: {str(root.parent)!r} has no intact checkpoint to resume from.\n{listed}\nRestore the files, "
+            f"or use a new run.dir to start over"
         )
-    for (path, _), story in zip(damaged, stories, strict=True):
-        aside = _set_aside(path)
+    for (path, _), message in zip(damaged, messages, strict=True):
+        renamed = _rename_damaged(path)
         assert found is not None
-        note(f"{story}. It is kept as {aside.name}, and the run goes on from {found.name}")
+        note(f"{message}. Renamed to {renamed.name}; resuming from {found.name}")
     return found, state
 
 
-def _damage(path: Path, ranks: Ranks, note: Callable[[str], None]) -> list[str]:
-    """What is wrong with a checkpoint."""
+def _verify(path: Path, ranks: Ranks, note: Callable[[str], None]) -> list[str]:
+    """Return the problems of a checkpoint; empty if it is intact."""
     try:
         manifest = read_manifest(path)
     except ValueError as error:
         return [str(error)]
     if manifest is None:
-        note(f"checkpoint {path.name} has no manifest, as those of earlier versions: its files are not checked")
+        note(f"checkpoint {path.name} has no manifest (written by an earlier version): its files are not verified")
         return []
-    order = VerifyOrder(folder=path, shares=split_by_size(manifest, ranks.world_size))
-    if (num_bytes := sum(size for size, _ in manifest.values())) >= _MANY_BYTES:
+    task = ChecksumTask(folder=path, shares=split_by_size(manifest, ranks.world_size))
+    if (num_bytes := sum(size for size, _ in manifest.values())) >= _SLOW_BYTES:
         note(f"verifying {path.name} ({num_bytes / 1e9:.0f} GB)")
-    ranks.command(order)
-    wrong = order.carry_out(ranks)
-    assert wrong is not None, "rank 0 gathers"
-    return [story for of_rank in wrong for story in of_rank]
+    ranks.command(task)
+    problems = task.run(ranks)
+    assert problems is not None, "rank 0 gathers"
+    return [problem for rank_problems in problems for problem in rank_problems]
 
 
-def _set_aside(path: Path) -> Path:
-    aside, number = path.with_name(f"{DAMAGED}{path.name}"), 2
-    while aside.exists():
-        aside, number = path.with_name(f"{DAMAGED}{path.name}-{number}"), number + 1
-    return path.rename(aside)
+def _rename_damaged(path: Path) -> Path:
+    target, number = path.with_name(f"{DAMAGED}{path.name}"), 2
+    while target.exists():
+        target, number = path.with_name(f"{DAMAGED}{path.name}-{number}"), number + 1
+    return path.rename(target)

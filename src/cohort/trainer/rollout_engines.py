@@ -1,4 +1,4 @@
-"""How the engine that `rollout.engine` names is set up for a run."""
+"""The interface for setting up a rollout engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,41 +16,41 @@ from cohort.trainer.worker_group import WorkerGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """An engine that samples from the trainer's weights."""
+    """A running rollout engine that has the trainer's weights."""
 
     engine: RolloutEngine
-    # Compares its numbers with the trainer's; None where they are the trainer's own, or are not to be compared.
+    # Creates the parity gate; returns None if logprobs need no comparison.
     gate: Callable[[RolloutCollector], ParityGate | None] = lambda collector: None
 
 
 class EngineSetup(Protocol):
-    """An engine that has what it needs, before models are loaded. Nothing is started yet."""
+    """Rollout engine whose requirements were checked, before models are loaded and anything is started."""
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers take turns with training on its GPUs."""
+        """Whether servers and training take turns on the same GPUs."""
         ...
 
     def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
         """Start the engine.
 
         Args:
-            workers: whose weights it samples from.
-            folder: of the run.
-            note: told what a person should know, now and later.
+            workers: provide the weights.
+            folder: run folder.
+            note: shows a message to the user, now and during the run.
 
         Raises:
-            TrainingError: it cannot be started.
+            TrainingError: the engine cannot be started.
         """
         ...
 
 
-def find_engine(config: Config, inputs: Inputs) -> EngineSetup:
-    """The engine of a run: what `SamplingConfig.setup` of its section names, called with both arguments.
+def engine_setup(config: Config, inputs: Inputs) -> EngineSetup:
+    """Create the setup of `rollout.engine`, which its config class names in `SamplingConfig.setup`.
 
     Raises:
-        UserError: the engine lacks something, or cannot sample what the run asks for.
+        UserError: a requirement of the engine is missing, or it does not support this run.
     """
     module, _, name = config.rollout.setup.partition(":")
-    find = cast(Callable[[Config, Inputs], EngineSetup], getattr(import_module(module), name))
-    return find(config, inputs)
+    setup = cast(Callable[[Config, Inputs], EngineSetup], getattr(import_module(module), name))
+    return setup(config, inputs)

@@ -1,4 +1,4 @@
-"""What a run reads before any weights are loaded: data, tokenizer, rewards, and whether they fit together."""
+"""Read and check data, tokenizer and rewards, before any weights are loaded."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What can be read and checked without loading any weights."""
+    """Inputs of a run that are available without its weights."""
 
     tokenizer: Any
     prompts: PromptSet
@@ -41,11 +41,11 @@ class Inputs:
 
     @property
     def longest_sequence_tokens(self) -> int:
-        """Input tokens of the longest training prompt with the longest completion."""
+        """Input tokens of the longest possible training sequence."""
         return self.largest_share(1).sequence_tokens
 
     def largest_share(self, dp_size: int) -> LargestShare:
-        """The most that a rank computes of a step that `dp_size` ranks share."""
+        """A rank's largest possible share of a step on `dp_size` ranks."""
         return LargestShare(
             prompt_tokens=max(len(p.token_ids) for p in self.prompts.prompts),
             completion_tokens=self.plan.max_completion_tokens,
@@ -55,7 +55,7 @@ class Inputs:
 
     @property
     def longest_path_tokens(self) -> int:
-        """The same over training and evaluation: the most that the model ever sees at a time."""
+        """Input tokens of the longest possible sequence in training or evaluation."""
         if self.evaluation is None:
             return self.longest_sequence_tokens
         longest = (
@@ -64,22 +64,22 @@ class Inputs:
         return max(self.longest_sequence_tokens, longest - 1)
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
-        """What a person should know of the data before the run starts."""
+        """Messages for the user about dropped prompts."""
         counts = [("training", self.prompts.num_dropped_overlong, len(self.prompts.prompts))]
         if self.evaluation is not None:
             counts.append(("held-out", self.evaluation.num_dropped_overlong, len(self.evaluation.prompts)))
         return [
-            f"{dropped} {kind} prompts over rollout.max_prompt_tokens: {max_prompt_tokens} dropped, {left} left"
+            f"dropped {dropped} {kind} prompts over rollout.max_prompt_tokens={max_prompt_tokens}, {left} left"
             for kind, dropped, left in counts
             if dropped
         ]
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Read data, tokenizer and rewards, and check that they fit together.
+    """Read data, tokenizer and rewards, and check that they work together.
 
     Raises:
-        UserError: something is missing or does not fit; no weights have been loaded.
+        UserError: an input is missing or invalid.
     """
     check_loggers(config.run.log)
     check_custom_functions(
@@ -101,7 +101,7 @@ def read_inputs(config: Config) -> Inputs:
     rewards = RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
     eval_rows = read_eval_rows(config.eval) if config.eval else []
     if config.eval:
-        # rewards get the held-out prompts by the name that the column has in training
+        # rewards get held-out prompts under the name of the training column
         _check_eval_columns([*column_names(eval_rows), config.data.prompt], rewards)
     tokenizer = load_tokenizer(config.model)
     if config.critic is not None and config.critic.path is not None:
@@ -143,10 +143,10 @@ def _renderer(config: Config, tokenizer: Any, column: str) -> PromptRenderer:
 def read_evaluation(
     config: Config, settings: EvalConfig, rows: Rows, tokenizer: Any, rewards: RewardRunner
 ) -> Evaluation:
-    """The held-out prompts and how they are sampled and judged.
+    """Read the held-out prompts and the settings of their evaluation.
 
     Raises:
-        UserError: a prompt or a setting does not work.
+        UserError: a prompt or a setting is invalid.
     """
     prompts = build_prompts(
         rows[: settings.max_prompts],
@@ -168,7 +168,7 @@ def read_evaluation(
         seed=config.train.seed,
         success_reward=pick_success_reward(settings.success_reward, [f.name for f in rewards.functions]),
         success_threshold=settings.success_threshold,
-        # servers have queues of their own
+        # servers queue requests themselves
         prompts_at_a_time=len(prompts.prompts)
         if config.rollout.uses_servers
         else max(1, config.rollout.max_num_seqs // settings.num_samples),
@@ -176,22 +176,22 @@ def read_evaluation(
 
 
 def check_eval_lengths(config: Config, evaluation: Evaluation) -> None:
-    """As `check_lengths`, for the held-out prompts.
+    """Check that held-out prompts and completions fit into the model's context.
 
     Raises:
-        UserError: the model would have to extrapolate.
+        UserError: they do not.
     """
     limit = evaluation.sampling.max_completion_tokens
     check_lengths(config.model, evaluation.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
 
 
 def read_eval_rows(settings: EvalConfig) -> Rows:
-    """The rows of the held-out data."""
+    """Read the rows of the held-out data."""
     return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
 
 
 def column_names(rows: Rows) -> list[str]:
-    """The names of the columns of all rows."""
+    """Return the sorted column names of all rows."""
     return sorted({column for row in rows for column in row})
 
 

@@ -1,4 +1,4 @@
-"""What every engine over servers needs of a run, whatever program its servers are: `ServersSetup`."""
+"""Set up rollout engines that sample on servers, independent of the server program."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,23 +30,22 @@ from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import keep_waiting
 from cohort.trainer.worker_group import WorkerGroup
 
-# Opens a channel to the server at an address, and publishes a version of the weights through channels; as
-# `ServerEngine` has them.
+# Opens a channel to the server at a URL; publishes a version of the weights over channels. See `ServerEngine`.
 Connect = Callable[[str], Any]
 Publish = Callable[[Sequence[Any], int], Mapping[Any, ServerError]]
 
 
 class ServersSetup(ABC):
-    """Set up an engine over servers (`EngineSetup`): those that the run starts, or someone else's.
+    """Base class for the setup of engines on servers (`EngineSetup`), started by the run or listed in `rollout.urls`.
 
-    A subclass says how one of its servers is started, asked for completions, and given the weights.
+    Subclasses provide the server process, the client for completions, and the channels for weights.
     """
 
     def __init__(self, config: Config, inputs: Inputs):
-        """Decide which GPUs the servers get, and in which dtype they compute.
+        """Choose the servers' GPUs and dtype.
 
         Raises:
-            UserError: there is no GPU for them, or they cannot sample ahead there.
+            UserError: there is no GPU for the servers, or their GPUs do not allow sampling ahead.
         """
         rollout = config.rollout
         assert isinstance(rollout, ServersConfig)
@@ -55,59 +54,59 @@ class ServersSetup(ABC):
         self.rollout: ServersConfig = rollout
         self.placement = None if rollout.urls else server_placement(config)
         if self.placement is None:
-            # a server elsewhere computes as it is told there, by the same rule, on the same kind of device
+            # assume that servers elsewhere choose their dtype by the same rule, on the same kind of device
             on_gpu = resolve_device(config.hardware.device).type == "cuda"
         else:
             on_gpu = any(self.placement.gpus)
             if self.placement.shared and rollout.samples_ahead:
                 raise UserError(
-                    f"rollout.max_staleness: {rollout.max_staleness} needs GPUs that only sample, and here the "
-                    f"{rollout.server_name}s sleep while the policy trains ({self.placement.reason}); use "
-                    f"max_staleness: 0"
+                    f"rollout.max_staleness: {rollout.max_staleness} needs dedicated rollout GPUs, but here the "
+                    f"{rollout.server_name}s sleep during training ({self.placement.reason}); use max_staleness: 0, or "
+                    f"set hardware.rollout_gpus"
                 )
         self.dtype: torch.dtype = getattr(torch, serving_dtype(config, on_gpu=on_gpu))
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers take turns with training on its GPUs."""
+        """Whether servers and training take turns on the same GPUs."""
         return self.placement is not None and self.placement.shared
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the run's longest prompt and completion. A server for no more has room for more of them."""
+        """Context length that the servers need. A smaller one leaves more room in the KV cache."""
         return self.inputs.longest_path_tokens + 1
 
     @abstractmethod
-    def own_server(self, gpus: str, log_file: Path) -> ServerHandle:
-        """Make the handle of a server that the run starts.
+    def make_server(self, gpus: str, log_file: Path) -> ServerHandle:
+        """Create the handle of a server that the run starts.
 
         Args:
-            gpus: of the server, as CUDA_VISIBLE_DEVICES takes them; "" on CPU.
-            log_file: for what it says.
+            gpus: CUDA_VISIBLE_DEVICES of the server; "" on CPU.
+            log_file: receives its output.
         """
 
     @abstractmethod
     def make_client(self, worker: Worker) -> Callable[[], Client]:
-        """Return a function that makes the servers' client; the fleet calls it in its thread."""
+        """Return a function that creates the servers' client; the fleet calls it in its own thread."""
 
     @abstractmethod
     def make_channels(
         self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
     ) -> tuple[Connect, Publish]:
-        """Return the functions that connect to a server, and that publish the workers' weights.
+        """Return a function that connects to a server, and one that publishes weights.
 
         Args:
             workers: all of them take part in publishing.
-            folder: of the run.
-            note: told what a person should know.
+            folder: run folder.
+            note: shows a message to the user.
         """
 
     def find_cause(self, log: str) -> str | None:
-        """Find in a server's log why it ended; None where the log does not tell."""
+        """Find the reason why a server exited in its log; None if there is none."""
         return None
 
     def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
-        """Start the servers. They get the trainer's weights when they are up.
+        """Start the servers and publish the weights to them.
 
         Raises:
             TrainingError: no server can be started.
@@ -122,11 +121,11 @@ class ServersSetup(ABC):
             note=note,
             while_waiting=partial(keep_waiting, workers),
             sleeps=self.shares_gpus,
-            make_room=partial(workers.call, Worker.free_cache),
+            make_room=partial(workers.call, Worker.empty_cache),
         )
         try:
             engine.load_weights(policy_version=workers.local.engine.updates_done)
-            engine.release_gpus()  # training finds the memory of shared GPUs free from here on
+            engine.release_gpus()  # free the memory of shared GPUs for training
         except BaseException:
             engine.close()
             raise
@@ -144,7 +143,9 @@ class ServersSetup(ABC):
     def _start_fleet(self, worker: Worker, logs: Path) -> Fleet:
         rollout = self.rollout
         gpus = () if self.placement is None else self.placement.gpus
-        own = [self.own_server(of, logs / f"{self.config.rollout.engine}-{i}.log") for i, of in enumerate(gpus)]
+        own = [
+            self.make_server(devices, logs / f"{self.config.rollout.engine}-{i}.log") for i, devices in enumerate(gpus)
+        ]
         limits = FleetLimits(
             max_num_seqs=rollout.max_num_seqs,
             start_timeout_s=rollout.start_timeout_s,
@@ -162,9 +163,8 @@ class ServersSetup(ABC):
     def _announcements(self, logs: Path) -> Iterator[str]:
         name = self.rollout.server_name
         if self.placement is None:
-            yield f"sampling with the {name}s at {', '.join(self.rollout.urls)}"
+            yield f"using the {name}s at {', '.join(self.rollout.urls)}"
         else:
             yield self.placement.reason
             count = len(self.placement.gpus)
-            where = f"{logs}/{self.config.rollout.engine}-*.log"
-            yield f"starting {count} {name}{'s' if count > 1 else ''}; what they say is in {where}"
+            yield f"starting {count} {name}{'s' if count > 1 else ''}; logs: {logs}/{self.config.rollout.engine}-*.log"

@@ -1,4 +1,4 @@
-"""Setting up a run: what rank 0 alone has, and what is checked before anything is trained."""
+"""Set up a run on rank 0: devices, checks, and the parts that the training loop uses."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ from cohort.plan import RunPlan
 from cohort.plan.layout import check_cpu_offload, check_processes
 from cohort.rollout import RolloutCollector
 from cohort.run_files import DAMAGED
-from cohort.trainer.collect_groups import Gatherer, build_gatherer
+from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.rollout_engines import EngineSetup
 from cohort.trainer.run_inputs import Inputs
@@ -36,16 +36,16 @@ from cohort.trainer.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Everything that the loop needs. The loop is rank 0's."""
+class RunComponents:
+    """Everything that the training loop uses, on rank 0."""
 
     inputs: Inputs
     workers: WorkerGroup[Worker]
     data: PromptStream
     rollout: RolloutCollector
-    gatherer: Gatherer
-    parity: ParityGate | None  # None where the sampler is the trainer itself
-    state: TrainerState | None  # of the checkpoint that the run goes on from
+    group_collector: GroupCollector
+    parity: ParityGate | None  # None for the local engine, which shares the trainer's weights
+    state: TrainerState | None  # of the checkpoint to resume from
 
 
 def build_run(
@@ -57,20 +57,20 @@ def build_run(
     setup: EngineSetup,
     folder: Path,
     note: Callable[[str], None],
-) -> Run:
-    """What rank 0 alone has: the data's order, the rollout engine, and where the run stands.
+) -> RunComponents:
+    """Start the rollout engine and restore the data order and pending prompts.
 
     Args:
-        config: of the run.
-        inputs: of the run.
-        workers: that train.
-        state: of the checkpoint that the run goes on from.
-        setup: of the rollout engine.
-        folder: of the run.
-        note: told what becomes of the rollout engine.
+        config: configuration of the run.
+        inputs: inputs of the run.
+        workers: workers of all ranks.
+        state: state of the checkpoint to resume from.
+        setup: setup of the rollout engine.
+        folder: run folder.
+        note: shows a message of the rollout engine to the user.
 
     Raises:
-        UserError: the data do not go with the model, or with the checkpoint.
+        UserError: the data do not match the model or the checkpoint.
         TrainingError: the rollout engine cannot be started.
     """
     check_vocabulary(
@@ -79,32 +79,32 @@ def build_run(
     data = PromptStream(inputs.prompts, seed=config.train.seed, shuffle=config.data.shuffle)
     if state is not None:
         data.restore(state.data)
-    with ExitStack() as if_it_fails:
+    with ExitStack() as on_failure:
         started = setup.start(workers, folder=folder, note=note)
         keep_ranks = partial(keep_waiting, workers)
         collector = RolloutCollector(started.engine, inputs.tokenizer, while_waiting=keep_ranks)
-        if_it_fails.callback(collector.close)
+        on_failure.callback(collector.close)
         parity = started.gate(collector)
-        gatherer = build_gatherer(config, inputs.plan, collector, data, inputs.rewards)
+        group_collector = build_group_collector(config, inputs.plan, collector, data, inputs.rewards)
         if state is not None:
-            gatherer.prefetcher.restore(state.pending)
-        if_it_fails.pop_all()
-    return Run(
+            group_collector.prefetcher.restore(state.pending)
+        on_failure.pop_all()
+    return RunComponents(
         inputs=inputs,
         workers=workers,
         data=data,
         rollout=collector,
-        gatherer=gatherer,
+        group_collector=group_collector,
         parity=parity,
         state=state,
     )
 
 
 def rank_device(config: Config, ranks: Ranks) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank and make it the current one.
 
     Raises:
-        UserError: `hardware.device` does not exist on this machine, or makes a key pointless.
+        UserError: `hardware.device` does not exist on this machine, or a key has no effect on it.
     """
     device = resolve_device(config.hardware.device)
     check_offload(config.model, device)
@@ -116,61 +116,61 @@ def rank_device(config: Config, ranks: Ranks) -> torch.device:
         gpus = torch.cuda.device_count()
         if ranks.local_rank >= gpus:
             raise UserError(
-                f"rank {ranks.rank}: the launcher has started at least {ranks.local_rank + 1} processes on this "
-                f"machine, which has {gpus} GPUs, and each process needs its own; use --nproc-per-node {gpus}, or "
+                f"rank {ranks.rank}: the launcher started at least {ranks.local_rank + 1} processes on this machine, "
+                f"which has {gpus} GPUs, but each process needs its own; use --nproc-per-node {gpus}, or "
                 f"hardware.device: cpu"
             )
         device = torch.device("cuda", ranks.local_rank)
     if device.type == "cuda":
         use_expandable_segments()
-        torch.cuda.set_device(device)  # kernels that are not PyTorch's own run on the current one
+        torch.cuda.set_device(device)  # custom kernels run on the current device
     return device
 
 
 def use_expandable_segments() -> None:
-    """Let segments of GPU memory grow, against fragmentation, unless the environment says how memory is allocated.
+    """Reduce fragmentation with expandable segments, unless the environment configures the CUDA allocator.
 
-    In this process, and not by the environment, which vLLM's servers would inherit. Before anything is on the GPU.
+    Set through PyTorch rather than the environment, which vLLM servers would inherit. Call before the first allocation.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
-    """Compare the steps of the run with those that are behind it.
+    """Check that a resumed run has at least as many steps as it has already done.
 
     Raises:
-        UserError: it is to have fewer than it has already.
+        UserError: it has fewer.
     """
     if state is not None and state.steps_done > plan.num_steps:
         raise UserError(
-            f"train.steps: the run in {str(folder)!r} has {state.steps_done} steps behind it already, more than "
+            f"train.steps: the run in {str(folder)!r} has already done {state.steps_done} steps, more than "
             f"{plan.num_steps}; use at least {state.steps_done}, or another run.dir"
         )
 
 
 def check_disk_space(config: Config, worker: Worker, folder: Path) -> None:
-    """Refuse to start a run whose checkpoints and final model cannot fit on the disk.
+    """Check that the disk has room for the run's checkpoints and final model.
 
     Raises:
-        UserError: names what is needed and what is free.
+        UserError: it has not.
     """
     weights = saved_bytes(worker.policy)
-    # A checkpoint is the model or its adapter, the optimizer's state, and a reference that is refreshed; one more is
-    # being written while the kept ones are there.
+    # A checkpoint holds the model or its adapter, the optimizer state, and a reference if it is refreshed. While one is
+    # written, the kept ones still exist.
     states = sum(engine.num_state_bytes for engine in worker.engines.values()) * worker.ranks.dp_size
     refreshed = weights if config.reference is not None and config.reference.refresh_every > 0 else 0
     checkpoint = sum(saved_bytes(engine.policy) for engine in worker.engines.values()) + states + refreshed
     kept = 0 if config.run.checkpoint_every == 0 else config.run.keep_checkpoints + 1
-    ours = [p for p in (folder / "checkpoints").glob("*") if not p.name.startswith(DAMAGED)]  # these make room in time
-    existing = sum(f.stat().st_size for p in ours for f in p.rglob("*") if f.is_file())
+    old = [p for p in (folder / "checkpoints").glob("*") if not p.name.startswith(DAMAGED)]  # will be replaced
+    existing = sum(f.stat().st_size for p in old for f in p.rglob("*") if f.is_file())
     needed = checkpoint * kept + weights - existing
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"run.dir: {str(folder)!r} has {_size(free)} free, and the run needs {_size(needed)} for "
+            f"run.dir: {str(folder)!r} has {_size(free)} free, but the run needs {_size(needed)} for "
             + (f"{kept} checkpoints and the final model" if kept else "the final model")
-            + "; free some space, or give another folder"
+            + "; free some space, or use another folder"
             + (f", or lower run.keep_checkpoints (now {config.run.keep_checkpoints})" if kept else "")
         )
 

@@ -1,4 +1,4 @@
-"""Notes and warnings about steps: memory that ran out, sequences over the budget, logprobs that differ."""
+"""Warnings about a step: out of memory, sequences over the token budget, logprob mismatch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from cohort.trainer.worker import Worker
 
 @dataclass(slots=True, kw_only=True)
 class StepWarnings:
-    """Tells the user about steps that went otherwise than expected."""
+    """Warns the user when a step does not go as expected."""
 
     rollout: RolloutConfig
     worker: Worker  # rank 0's
@@ -19,35 +19,35 @@ class StepWarnings:
     _warned_of_different_logprobs: bool = field(default=False, init=False)
 
     def out_of_memory(self, num_out_of_memory: int) -> None:
-        """Say that micro-batches ran out of memory, and which budget holds from here on."""
+        """Report micro-batches that ran out of memory and the reduced token budget."""
         if num_out_of_memory:
             budget = self.worker.engine.budget.tokens
             self.note(
-                f"out of memory in {num_out_of_memory} micro-batches: that pass was computed again with smaller ones; "
-                f"the gradient is the same, and the budget is {budget} tokens from here on"
+                f"Out of memory in {num_out_of_memory} micro-batches: recomputed with micro_batch_tokens={budget}, "
+                f"which stays. Gradients are unaffected."
             )
 
     def long_sequences(self, batch: TrainBatch) -> None:
-        """Warn once of sequences that are longer than the token budget."""
+        """Warn once about sequences that exceed the token budget."""
         if batch.num_over_budget and not self._warned_of_long_sequences:
             self._warned_of_long_sequences = True
             budget = self.worker.engine.budget.tokens
             self.note(
-                f"warning: {batch.num_over_budget} sequences are longer than train.micro_batch_tokens: {budget}; each "
-                f"has a micro-batch to itself, over that cap"
+                f"warning: {batch.num_over_budget} sequences exceed train.micro_batch_tokens={budget}; each runs alone "
+                f"in an oversized micro-batch."
             )
 
     def different_logprobs(self, metrics: Mapping[str, float]) -> None:
-        """Law 5: warn once if the sampler and the trainer do not compute the same distribution."""
+        """Warn once if the sampler's logprobs differ from the trainer's by more than rounding (law 5)."""
         if self._warned_of_different_logprobs or self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            return  # with top-p or top-k the sampler's distribution is another one, and the difference says nothing
+            return  # top-p and top-k change the sampler's distribution
         if metrics["rollout/staleness_max"] > 0:
-            return  # older weights have another distribution
+            return  # sampled with older weights
         largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
         tolerance = self.worker.policy.logprob_tolerance
         if largest > tolerance:
             self._warned_of_different_logprobs = True
             self.note(
-                f"warning: the sampler's logprobs differ from the trainer's by up to {largest:.2g} (expected: at most "
-                f"{tolerance:g}); this model may not be computed the same way in both"
+                f"warning: logprobs of sampler and trainer differ by up to {largest:.2g} nats (expected at most "
+                f"{tolerance:g}); they may compute this model differently."
             )

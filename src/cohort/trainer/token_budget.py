@@ -1,4 +1,4 @@
-"""The token budget of a micro-batch that a run begins with: configured, resumed or found by trying."""
+"""The initial token budget of micro-batches: configured, from a checkpoint, or found by trial."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,15 @@ from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
 
-def knows_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
-    """Whether the budget of a checkpoint is what the configuration asks for: with `auto`, on as many processes."""
+def can_reuse_budget(state: TrainerState, wanted: int | str, world_size: int) -> bool:
+    """Whether the checkpoint's budget still applies: same setting and, for `auto`, same number of processes."""
     return state.micro_batch_tokens_wanted == wanted and (wanted != "auto" or state.processes == world_size)
 
 
-def first_budget(config: Config, inputs: Inputs, state: TrainerState | None, ranks: Ranks) -> int:
-    """The token budget that a run begins or goes on with. With `auto` it is the most that can be of use."""
+def initial_budget(config: Config, inputs: Inputs, state: TrainerState | None, ranks: Ranks) -> int:
+    """Initial token budget of a new or resumed run. With `auto`: the largest that is useful."""
     wanted = config.train.micro_batch_tokens
-    if state is not None and knows_budget(state, wanted, ranks.world_size):
+    if state is not None and can_reuse_budget(state, wanted, ranks.world_size):
         return state.micro_batch_tokens
     if wanted == "auto":
         share = inputs.largest_share(ranks.dp_size)
@@ -35,9 +35,9 @@ def find_auto_budget(
 ) -> None:
     """Find the token budget by trying, if `train.micro_batch_tokens` is `auto` and no checkpoint has one."""
     wanted, ranks = config.train.micro_batch_tokens, workers.ranks
-    if wanted != "auto" or (state and knows_budget(state, wanted, ranks.world_size)):
+    if wanted != "auto" or (state and can_reuse_budget(state, wanted, ranks.world_size)):
         return
-    most = workers.local.engine.budget.tokens
-    found = workers.call(Worker.find_budget, inputs.largest_share(ranks.dp_size), most)[0]
-    why = "a whole step's share of one process" if found == most else "the most that fits"
-    note(f"train.micro_batch_tokens: auto: {found} tokens, {why}")
+    largest = workers.local.engine.budget.tokens
+    found = workers.call(Worker.find_budget, inputs.largest_share(ranks.dp_size), largest)[0]
+    reason = "one rank's share of a step fits" if found == largest else "the largest that fits"
+    note(f"Using micro_batch_tokens={found} ({reason}).")

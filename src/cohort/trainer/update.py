@@ -1,84 +1,91 @@
-"""The updates of a step: forward and backward passes, optimizer steps, coefficients, the reference."""
+"""Update the policy and the critic on a step's sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from cohort.algorithms import CoefficientState, mean_reference_kl, with_gradient, with_returns
+from cohort.algorithms import Coefficients, CoefficientState, mean_reference_kl, with_gradient, with_returns
 from cohort.batch import TrainBatch
 from cohort.config import Config, CriticConfig
 from cohort.engine import OptimResult, TrainResult
 from cohort.metrics import PhaseClock
-from cohort.records import Estimates, TrainSequence
+from cohort.records import ForwardOnlyOutputs, TrainSequence
 from cohort.trainer.worker import TrainedModel, Worker
 from cohort.trainer.worker_calls import pack_batches
 from cohort.trainer.worker_group import WorkerGroup
 
-Batches = Mapping[TrainedModel, Sequence[TrainBatch]]  # a step's sequences, packed: one batch per rank
+Batches = Mapping[TrainedModel, Sequence[TrainBatch]]  # one packed batch per rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """Results of a step's updates."""
+    """Results of all updates of a step."""
 
-    results: Mapping[TrainedModel, Sequence[TrainResult]]  # by update
+    results: Mapping[TrainedModel, Sequence[TrainResult]]  # one per update
     metrics: Mapping[str, float]  # means over the updates
 
 
 @dataclass(slots=True, kw_only=True)
 class Updater:
-    """Updates policy and critic on the sequences of a step."""
+    """Run the updates of each step on all workers."""
 
     config: Config
     workers: WorkerGroup[Worker]
-    clock: PhaseClock  # of the phases "train" and "optim"
-    control: CoefficientState  # state of the coefficients that adapt
-    begin: Callable[[], None]  # called before weights change
-    out_of_memory: Callable[[int], None]  # called with the number of micro-batches that ran out of memory
+    clock: PhaseClock  # records the phases "train" and "optim"
+    coefficient_state: CoefficientState  # of adaptive KL and entropy coefficients
+    before_update: Callable[[], None]  # called before weights change
+    on_out_of_memory: Callable[[int], None]  # called with the number of micro-batches that ran out of memory
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Current coefficients of the regularizers."""
+        return self.workers.local.algorithm.coefficients(self.coefficient_state)
 
     def pack(self, sequences: Sequence[TrainSequence]) -> Batches:
-        """Pack a step's sequences for the policy, without those that have no gradient, and for the critic."""
+        """Pack a step's sequences for the policy (only those with a gradient) and the critic."""
         worker, algorithm = self.workers.local, self.workers.local.algorithm
         learned = with_gradient(sequences, algorithm)
-        of_policy = pack_batches(worker.engine, learned, sequence_level=algorithm.sequence_level)
+        policy_batches = pack_batches(worker.engine, learned, sequence_level=algorithm.sequence_level)
         if worker.critic is None:
-            return {"policy": of_policy}
-        return {"policy": of_policy, "critic": pack_batches(worker.critic, with_returns(sequences))}
+            return {"policy": policy_batches}
+        return {"policy": policy_batches, "critic": pack_batches(worker.critic, with_returns(sequences))}
 
     def update(
         self,
         batches: Batches,
         sequences: Sequence[TrainSequence],
-        estimates: Estimates,
+        outputs: ForwardOnlyOutputs,
         *,
         num_trajectories: int,
         steps_done: int,
     ) -> Updates:
-        """Do all updates of a step, which is number `steps_done` counted from 1."""
+        """Run all updates of a step; `steps_done` includes this step."""
         algorithm = self.workers.local.algorithm
         results: dict[TrainedModel, list[TrainResult]] = {model: [] for model in batches}
         metrics = []
         for number in range(self.config.train.updates_per_rollout):
-            done, of_update = self._update_once(batches, again=number > 0)
-            self.control = algorithm.update_coefficients(self.control, done["policy"][0].metrics, num_trajectories)
-            self.out_of_memory(sum(r.num_out_of_memory for of_model in done.values() for r in of_model))
-            for model, of_model in done.items():
-                results[model] += of_model
-            metrics.append(of_update)
-        kl_of_rewards = mean_reference_kl(algorithm, estimates, sequences)
-        self.control = algorithm.update_coefficients(self.control, kl_of_rewards, num_trajectories)
+            update_results, update_metrics = self._update_once(batches, again=number > 0)
+            self.coefficient_state = algorithm.update_coefficients(
+                self.coefficient_state, update_results["policy"][0].metrics, num_trajectories
+            )
+            for model, model_results in update_results.items():
+                results[model] += model_results
+            self.on_out_of_memory(sum(r.num_out_of_memory for rs in update_results.values() for r in rs))
+            metrics.append(update_metrics)
+        reward_kl = mean_reference_kl(algorithm, outputs, sequences)
+        self.coefficient_state = algorithm.update_coefficients(self.coefficient_state, reward_kl, num_trajectories)
         with self.clock.phase("optim"):
             self._refresh_reference(steps_done)
-        return Updates(results=results, metrics={**_means(metrics), **kl_of_rewards})
+        return Updates(results=results, metrics={**_means(metrics), **reward_kl})
 
     def _update_once(
         self, batches: Batches, *, again: bool
     ) -> tuple[dict[TrainedModel, list[TrainResult]], dict[str, float]]:
-        """One update of the policy, after the critic's that go with it; `again`: another one on the same batches.
+        """Update the critic, then the policy, once; `again`: on batches that the workers already have.
 
-        A critic's gradient is gone before the policy's is there: memory never has both.
+        The critic's gradient is freed before the policy's is computed, so that memory never holds both.
         """
         workers, algorithm = self.workers, self.workers.local.algorithm
-        coefficients = algorithm.coefficients(self.control)
+        coefficients = self.coefficients
 
         def forward_backward(model: TrainedModel, *, again: bool) -> TrainResult:
             shards = [None if again else batch for batch in batches[model]]
@@ -89,14 +96,14 @@ class Updater:
         num_critic_updates = (self.config.critic or CriticConfig()).updates if "critic" in batches else 0
         with self.clock.phase("train"):
             for number in range(num_critic_updates):
-                self.begin()
+                self.before_update()
                 result = forward_backward("critic", again=again or number > 0)
                 optim = workers.call(Worker.optim_step, "critic")[0]
                 results["critic"].append(result)
                 critic_metrics.append(_value_metrics(result, optim))
             result = forward_backward("policy", again=again)
             results["policy"].append(result)
-        self.begin()
+        self.before_update()
         with self.clock.phase("optim"):
             optim = workers.call(Worker.optim_step, "policy")[0]
         metrics = {
@@ -115,7 +122,7 @@ class Updater:
 
 
 def _value_metrics(result: TrainResult, optim: OptimResult) -> dict[str, float]:
-    """A critic's metrics under names of their own."""
+    """Metrics of a critic update, under names that differ from the policy's."""
     renamed = {"loss": "value_loss"}
     return {
         **{renamed.get(name, name): value for name, value in result.metrics.items()},
@@ -125,6 +132,6 @@ def _value_metrics(result: TrainResult, optim: OptimResult) -> dict[str, float]:
 
 
 def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over updates, which all have the same metrics; none of no update."""
+    """Mean of each metric over updates; empty without updates."""
     names = metrics[0] if metrics else ()
-    return {name: sum(of_update[name] for of_update in metrics) / len(metrics) for name in names}
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in names}

@@ -1,4 +1,4 @@
-"""The `vllm` rollout engine of a run: what of its servers is vLLM's, and how the weights reach them."""
+"""Set up the `vllm` rollout engine: servers, client, and channels for weights or adapters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
@@ -43,10 +43,10 @@ class VllmSetup(ServersSetup):
     """Set up sampling by vLLM servers."""
 
     def __init__(self, config: Config, inputs: Inputs):
-        """As `ServersSetup`.
+        """Check that vLLM is installed and supports this run.
 
         Raises:
-            UserError: there is no vLLM that Cohort knows, or no GPU for it, or it cannot sample what the run asks for.
+            UserError: vLLM is missing, of an unsupported version, does not support this run, or has no GPU.
         """
         assert isinstance(config.rollout, VllmRolloutConfig)
         if (reason := vllm_sampling_limit(config, inputs.adapter)) is not None:
@@ -55,13 +55,13 @@ class VllmSetup(ServersSetup):
         if self.placement is not None:
             check_vllm(vllm_python(config.rollout.vllm_python))
 
-    def own_server(self, gpus: str, log_file: Path) -> ServerProcess:
-        """Make the handle of a vLLM server."""
+    def make_server(self, gpus: str, log_file: Path) -> ServerProcess:
+        """Create the handle of a vLLM server."""
         options = server_options(self.config, gpus=gpus, shared=self.shares_gpus)
         return ServerProcess(replace(options, max_model_len=self.max_model_len), log_file=log_file)
 
     def make_client(self, worker: Worker) -> Callable[[], Client]:
-        """Return a function that makes the client of vLLM's endpoint for tokens."""
+        """Return a function that creates a client of vLLM's token endpoint."""
         return partial(
             GenerateClient,
             model=POLICY_NAME,
@@ -73,7 +73,7 @@ class VllmSetup(ServersSetup):
     def make_channels(
         self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
     ) -> tuple[Connect, Publish]:
-        """Return how an adapter reaches vLLM servers where one is trained, else how all weights do."""
+        """Return functions that connect and publish: adapters if one is trained, else all weights."""
         policy = workers.local.policy
         if policy.adapter is not None:
             save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
@@ -94,12 +94,12 @@ def _connect(
     """Open a channel that sends weights from rank 0 to a running server.
 
     Raises:
-        UserError: it is of another version of vLLM than Cohort knows.
-        ServerError: it does not answer, or its workers do not come.
+        UserError: the server's version of vLLM is not supported.
+        ServerError: the server or its workers do not answer.
     """
-    timeout_s = config.hardware.timeout_s / 8  # a server that hangs costs several; the other ranks wait meanwhile
+    timeout_s = config.hardware.timeout_s / 8  # a hanging server uses up several, while the other ranks wait
     with closing(VllmApi(url, timeout_s=timeout_s)) as api:
-        check_version(api.version(), f"rollout.urls: {url}")  # of the run's own servers it is known
+        check_version(api.version(), f"rollout.urls: {url}")  # known already for the run's own servers
         num_workers = api.world_size()
         channel = WeightChannel(
             api,
@@ -115,7 +115,7 @@ def _connect(
     except BaseException:
         channel.close()
         raise
-    _tell([channel], note)
+    _show_notes([channel], note)
     return channel
 
 
@@ -123,16 +123,16 @@ def _connect_adapter(config: Config, url: str) -> AdapterChannel:
     """Open a channel that sends adapters to a running server.
 
     Raises:
-        UserError: it is of another version of vLLM than Cohort knows, or was started without room for an adapter.
-        ServerError: it does not answer.
+        UserError: the server's version of vLLM is not supported, or it was started without adapters.
+        ServerError: the server does not answer.
     """
     api = VllmApi(url, timeout_s=config.hardware.timeout_s / 8)
     try:
         check_version(api.version(), f"rollout.urls: {url}")
         if POLICY_NAME in (names := api.model_names()) and f"{POLICY_NAME}-base" not in names:
             raise UserError(
-                f"rollout.urls: {url} serves the model without an adapter, and this run trains one; start it by "
-                f"`cohort serve` with this run's configuration"
+                f"rollout.urls: {url} serves the model without an adapter, but this run trains one; start it with "
+                f"`cohort serve` and this run's configuration"
             )
     except BaseException:
         api.close()
@@ -147,7 +147,7 @@ def _publish(
     channels: Sequence[WeightChannel],
     version: int,
 ) -> Mapping[WeightChannel, ServerError]:
-    """Hand the weights as they are to servers. All ranks take part."""
+    """Send the current weights to servers, and return those that failed. All ranks take part."""
     failed: dict[WeightChannel, ServerError] = {}
     specs = weight_specs(workers.local.policy, dtype)
 
@@ -156,11 +156,11 @@ def _publish(
 
     share = any(channel.may_use_ipc for channel in channels)
     workers.call_with_local(Worker.send_weights, send, dtype, share=share)
-    _tell(channels, note)
+    _show_notes(channels, note)
     return failed
 
 
-def _tell(channels: Sequence[WeightChannel], note: Callable[[str], None]) -> None:
+def _show_notes(channels: Sequence[WeightChannel], note: Callable[[str], None]) -> None:
     for channel in channels:
         for text in channel.notes:
             note(text)

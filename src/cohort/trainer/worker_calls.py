@@ -1,18 +1,18 @@
-"""Calls of all workers whose shards or results rank 0 has to split or merge."""
+"""Worker group calls that split their arguments over ranks or merge the results."""
 
 from collections.abc import Sequence, Set
 
 from cohort.batch import TrainBatch
 from cohort.engine import TrainEngine
 from cohort.packing import pack
-from cohort.records import Estimate, Estimates, TrainSequence
+from cohort.records import ForwardOnlyOutput, ForwardOnlyOutputs, TrainSequence
 from cohort.rollout import Sampled, SampleRequest, merge_shares, split_requests
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
 
 def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
-    """Sample the completions of requests that have one purpose, in equal shares on all ranks."""
+    """Sample completions in equal shares on all ranks. All requests have the same purpose."""
     shares = split_requests(requests, workers.ranks.dp_size)
     return merge_shares(requests, workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose))
 
@@ -23,9 +23,9 @@ def pack_batches(
     """Pack a step's sequences into one batch per rank, under the engine's current token budget.
 
     Args:
-        engine: that computes them.
-        sequences: of a step.
-        sequence_level: whether the loss sums over a trajectory. Then its sequences stay in one micro-batch.
+        engine: gives the token budget and the layout.
+        sequences: sequences of a step.
+        sequence_level: keep each trajectory's sequences in one micro-batch, for losses that sum over a trajectory.
     """
     return pack(
         sequences,
@@ -37,18 +37,18 @@ def pack_batches(
     )
 
 
-def compute_estimates(
-    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], wanted: Set[Estimate]
-) -> Estimates:
-    """Compute a step's logprobs, entropies and values before it is trained on; only those that are `wanted`."""
+def run_forward_only(
+    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
+) -> ForwardOnlyOutputs:
+    """Compute the `wanted` logprobs, entropies and values of a step's sequences, without gradient, on all ranks."""
     if not wanted:
-        return Estimates()
+        return ForwardOnlyOutputs()
     shards = [batch.sequences for batch in pack_batches(workers.local.engine, sequences)]
-    parts = workers.scatter(Worker.estimate, shards, wanted)
-    return Estimates(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
+    parts = workers.scatter(Worker.forward_only, shards, wanted)
+    return ForwardOnlyOutputs(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
 
 
 def keep_waiting(workers: WorkerGroup[Worker]) -> None:
-    """Renew the other ranks' deadlines. To be called from time to time while rank 0 waits for something else."""
+    """Renew the other ranks' deadlines if they are due. Call this regularly while rank 0 waits."""
     if workers.ranks.world_size > 1 and workers.seconds_idle() > workers.ranks.timeout_s / 4:
         workers.call(Worker.ping)

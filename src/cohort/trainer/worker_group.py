@@ -1,4 +1,4 @@
-"""Run methods of a worker on every rank, with arguments and results that a type checker sees."""
+"""Typed calls of worker methods on every rank."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,18 @@ S = TypeVar("S")  # the argument that differs by rank
 
 
 class WorkerGroup(Generic[W]):
-    """The workers of all ranks. Rank 0 calls, the other ranks `serve`.
+    """The workers of all ranks. Rank 0 calls, for example `workers.call(Worker.optim_step)`; other ranks `serve`.
 
-    Methods are named as in `workers.call(Worker.optim_step)`. Every call returns the results by rank, and raises the
-    TrainingError that a rank raised. With one process a call is a plain call.
+    A call returns one result per rank, and raises the TrainingError that any rank raised. With one process it is a
+    plain method call.
     """
 
     def __init__(self, local: W, ranks: Ranks):
-        """Make the group. Every rank does.
+        """Create the group; every rank does.
 
         Args:
             local: this rank's worker.
-            ranks: all of them.
+            ranks: all ranks.
         """
         self.local = local
         self.ranks = ranks
@@ -41,9 +41,9 @@ class WorkerGroup(Generic[W]):
     def scatter(
         self, method: Callable[Concatenate[W, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Run `method` on every rank; its first argument is that rank's entry of `shards`, one per position of `dp`.
+        """Run `method` on every rank; the first argument is the rank's shard.
 
-        Ranks at one position get the same shard and compute the same, so that there is one result for each shard.
+        There is one shard and one result per position on the `dp` axis: ranks at the same position get the same shard.
         """
         self._send(method, True, args, kwargs)
         with self._moving.phase("move"):
@@ -54,12 +54,12 @@ class WorkerGroup(Generic[W]):
     def call_with_local(
         self, method: Callable[Concatenate[W, S | None, P], R], local: S, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Run `method` on every rank; its first argument is `local` on rank 0, which is never sent, else None."""
+        """Run `method` on every rank; the first argument is `local` on rank 0 and None elsewhere (it is not sent)."""
         self._send(method, False, (None, *args), kwargs)
         return self._results(method, (local, *args), kwargs)
 
     def serve(self) -> None:
-        """On the ranks other than 0: run what rank 0 calls, until `Ranks.end_commands`."""
+        """Run the calls of rank 0 until `Ranks.end_commands`, on ranks other than 0."""
         message: tuple[str, bool, tuple[Any, ...], dict[str, Any]] | None
         while (message := self.ranks.command()) is not None:
             name, has_shards, args, kwargs = message
@@ -68,11 +68,11 @@ class WorkerGroup(Generic[W]):
             self._run(name, (*shard, *args), kwargs)
 
     def seconds_idle(self) -> float:
-        """Seconds since the last call, in which the other ranks have been waiting."""
+        """Seconds since the last call."""
         return time.monotonic() - self._called_at
 
     def seconds_moving(self) -> float:
-        """Seconds that this rank has spent on moving arguments and results since `seconds_moving` was last called."""
+        """Seconds spent on communicating arguments and results since this was last called."""
         return self._moving.take().get("time/move_s", 0.0)
 
     def _send(
@@ -91,13 +91,13 @@ class WorkerGroup(Generic[W]):
         return results
 
     def _run(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Run a method on this rank. The results of all ranks on rank 0; None elsewhere."""
+        """Run a method on this rank; return the results of all ranks on rank 0, None elsewhere."""
         try:
             result = getattr(self.local, name)(*args, **kwargs)
         except OutOfStepError:
-            raise  # the other ranks are waiting inside the method: this process has to end
+            raise  # the other ranks are still inside the method: this process must exit
         except TrainingError as error:
-            result = error  # rank 0 raises it and ends the run in good order
-        self.ranks.largest(0)  # waiting for the slowest rank is not moving data
+            result = error  # rank 0 raises it
+        self.ranks.largest(0)  # wait for the slowest rank before timing communication
         with self._moving.phase("move"):
             return self.ranks.gather(result)

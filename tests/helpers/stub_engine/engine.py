@@ -125,7 +125,7 @@ class StubHandle:
 
 
 class StubSetup(ServersSetup):
-    def own_server(self, gpus: str, log_file: Path) -> StubHandle:
+    def make_server(self, gpus: str, log_file: Path) -> StubHandle:
         return StubHandle(
             vocab_size=len(self.inputs.tokenizer),
             max_model_len=self.max_model_len,

@@ -89,7 +89,7 @@ def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
-    assert find(rank=12).own_server("", tmp_path / "log").options.lora_rank == 12
+    assert find(rank=12).make_server("", tmp_path / "log").options.lora_rank == 12
     (tmp_path / "adapter").mkdir()
     saved = {"peft_type": "LORA", "r": 40, "lora_alpha": 1}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(saved))

@@ -61,13 +61,13 @@ def test_a_run_samples_ahead_on_it_and_corrects_by_default(tmp_path: Path):
 def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The keys of servers have an effect without a line of the engine's about them."""
     handles: list[StubHandle] = []
-    own_server = StubSetup.own_server
+    make_server = StubSetup.make_server
 
     def remembered(*args: Any) -> StubHandle:
-        handles.append(own_server(*args))
+        handles.append(make_server(*args))
         return handles[-1]
 
-    monkeypatch.setattr(StubSetup, "own_server", remembered)
+    monkeypatch.setattr(StubSetup, "make_server", remembered)
     rollout = {"engine": "stub", "servers": 2, "gpu_memory_utilization": 0.3, "dtype": "bfloat16"}
     run = changed(make_inputs(tmp_path), rollout=rollout, train={"steps": 2}, hardware={"device": "cpu"})
     train(changed(run, rollout={"parity_tolerance": 100.0}))
