@@ -33,7 +33,7 @@ from cohort.batch import PolicyLoss
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig
 from cohort.engine import TokenBudget, TrainEngine, TrainResult
 from cohort.engine.out_of_memory import is_out_of_memory
-from cohort.errors import OutOfStepError
+from cohort.errors import RankDesyncError
 from cohort.metrics.peak_memory import reset_resident_peak, resident
 from cohort.models import LoadRequest, Policy, load_policy, quiet_transformers
 from cohort.packing import pack
@@ -183,7 +183,7 @@ def forward_backward(engine: TrainEngine, sequences: Sequence[TrainSequence]) ->
     """Pack the sequences under the engine's budget and add their gradient, as a training step does.
 
     Raises:
-        OutOfStepError: the engine ran out of memory and went on with smaller micro-batches than were asked for.
+        RankDesyncError: the engine ran out of memory and went on with smaller micro-batches than were asked for.
     """
     (batch,) = pack(
         sequences,
@@ -193,7 +193,7 @@ def forward_backward(engine: TrainEngine, sequences: Sequence[TrainSequence]) ->
     )
     result = engine.forward_backward(batch, grpo())
     if result.num_out_of_memory:
-        raise OutOfStepError("out of memory at this budget")
+        raise RankDesyncError("out of memory at this budget")
     return result
 
 
@@ -372,7 +372,7 @@ def try_to(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return work()
     except SkippedError as error:
         return {"skipped": str(error)}
-    except OutOfStepError as error:
+    except RankDesyncError as error:
         return {"skipped": str(error), "out_of_memory": True}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

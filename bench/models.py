@@ -151,7 +151,7 @@ def trained(policy: Policy, ranks: Ranks = ALONE) -> tuple[Mapping[int, Tensor],
     batches = pack(
         random_sequences(),
         micro_batch_tokens=BUDGET,
-        world_size=ranks.world_size,
+        dp_size=ranks.dp_size,
         share_prompts=policy.shares_prompts,
         padded=policy.layout == "padded",
     )

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from cohort.packing.bins import Bins, CostModel, fill_bins
+from cohort.packing.bins import Assignment, CostModel, assign_sequences
 from cohort.records import FloatArray, IntArray
 
 NUM_GENERATIONS = 8
@@ -35,17 +35,17 @@ def main() -> None:
         padded = padding_efficiency(prompts, completions)
         for world_size in worlds:
             start = time.perf_counter()
-            bins = fill_bins(
+            assignment = assign_sequences(
                 prompts,
                 completions,
                 groups,
                 budget=args.budget,
-                world_size=world_size,
+                dp_size=world_size,
                 share_prompts=True,
                 padded=False,
             )
             seconds = time.perf_counter() - start
-            tokens, costs = measure(bins, prompts, completions, groups)
+            tokens, costs = measure(assignment, prompts, completions, groups)
             least = completions.sum() + prompts[::NUM_GENERATIONS].sum()
             balance = costs.sum(axis=1).mean() / costs.sum(axis=1).max()
             in_step = costs.sum(axis=1).mean() / costs.max(axis=0).sum()
@@ -59,10 +59,10 @@ def main() -> None:
 def packing_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray, *, budget: int) -> float:
     """Tokens per place for one, where whole sequences are packed by first-fit decreasing."""
     groups = range(len(prompt_tokens))
-    bins = fill_bins(
-        prompt_tokens, completion_tokens, groups, budget=budget, world_size=1, share_prompts=False, padded=False
+    assignment = assign_sequences(
+        prompt_tokens, completion_tokens, groups, budget=budget, dp_size=1, share_prompts=False, padded=False
     )
-    return float((prompt_tokens + completion_tokens).sum() / (len(bins.per_rank[0]) * budget))
+    return float((prompt_tokens + completion_tokens).sum() / (len(assignment.micro_batches[0]) * budget))
 
 
 def padding_efficiency(prompt_tokens: IntArray, completion_tokens: IntArray) -> float:
@@ -82,12 +82,14 @@ def step(num_sequences: int, seed: int) -> tuple[IntArray, IntArray, list[int]]:
     return prompts, completions, np.arange(num_groups).repeat(NUM_GENERATIONS).tolist()
 
 
-def measure(bins: Bins, prompts: IntArray, completions: IntArray, groups: list[int]) -> tuple[FloatArray, FloatArray]:
-    """Computed tokens and cost, both [ranks, streams and micro-batches], counted anew from the sequences."""
+def measure(
+    assignment: Assignment, prompts: IntArray, completions: IntArray, groups: list[int]
+) -> tuple[FloatArray, FloatArray]:
+    """Computed tokens and cost, both [ranks, split groups and micro-batches], counted again from the sequences."""
     quadratic = CostModel().quadratic
     ranks = [
-        [*(sum(parts, ()) for parts in streams), *micro_batches]
-        for streams, micro_batches in zip(bins.streams_per_rank, bins.per_rank, strict=True)
+        [*(sum(parts, ()) for parts in split_groups), *micro_batches]
+        for split_groups, micro_batches in zip(assignment.split_groups, assignment.micro_batches, strict=True)
     ]
     tokens = np.zeros((len(ranks), max(map(len, ranks))))
     costs = np.zeros_like(tokens)

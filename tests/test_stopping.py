@@ -31,7 +31,7 @@ STEPS = 6
 PARTS = {
     "sampling": ("cohort.rollout.engines.local.sampler.sample_tokens", False),
     "rewards": ("cohort.trainer.collect_groups.RewardRunner.score", False),
-    "forward": ("cohort.engine.forward_backward.Passes.compute", False),
+    "forward": ("cohort.engine.forward_backward.ForwardBackward.micro_batch", False),
     "before the update": ("cohort.trainer.worker.Worker.optim_step", True),
     "publishing": ("cohort.trainer.loop.publish_weights", True),
     "evaluation": ("cohort.trainer.loop.evaluate", True),

@@ -165,7 +165,7 @@ class CascadeBlocks(Generic[Block]):
     Every token is in one block of `causal`. Tokens of segments with a parent are also in one block of `prefix`.
     """
 
-    causal: tuple[Block, ...]  # segments, each attending to itself
+    causal: tuple[Block, ...]  # causal attention within segments
     prefix: tuple[PrefixBlock[Block], ...]
 
 
@@ -257,7 +257,7 @@ def _prefix_blocks(
     of_cache: Sequence[int] | None,
     prefix_tokens: int,
 ) -> tuple[PrefixBlock[Block], ...]:
-    """Attention of children to their parents: first of those of the cached prefix (start and length `of_cache`)."""
+    """Build blocks of children that attend to their parents; first those of the cached prefix."""
     prefix = []
     if of_cache is not None:
         start, length = of_cache
@@ -271,6 +271,6 @@ def _prefix_blocks(
 
 
 def _group_short(sizes: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Indices of what is computed in one block: all short items together, and each long one alone."""
+    """Group item indices into blocks: all short items together, each long one alone."""
     short = [n for n, size in enumerate(sizes) if max(size) <= _SHORT]
     return ([short] if short else []) + [[n] for n, size in enumerate(sizes) if max(size) > _SHORT]

@@ -1,7 +1,7 @@
-"""The processes of a run: how they find each other, and how they hand each other host-side objects.
+"""The ranks of a run: rendezvous, and collectives of host-side objects.
 
-Tensors of the model travel through FSDP2's own collectives. What is here is small: commands, completions, sequences,
-counts. It goes over gloo, on GPUs too. Every wait has a deadline, and whoever does not answer is named.
+Model tensors go through FSDP2's own collectives. Everything else is small (calls, completions, sequences, counts) and
+goes over gloo, on GPUs too. Every wait has a deadline, and errors name the ranks that did not answer.
 """
 
 import os
@@ -17,32 +17,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cohort.errors import OutOfStepError, TrainingError, UserError
+from cohort.errors import RankDesyncError, TrainingError, UserError
 
 T = TypeVar("T")
 
 
-class PeerError(OutOfStepError):
-    """Another rank is gone or does not answer: this one is not the cause."""
+class PeerError(RankDesyncError):
+    """Another rank has died or does not answer; this one is not the cause."""
 
 
 class Stopped(Exception):  # noqa: N818
-    """Rank 0 has ended the run, and tells why itself."""
+    """Rank 0 has ended the run and reports why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among those of the run. Rank 0 decides; the others do as it says."""
+    """This rank and its collectives with the other ranks of the run. Rank 0 controls the others."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    timeout_s: float = 0.0  # how long a rank waits for the others
-    # the other ranks' waits for the next command are longer: rank 0 may be waiting for rewards
+    timeout_s: float = 0.0  # deadline of collectives
+    # ranks wait longer for the next call, because rank 0 may be waiting for rewards
     command_group: Any = None
     control_group: Any = None
     store: Any = None
-    neighbours: tuple[int, ...] = ()  # process ids of the ranks that have the same launcher
+    neighbours: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
 
     @property
     def is_first(self) -> bool:
@@ -56,54 +56,54 @@ class Ranks:
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks or groups of ranks that compute different sequences."""
+        """Size of the mesh axis `dp`: the number of different shares of a batch."""
         return self.mesh_axes["dp"]
 
     @property
     def dp_rank(self) -> int:
-        """This rank's position on the axis `dp`."""
+        """This rank's coordinate on the mesh axis `dp`."""
         return self._dp_rank_of(self.rank)
 
     @property
     def dp_leaders(self) -> tuple[int, ...]:
-        """The first rank at each position of the axis `dp`. All ranks at one position have the same sequences."""
+        """The first rank at each coordinate of the axis `dp`. All ranks at a coordinate have the same sequences."""
         return tuple(range(0, self.world_size, self.world_size // self.dp_size))
 
     def _dp_rank_of(self, rank: int) -> int:
         return rank * self.dp_size // self.world_size
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """Make the mesh of all ranks. Every rank calls this, after the process group is there (`join_ranks`)."""
+        """Create the mesh of all ranks. Every rank calls this after `join_ranks`."""
         return init_device_mesh(device_type, tuple(self.mesh_axes.values()), mesh_dim_names=tuple(self.mesh_axes))
 
     def broadcast(self, value: T | None = None) -> T:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         return self._broadcast(value, self.control_group)
 
     def command(self, value: T | None = None) -> T:
-        """As `broadcast`, with the longer deadline."""
+        """Broadcast with the longer deadline of `command_group`."""
         return self._broadcast(value, self.command_group)
 
     def end_commands(self) -> None:
-        """On rank 0: send None, after which the other ranks wait for no more commands."""
+        """Tell the other ranks that no more commands follow. Called on rank 0."""
         self.command(None)
 
     def scatter(self, values: Sequence[T] | None = None) -> T:
-        """The entry `dp_rank` of rank 0's `values`, of which there are `dp_size`; other ranks give None."""
+        """Return entry `dp_rank` of rank 0's `values`, which has `dp_size` entries; other ranks pass None."""
         if self.world_size == 1:
             assert values is not None
             return values[0]
         per_rank = None if values is None else [values[self._dp_rank_of(rank)] for rank in range(self.world_size)]
         received: list[Any] = [None]
-        with self._named("scatter"):
+        with self._explain_failure("scatter"):
             dist.scatter_object_list(received, per_rank, group=self.control_group)
         return received[0]
 
     def first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank. The others wait with the longer deadline.
+        """Run `make` on rank 0 and return its result on every rank. The other ranks wait with the longer deadline.
 
         Raises:
-            Stopped: on the other ranks, where `make` raised on rank 0 (and there: what it raised).
+            Stopped: on the other ranks if `make` raised. Rank 0 raises the original exception.
         """
         if not self.is_first:
             answer: tuple[bool, Any] = self.command()
@@ -119,33 +119,33 @@ class Ranks:
         return value
 
     def gather(self, value: T) -> list[T] | None:
-        """Every rank's value, by rank, on rank 0; None elsewhere."""
+        """Return every rank's value, in rank order, on rank 0; None elsewhere."""
         if self.world_size == 1:
             return [value]
         received: list[Any] | None = [None] * self.world_size if self.is_first else None
-        with self._named("gather"):
+        with self._explain_failure("gather"):
             dist.gather_object(value, received, group=self.control_group)
         return received
 
     def largest(self, value: float) -> float:
-        """The largest of all ranks' values, on every rank."""
+        """Return the maximum over all ranks, on every rank."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def smallest(self, value: float) -> float:
-        """The smallest of all ranks' values, on every rank."""
+        """Return the minimum over all ranks, on every rank."""
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each entry's sum over the axis `dp` in float64, on every rank. All ranks give equally many.
+        """Return the sum of each entry over the axis `dp` in float64, on every rank. All ranks pass as many entries.
 
-        Ranks at one position of `dp` have the same sequences, so that only the first of them counts.
+        Ranks at the same coordinate of `dp` have the same sequences, so only the first of them counts.
         """
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.rank not in self.dp_leaders:
             tensor.zero_()
-        with self._named("sum"):
+        with self._explain_failure("sum"):
             dist.all_reduce(tensor, group=self.control_group)
         return tensor.tolist()
 
@@ -153,7 +153,7 @@ class Ranks:
         if self.world_size == 1:
             return value
         values = [value]
-        with self._named("broadcast"):
+        with self._explain_failure("broadcast"):
             dist.broadcast_object_list(values, group=group)
         return values[0]
 
@@ -161,13 +161,13 @@ class Ranks:
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64)
-        with self._named("agreement"):
+        with self._explain_failure("reduce"):
             dist.all_reduce(tensor, op=op, group=self.control_group)
         return tensor.item()
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        """Say who is missing when a collective fails."""
+    def _explain_failure(self, what: str) -> Iterator[None]:
+        """Context that turns a failed collective into an error that names the missing ranks."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -176,19 +176,19 @@ class Ranks:
             raise self.explain(error, what) from error
 
     def explain(self, error: Exception, what: str) -> PeerError:
-        """An error that names the ranks that no longer answer.
+        """Make an error that names the ranks that do not answer.
 
-        Every rank that gives up says so and looks for the others. Ranks that hang never do; those that have died have
-        been seen by the launcher.
+        Each rank that gives up records this in the store and looks for the others. Ranks that hang never do. Ranks that
+        died are reported by the launcher.
         """
-        silent = self._roll_call()
+        silent = self._find_silent_ranks()
         who = f"ranks {silent} did not answer" if silent else "a connection broke"
         return PeerError(
             f"rank {self.rank} gave up in {what} (deadline {self.timeout_s:g} s): {who}. {_first_line(error)}"
         )
 
-    def _roll_call(self) -> list[int]:
-        """The ranks that do not report within a few seconds that they have given up too."""
+    def _find_silent_ranks(self) -> list[int]:
+        """Return the ranks that have not given up too within a few seconds."""
         present = {self.rank}
         try:
             self.store.set(f"cohort/gave_up/{self.rank}", "1")
@@ -198,7 +198,7 @@ class Ranks:
                 present |= {r for r in absent if self.store.check([f"cohort/gave_up/{r}"])}
                 time.sleep(0.1)
         except (RuntimeError, dist.DistError):
-            pass  # the store went with the process that held it
+            pass  # the process that held the store has exited
         return [r for r in range(self.world_size) if r not in present]
 
 
@@ -206,38 +206,38 @@ ALONE = Ranks()
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several that a launcher has started (torchrun, or `cohort train` itself)."""
+    """Whether a launcher started this process: torchrun, or `cohort train` itself."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> Ranks:
-    """Meet the other processes, at the place that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """Connect to the other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
 
     Args:
         backend: "gloo", or "cpu:gloo,cuda:nccl".
-        timeout_s: deadline of every wait for another rank, this meeting included.
-        command_timeout_s: deadline of the waits for rank 0's next command.
+        timeout_s: deadline of every collective, and of this rendezvous.
+        command_timeout_s: deadline of the wait for rank 0's next command.
 
     Raises:
-        UserError: the place cannot be reached, its port is in use, or the processes do not agree on how many they are.
+        UserError: the address is unreachable, the port is in use, or processes have different world sizes.
     """
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        place = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT'])}"
+        address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT'])}"
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"the environment of a distributed run is incomplete ({error}); start it with torchrun"
+            f"RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or invalid ({error}); start the run with torchrun"
         ) from None
     if not 0 <= rank < world_size:
-        raise UserError(f"RANK={rank} with WORLD_SIZE={world_size}: ranks go from 0 to WORLD_SIZE - 1")
-    store = _meet(place, rank, world_size, timeout_s)
+        raise UserError(f"RANK={rank} is out of range for WORLD_SIZE={world_size}; use 0 to {world_size - 1}")
+    store = _connect_store(address, rank, world_size, timeout_s)
     _agree_on_world_size(store, rank, world_size, timeout_s)
     deadline = timedelta(seconds=timeout_s)
     try:
-        # Later than ours: whoever waits in a collective of the model should hear from gloo who is missing, and not be
-        # ended by NCCL's watchdog as if it were the cause.
-        later = timedelta(seconds=timeout_s + (60 if "nccl" in backend else 0))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=later)
+        # Longer than ours: a rank that waits in a collective of the model should learn from gloo who is missing, and
+        # not be ended by NCCL's watchdog as if it were the cause.
+        model_timeout = timedelta(seconds=timeout_s + (60 if "nccl" in backend else 0))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=model_timeout)
         control_group = dist.new_group(backend="gloo", timeout=deadline)
         return Ranks(
             rank=rank,
@@ -246,8 +246,8 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
             timeout_s=timeout_s,
             neighbours=_neighbours(world_size, control_group),
             control_group=control_group,
-            # Rank 0 waits only for ranks to take its command. It gives up when those do that have taken it and wait for
-            # it in what follows, and all of them name the same one.
+            # Rank 0 waits only until all ranks have received its command. It gives up together with the ranks that have
+            # and are waiting for the rest, so all of them name the same rank.
             command_group=dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=command_timeout_s if rank else timeout_s)
             ),
@@ -255,15 +255,15 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
         )
     except (RuntimeError, dist.DistError) as error:
         raise PeerError(
-            f"rank {rank} of {world_size} met the others at {place} and could not connect to them within {timeout_s:g} "
-            f"s: either one of them has ended, or the machines cannot reach each other (GLOO_SOCKET_IFNAME names the "
-            f"network interface to use). {_first_line(error)}"
+            f"rank {rank} of {world_size} reached the rendezvous at {address}, but could not connect to the other "
+            f"ranks within {timeout_s:g} s. Either a rank has exited, or the machines cannot reach each other (set "
+            f"GLOO_SOCKET_IFNAME to the network interface to use). {_first_line(error)}"
         ) from error
 
 
 def _neighbours(world_size: int, group: Any) -> tuple[int, ...]:
-    """The process ids of the other ranks of this machine that the same process has started."""
-    # containers may have the same name, and each its own numbers of processes
+    """Return the process ids of the other ranks that the same launcher process has started."""
+    # containers may share a host name, but each has its own process ids
     numbers = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""
     own = (socket.gethostname(), numbers, os.getppid(), os.getpid())
     everyone: list[Any] = [None] * world_size
@@ -271,8 +271,8 @@ def _neighbours(world_size: int, group: Any) -> tuple[int, ...]:
     return tuple(other[-1] for other in everyone if other[:-1] == own[:-1] and other != own)
 
 
-def join_oneself(device: Any) -> None:
-    """Make this process a world of its own, for what torch does among ranks only. Nothing is connected to."""
+def init_single_process_group(device: Any) -> None:
+    """Initialize a process group of this process alone, for features of torch that need one. Opens no connections."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -284,8 +284,8 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-def _meet(place: str, rank: int, world_size: int, timeout_s: float) -> Any:
-    host, port = place.rsplit(":", 1)
+def _connect_store(address: str, rank: int, world_size: int, timeout_s: float) -> Any:
+    host, port = address.rsplit(":", 1)
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = rank == 0 and not launcher_serves
     try:
@@ -297,36 +297,37 @@ def _meet(place: str, rank: int, world_size: int, timeout_s: float) -> Any:
             world_size,
             is_server,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # `_agree_on_world_size` does, and says who is missing
+            wait_for_workers=False,  # `_agree_on_world_size` waits, and reports who is missing
             multi_tenant=not launcher_serves,
         )
     except (OSError, OverflowError, RuntimeError, TypeError, ValueError, dist.DistError) as error:
         reason = str(error)
         if "EADDRINUSE" in reason or "address already in use" in reason.lower():
             raise UserError(
-                f"MASTER_PORT: {place} is in use by another program; give another port (torchrun --master-port), or "
-                f"use torchrun --standalone, which finds a free one"
+                f"MASTER_PORT: {address} is in use by another program; use another port (torchrun --master-port), or "
+                f"torchrun --standalone, which finds a free one"
             ) from error
         raise UserError(
-            f"rank {rank} of {world_size} could not meet the others at {place} within {timeout_s:g} s: is rank 0 "
-            f"running there, is the port open, and do all machines say {world_size} processes? {_first_line(error)}"
+            f"rank {rank} of {world_size} could not reach the rendezvous at {address} within {timeout_s:g} s. Check "
+            f"that rank 0 runs there, that the port is open, and that all machines start {world_size} processes in "
+            f"total. {_first_line(error)}"
         ) from error
     if not launcher_serves:
         return dist.PrefixStore("cohort", store)
-    # The launcher's own store outlives a restart, with what was written to it.
+    # The launcher's store and its contents survive a restart, so each attempt uses its own prefix.
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise UserError(  # the launchers of several machines count restarts differently
-            "restarts on several machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, so that every "
-            "start meets at a place of its own (`cohort launch slurm` does), or use --max-restarts 0"
+            "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, so that every attempt has its own "
+            "store (`cohort launch slurm` sets it). Set it for torchrun, or use --max-restarts 0"
         )
     return dist.PrefixStore(f"cohort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
-    """Wait until somebody listens there: if nobody comes, the store's own complaint fills a screen.
+    """Wait until the server listens: the store's own error message would fill a screen.
 
     Raises:
-        OSError: nobody does.
+        OSError: it does not within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -340,51 +341,51 @@ def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
 
 
 def _agree_on_world_size(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Compare what every process was told, before anything that would wait for the missing ones for ever.
+    """Check that all ranks are present with the same world size, before anything waits for missing ones forever.
 
     Raises:
-        UserError: on every rank that can be reached, with the machines and what they say.
+        UserError: on every rank that can be reached, naming the machines and their world sizes.
     """
     store.append("joined", f"{rank} {world_size} {socket.gethostname()}\n")
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        verdict = _verdict(store, world_size, timeout_s, deadline)
+        verdict = _check_joined(store, world_size, timeout_s, deadline)
         store.set("verdict", verdict or f"ok {world_size}")
         if verdict:
-            time.sleep(2)  # this process may hold the store in which the others are about to read it
+            time.sleep(2)  # this process may hold the store from which the others read the verdict
             raise UserError(verdict)
         return
     try:
         while not store.check(["verdict"]):
             if time.monotonic() > deadline + 5:
-                raise UserError(f"rank {rank} of {world_size} heard nothing from rank 0 within {timeout_s:g} s")
+                raise UserError(f"rank {rank} of {world_size} got no answer from rank 0 within {timeout_s:g} s")
             time.sleep(0.02)
         verdict = store.get("verdict").decode()
     except (RuntimeError, dist.DistError) as error:
         raise UserError(
-            f"rank {rank} of {world_size}: rank 0 ended before all had met. {_first_line(error)}"
+            f"rank {rank} of {world_size}: rank 0 exited before all ranks had joined. {_first_line(error)}"
         ) from error
     if verdict.startswith("ok ") and verdict != f"ok {world_size}":
         verdict = _disagreement(
-            [f"rank 0 says {verdict.removeprefix('ok ')} processes", f"rank {rank} says {world_size}"]
+            [f"rank 0 has WORLD_SIZE={verdict.removeprefix('ok ')}", f"rank {rank} has WORLD_SIZE={world_size}"]
         )
     if verdict != f"ok {world_size}":
         raise UserError(verdict)
 
 
-def _verdict(store: Any, world_size: int, timeout_s: float, deadline: float) -> str:
-    """On rank 0: wait for the others. What is wrong with who came and who did not; nothing if all is well."""
+def _check_joined(store: Any, world_size: int, timeout_s: float, deadline: float) -> str:
+    """Wait on rank 0 until all ranks have joined; return an error message, or "" if all is well."""
     while True:
         joined = [line.split() for line in store.get("joined").decode().splitlines()]
-        others = [f"rank {r} on {host} says {n} processes" for r, n, host in joined if n != str(world_size)]
+        others = [f"rank {r} on {host} has WORLD_SIZE={n}" for r, n, host in joined if n != str(world_size)]
         if others:
-            own = next(f"rank 0 on {host} says {n} processes" for r, n, host in joined if r == "0")
+            own = next(f"rank 0 on {host} has WORLD_SIZE={n}" for r, n, host in joined if r == "0")
             return _disagreement([own, *others])
         present = [int(r) for r, _, _ in joined]
         twice = sorted({r for r in present if present.count(r) > 1})
         if twice:
             hosts = " and ".join(host for r, _, host in joined if int(r) == twice[0])
-            return f"rank {twice[0]} is there twice, on {hosts}; give every machine a --node-rank of its own"
+            return f"two processes have RANK={twice[0]}, on {hosts}; give every machine a different --node-rank"
         missing = sorted(set(range(world_size)) - set(present))
         if not missing:
             return ""
@@ -394,8 +395,7 @@ def _verdict(store: Any, world_size: int, timeout_s: float, deadline: float) -> 
 
 
 def _disagreement(said: Sequence[str]) -> str:
-    listed = ", ".join(said)
-    return f"the processes do not agree on their number: {listed}; give every machine the same --nnodes"
+    return f"ranks have different world sizes: {', '.join(said)}; use the same --nnodes on every machine"
 
 
 def _first_line(error: Exception) -> str:

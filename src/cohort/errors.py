@@ -16,5 +16,5 @@ class StopRequested(TrainingError):  # noqa: N818
     """A requested stop of the run, raised where it is safe. The training loop catches it."""
 
 
-class OutOfStepError(TrainingError):
-    """Only this rank failed, in the middle of a collective operation; the process must exit."""
+class RankDesyncError(TrainingError):
+    """This rank failed while other ranks may be waiting in a collective; the process must exit."""

@@ -326,6 +326,6 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
 
 
 def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
-    """Whether the prompt and the sampled tokens are all there is to know of it."""
+    """Whether the trajectory is one complete call with exactly the prompt as context."""
     contexts = [call.context_ids.tolist() for call in trajectory.calls]
     return contexts == [prompt.token_ids.tolist()] and not trajectory.is_broken

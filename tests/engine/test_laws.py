@@ -264,13 +264,13 @@ def test_an_empty_micro_batch_adds_nothing():
         assert parameter.grad is not None and not parameter.grad.any()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_gradients_of_all_ranks_add_up(world_size: int):
+@pytest.mark.parametrize("dp_size", [2, 3])
+def test_the_gradients_of_all_ranks_add_up(dp_size: int):
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     sequences = assign_advantages(random_groups([[3, 14, 9], [1, 6, 2], [8, 8, 8]], seed=0), algorithm)
     engine = make_engine(make_policy(dtype=torch.float64))
     _, whole = packed_gradient(engine, sequences, algorithm, budget=10_000)
-    batches = pack_for(engine.policy, sequences, 30, world_size=world_size)
+    batches = pack_for(engine.policy, sequences, 30, dp_size=dp_size)
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert {(b.num_trajectories, b.num_loss_tokens) for b in batches} == {(9, 59)}
     old, of_ranks = {s.index: old_logprobs_of(s) for s in sequences}, []
@@ -309,7 +309,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing():
     before = copy.deepcopy(policy.model.state_dict())
     engine = make_engine(policy)
     next(policy.model.parameters()).grad = torch.full_like(next(policy.model.parameters()), float("nan"))
-    with pytest.raises(RuntimeError, match=r"norm is nan at optimizer step 1; the weights were not changed"):
+    with pytest.raises(RuntimeError, match=r"norm is nan at optimizer step 1; weights are unchanged"):
         engine.optim_step()
     assert all(torch.equal(v, before[k]) for k, v in policy.model.state_dict().items())
 

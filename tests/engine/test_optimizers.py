@@ -178,8 +178,8 @@ def test_muon_leaves_the_heads_and_tables_of_adapters_to_adamw():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (parsed(groups=[{"match": "lm_haed.*"}]), "optim.groups: match: 'lm_haed.*' is the name of no weight"),
-        (parsed(groups=[{"match": "*"}, GROUP]), "or an earlier group has all of its weights"),
+        (parsed(groups=[{"match": "lm_haed.*"}]), "optim.groups: match: 'lm_haed.*' matches no trained weight"),
+        (parsed(groups=[{"match": "*"}, GROUP]), "or earlier groups match them all"),
         (
             parsed(name="adamw_8bit", stochastic_rounding=True),
             "optim.stochastic_rounding: true has no effect",

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from cohort.engine.forward_backward import AloneAccumulation, attempt
-from cohort.engine.out_of_memory import Meaning, TooLarge, is_out_of_memory, meaning_of, must_fit, too_large
-from cohort.errors import OutOfStepError
+from cohort.engine.forward_backward import LocalAccumulation, try_pass
+from cohort.engine.out_of_memory import (
+    MemoryFailure,
+    OutOfMemory,
+    classify_error,
+    is_out_of_memory,
+    micro_batch_out_of_memory,
+    must_fit,
+)
+from cohort.errors import RankDesyncError
 from tiny import random_sequences
 
 ASYNC = (
@@ -104,30 +111,30 @@ OTHER: list[tuple[type[Exception], str]] = [
     (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
     (DistBackendError, NCCL + "Cuda failure 1 'invalid argument'"),
     (RuntimeError, "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3412"),
-    (OutOfStepError, "out of memory on a single sequence of 9000 tokens, which cannot be split"),
+    (RankDesyncError, "out of memory on a single sequence of 9000 tokens, which cannot be split"),
     (ValueError, "CUDA out of memory"),
 ]
 MESSAGES = [
-    *((Meaning.SMALLER_BATCH, *message) for message in SMALLER_BATCH),
-    *((Meaning.DEAD_COMMUNICATOR, *message) for message in DEAD_COMMUNICATOR),
-    *((Meaning.OTHER, *message) for message in OTHER),
+    *((MemoryFailure.RECOVERABLE, *message) for message in SMALLER_BATCH),
+    *((MemoryFailure.DEAD_COMMUNICATOR, *message) for message in DEAD_COMMUNICATOR),
+    *((MemoryFailure.NONE, *message) for message in OTHER),
 ]
 
 
-@pytest.mark.parametrize(("meaning", "kind", "message"), MESSAGES)
-def test_messages_and_what_each_means(meaning: Meaning, kind: type[Exception], message: str):
-    assert meaning_of(kind(message)) is meaning
+@pytest.mark.parametrize(("failure", "kind", "message"), MESSAGES)
+def test_error_messages_are_classified(failure: MemoryFailure, kind: type[Exception], message: str):
+    assert classify_error(kind(message)) is failure
 
 
 def test_memory_that_really_runs_out():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert meaning_of(caught.value) is Meaning.SMALLER_BATCH
+    assert classify_error(caught.value) is MemoryFailure.RECOVERABLE
 
 
 def test_tritons_shared_memory_is_no_memory():
     errors = pytest.importorskip("triton.runtime.errors")
-    assert meaning_of(errors.OutOfResources(131072, 101376, "shared memory")) is Meaning.OTHER
+    assert classify_error(errors.OutOfResources(131072, 101376, "shared memory")) is MemoryFailure.NONE
 
 
 def test_nccl_that_runs_out_ends_the_process():
@@ -140,13 +147,13 @@ def test_nccl_that_runs_out_ends_the_process():
     def compute_nothing() -> None:
         pytest.fail("the communicator was used again")
 
-    expected = "out of memory inside NCCL.*this process ends"
-    accumulation = AloneAccumulation((), None)
-    with pytest.raises(OutOfStepError, match=expected):
-        attempt(accumulation, compute, compute_nothing)
-    with pytest.raises(OutOfStepError, match=expected), must_fit("in the update"):
+    expected = "out of memory inside NCCL.*this process exits"
+    accumulation = LocalAccumulation((), None)
+    with pytest.raises(RankDesyncError, match=expected):
+        try_pass(accumulation, compute, compute_nothing)
+    with pytest.raises(RankDesyncError, match=expected), must_fit("in the update"):
         compute()
-    with pytest.raises(OutOfStepError, match=expected) as caught:
+    with pytest.raises(RankDesyncError, match=expected) as caught:
         is_out_of_memory(kind(message))
     assert isinstance(caught.value.__cause__, DistBackendError)
 
@@ -154,11 +161,11 @@ def test_nccl_that_runs_out_ends_the_process():
 def test_the_budget_after_memory_ran_out():
     """Half of it, or of what did not fit where that is less."""
     one, two, three = random_sequences([(1, [1, 1, 1])])
-    assert too_large(700, [one, two, three]).half_of(1000) == 350
-    assert too_large(3, [one, two]).half_of(1000) == 1
-    assert too_large(700, [one]).half_of(1000) == 350
-    assert too_large(0, []).half_of(1000) == 500
-    assert TooLarge(700).half_of(500) == 250
+    assert micro_batch_out_of_memory(700, [one, two, three]).halve(1000) == 350
+    assert micro_batch_out_of_memory(3, [one, two]).halve(1000) == 1
+    assert micro_batch_out_of_memory(700, [one]).halve(1000) == 350
+    assert micro_batch_out_of_memory(0, []).halve(1000) == 500
+    assert OutOfMemory(700).halve(500) == 250
 
 
 @pytest.mark.parametrize(
@@ -167,10 +174,10 @@ def test_the_budget_after_memory_ran_out():
         (700, 1, 350, "out of memory on a single sequence of 700 tokens, which cannot be split. Set"),
         (1, 1, 1, "out of memory on a single sequence of 1 tokens"),
         (700, 2, 350, "out of memory on the 2 sequences of a single trajectory, of 700 tokens, which cannot be split"),
-        (0, 0, 1, "out of memory even without any sequence: the model's largest layer does not fit"),
+        (0, 0, 1, "out of memory even on an empty micro-batch: the model's largest layer does not fit"),
     ],
 )
 def test_the_end_where_nothing_becomes_smaller(num_tokens: int, num_sequences: int, budget: int, message: str):
     of_one = [replace(s, trajectory=0) for s in random_sequences([(1, [1] * num_sequences)])]
-    with pytest.raises(OutOfStepError, match=message):
-        too_large(num_tokens, of_one).half_of(budget)
+    with pytest.raises(RankDesyncError, match=message):
+        micro_batch_out_of_memory(num_tokens, of_one).halve(budget)

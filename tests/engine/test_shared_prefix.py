@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.engine import TrainEngine
-from cohort.engine.forward_backward import Turn, Work
-from cohort.errors import OutOfStepError
+from cohort.engine.forward_backward import Operation, StepSchedule
+from cohort.errors import RankDesyncError
 from cohort.models import SharedPrefix
 from cohort.models.offload.activation_checkpointing import enable_gradient_checkpointing
 from selection import examples, mostly_slow
@@ -175,14 +175,14 @@ def test_a_micro_batch_that_becomes_a_stream(way: str):
 
     hook = module.register_forward_hook(check) if way == "forward" else module.register_full_backward_hook(check)
     opened: list[int] = []
-    open_stream = Work.open
+    open_prefix = StepSchedule.open_prefix
 
-    def counting(work: Work):
+    def counting(schedule: StepSchedule):
         opened.append(1)
-        return open_stream(work)
+        return open_prefix(schedule)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Work, "open", counting)
+        patch.setattr(StepSchedule, "open_prefix", counting)
         old = {s.index: old_logprobs_of(s) for s in sequences}
         result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
     hook.remove()
@@ -199,7 +199,7 @@ def test_a_prompt_that_does_not_fit_ends_the_run():
         raise torch.OutOfMemoryError("injected")
 
     hook = engine.policy.model.model.layers[0].mlp.register_forward_hook(fail)
-    with pytest.raises(OutOfStepError, match=r"out of memory on a prompt of (29|30)\d tokens"):
+    with pytest.raises(RankDesyncError, match=r"out of memory on a prompt of (29|30)\d tokens"):
         engine.forward_backward(batch, algorithm.policy_loss)
     hook.remove()
 
@@ -245,16 +245,16 @@ def test_a_rank_without_a_stream_keeps_step():
     (batch,) = pack_for(engine.policy, sequences, 20)
     engine.forward_backward(batch, algorithm.policy_loss)
     expected = gradients(engine.policy.model)
-    open_, compute, close = Turn.OPEN, Turn.COMPUTE, Turn.CLOSE
-    wishes = iter([open_, compute, compute, close, open_, compute, close])  # what another rank wants
+    forward, compute, backward = Operation.PREFIX_FORWARD, Operation.MICRO_BATCH, Operation.PREFIX_BACKWARD
+    proposals = iter([forward, compute, compute, backward, forward, compute, backward])  # of another rank
 
     class TwoRanks(type(engine.ranks)):
         def largest(self, value: float) -> float:
-            return max(value, next(wishes, Turn.NOTHING))
+            return max(value, next(proposals, Operation.DONE))
 
     engine.ranks = TwoRanks()
     (batch,) = pack_for(engine.policy, sequences, 20)
     engine.forward_backward(batch, algorithm.policy_loss)
-    assert list(wishes) == []
+    assert list(proposals) == []
     actual = gradients(engine.policy.model)
     assert all(torch.equal(actual[key], expected[key]) for key in expected)

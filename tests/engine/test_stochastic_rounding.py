@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.engine import stochastic_rounding
 from cohort.engine.optimizer import Optimizers
-from cohort.engine.stochastic_rounding import noise_key, round_at_random
+from cohort.engine.stochastic_rounding import round_stochastically, rounding_key
 from rank_engine import OPTIMIZERS
 from selection import examples
 from test_optimizers import Model, train, weights_of
@@ -20,7 +20,7 @@ NAMES = ("adamw", "adamw_8bit", "muon", "sgd")
 
 def rounded(wide: torch.Tensor, *, key: int, first: int = 0) -> torch.Tensor:
     into = torch.empty(wide.shape, dtype=torch.bfloat16)
-    round_at_random(wide, into, key=key, first=first)
+    round_stochastically(wide, into, key=key, first=first)
     return into.float()
 
 
@@ -64,13 +64,13 @@ def test_what_is_a_bfloat16_stays_whatever_the_key():
 def test_the_noise_is_that_of_the_element_wherever_it_is_computed(monkeypatch: pytest.MonkeyPatch):
     """A shard rounds as the whole does, and blocks as one; another update, weight or seed rounds otherwise."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    key = noise_key(1, 2, "model.layers.0.weight")
+    key = rounding_key(1, 2, "model.layers.0.weight")
     whole = rounded(x, key=key)
     assert torch.equal(torch.cat([rounded(x[:333], key=key), rounded(x[333:], key=key, first=333)]), whole)
     monkeypatch.setattr(stochastic_rounding, "_BLOCK", 7)
     assert torch.equal(rounded(x, key=key), whole)
     for other in ((2, 2, "model.layers.0.weight"), (1, 3, "model.layers.0.weight"), (1, 2, "model.layers.1.weight")):
-        assert not torch.equal(rounded(x, key=noise_key(*other)), whole)
+        assert not torch.equal(rounded(x, key=rounding_key(*other)), whole)
     assert not torch.equal(rounded(x[333:], key=key), whole[333:])  # negative control: elements count from the shard
 
 

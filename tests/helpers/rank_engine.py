@@ -113,7 +113,7 @@ def batches_of(engine: TrainEngine, sequences, ranks: Ranks, budget: int):
     return pack(
         sequences,
         micro_batch_tokens=budget,
-        world_size=ranks.world_size,
+        dp_size=ranks.dp_size,
         share_prompts=layout == "shared",
         padded=layout == "padded",
     )

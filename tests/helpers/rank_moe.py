@@ -50,7 +50,7 @@ def step(engine: TrainEngine, budget: int) -> TrainResult:
     batches = pack(
         sequences(),
         micro_batch_tokens=budget,
-        world_size=engine.ranks.world_size,
+        dp_size=engine.ranks.dp_size,
         share_prompts=engine.policy.shares_prompts,
         padded=engine.policy.layout == "padded",
     )

@@ -109,13 +109,13 @@ def policy_of(model: PreTrainedModel) -> Policy:
 
 
 def pack_for(
-    policy: Policy, sequences: Sequence[TrainSequence], budget: int, *, world_size: int = 1
+    policy: Policy, sequences: Sequence[TrainSequence], budget: int, *, dp_size: int = 1
 ) -> tuple[TrainBatch, ...]:
     """Micro-batches in the layout that the policy computes."""
     return pack(
         sequences,
         micro_batch_tokens=budget,
-        world_size=world_size,
+        dp_size=dp_size,
         share_prompts=policy.shares_prompts,
         padded=policy.layout == "padded",
     )

@@ -112,7 +112,7 @@ def test_a_port_that_another_program_has(tmp_path):
         port = other.getsockname()[1]
         assert_refused(
             LaunchedRank(path, RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_PORT=port).end(),
-            f"error: MASTER_PORT: 127.0.0.1:{port} is in use by another program; give another port",
+            f"error: MASTER_PORT: 127.0.0.1:{port} is in use by another program; use another port",
             "(torchrun --master-port)",
         )
     assert not (tmp_path / "run").exists()
@@ -122,20 +122,20 @@ def test_a_place_where_nobody_is(tmp_path):
     path, port = set_up(tmp_path, hardware={"timeout_s": 3}), free_port()
     assert_refused(
         LaunchedRank(path, RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port).end(),
-        f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 3 s: is rank 0 running there",
+        f"error: rank 1 of 2 could not reach the rendezvous at 127.0.0.1:{port} within 3 s. Check that rank 0 runs",
     )
 
 
 @pytest.mark.parametrize(("first", "second"), [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (2, 3))])
 def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
     path, port = set_up(tmp_path, hardware={"timeout_s": 300}), free_port()
-    told = f"rank 0 on {socket.gethostname()} says {first[1]} processes, rank {second[0]} on"
+    told = f"rank 0 on {socket.gethostname()} has WORLD_SIZE={first[1]}, rank {second[0]} on"
     processes = [
         LaunchedRank(path, RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, MASTER_PORT=port)
         for rank, world_size in (first, second)
     ]
     for ended in [process.end() for process in processes]:
-        assert_refused(ended, f"error: the processes do not agree on their number: {told}", "--nnodes")
+        assert_refused(ended, f"error: ranks have different world sizes: {told}", "--nnodes")
     assert not (tmp_path / "run").exists()
 
 
@@ -150,9 +150,9 @@ def test_processes_that_do_not_agree_on_their_number(tmp_path, first, second):
                 "--nproc-per-node 3, or hardware.processes: auto",
             ],
         ),
-        ({}, ["the environment of a distributed run is incomplete ('MASTER_PORT'); start it with torchrun"]),
-        ({"MASTER_PORT": "high"}, ["the environment of a distributed run is incomplete (invalid literal"]),
-        ({"MASTER_PORT": "1", "RANK": "2"}, ["RANK=2 with WORLD_SIZE=2: ranks go from 0 to WORLD_SIZE - 1"]),
+        ({}, ["MASTER_ADDR or MASTER_PORT is missing or invalid ('MASTER_PORT'); start the run with torchrun"]),
+        ({"MASTER_PORT": "high"}, ["MASTER_ADDR or MASTER_PORT is missing or invalid (invalid literal"]),
+        ({"MASTER_PORT": "1", "RANK": "2"}, ["RANK=2 is out of range for WORLD_SIZE=2; use 0 to 1"]),
     ],
 )
 def test_an_environment_that_does_not_fit(tmp_path, cohort, monkeypatch, environment, parts):

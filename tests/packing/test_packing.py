@@ -63,20 +63,20 @@ def test_an_empty_micro_batch_is_one_token_that_nothing_is_scored_after():
     lengths=LENGTHS,
     budget=st.integers(1, 300),
     layout=st.sampled_from(["shared", "packed", "padded"]),
-    world_size=st.integers(1, 3),
+    dp_size=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget: int, layout: str, world_size: int, seed: int):
+def test_the_budget_is_a_cap_and_no_token_is_lost(lengths, budget: int, layout: str, dp_size: int, seed: int):
     sequences = random_sequences(lengths)
     shuffled = [sequences[i] for i in np.random.default_rng(seed).permutation(len(sequences))]
     batches = pack(
         shuffled,
         micro_batch_tokens=budget,
-        world_size=world_size,
+        dp_size=dp_size,
         share_prompts=layout == "shared",
         padded=layout == "padded",
     )
-    assert len(batches) == world_size and len({len(b.micro_batches) for b in batches}) == 1
+    assert len(batches) == dp_size and len({len(b.micro_batches) for b in batches}) == 1
     for batch in batches:
         assert batch.num_trajectories == len(sequences)
         assert batch.num_loss_tokens == sum(s.num_loss_tokens for s in sequences)

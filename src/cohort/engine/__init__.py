@@ -1,4 +1,4 @@
-"""The training engine: gradients of a batch, one optimizer step. It is given the loss and knows no algorithm."""
+"""The training engine: forward_backward and optimizer steps. The loss is an argument, so it knows no algorithm."""
 
 from cohort.engine.budget_search import LargestShare, find_budget
 from cohort.engine.critic_engine import CriticEngine

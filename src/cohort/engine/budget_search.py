@@ -1,4 +1,4 @@
-"""`train.micro_batch_tokens: auto`: the most tokens that fit into memory, found by trying."""
+"""Find the largest token budget that fits into memory, for `train.micro_batch_tokens: auto`."""
 
 import os
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from cohort.engine.train_engine import TrainEngine
 from cohort.models import Policy
 from cohort.records import TrainSequence
 
-_CLOSE_ENOUGH = 1.1  # the search ends when what fits and what does not differ by less than this factor
-_MARGIN = 0.9  # of what fits: a fresh allocator fits a little more than one that has been at work for hours
-_HOST_SHARE = 0.5  # of the host's free memory, which the system would rather overbook than refuse
+_RATIO = 1.1  # the search ends when the smallest budget that fails is at most this times the largest that fits
+_MARGIN = 0.9  # of the largest that fits: memory becomes fragmented over time
+_HOST_SHARE = 0.5  # of the host's free memory: systems overcommit memory instead of failing an allocation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestShare:
-    """The most that a rank computes of a step: the run's longest prompt and longest completions, in groups."""
+    """The largest share of a step that a rank can get: groups of the longest prompt and the longest completions."""
 
     prompt_tokens: int
     completion_tokens: int
-    num_generations: int  # completions of a prompt
-    num_sequences: int  # completions of the rank
+    num_generations: int  # completions per prompt
+    num_sequences: int  # completions of this rank
 
     @property
     def sequence_tokens(self) -> int:
-        """Input tokens of the prompt and one completion, whose last token is no input."""
+        """Input tokens of the prompt and one completion; the last token is not an input."""
         return self.prompt_tokens + self.completion_tokens - 1
 
 
@@ -42,18 +42,18 @@ def find_budget(
     most_tokens: int,
     reserved_bytes: int = 0,
 ) -> int:
-    """The most tokens of a micro-batch that fit on every rank; every rank calls this and gets the same.
+    """Find the largest token budget that fits on every rank, and set it. Every rank calls this and gets the same.
 
-    Forward and backward passes are tried on groups that nothing is learned from, whose completions share their prompts
-    where those of the run do, with room kept for the optimizer's state. On a CPU, where memory does not run out but the
-    process is killed, what a short pass keeps for its backward bounds the trials.
+    Forward and backward passes are tried on groups with loss weight 0, sharing prompts as in training, with memory
+    reserved for the optimizer's state. On a CPU the process would be killed instead of getting an error, so the trials
+    are bounded by an estimate from the activations of a short pass.
 
     Args:
-        engine: before its first step. Its budget is what is found from here on.
+        engine: before its first step.
         per_token_loss: of the run.
-        share: trials are made of its groups.
-        most_tokens: more there never is to compute at a time.
-        reserved_bytes: that something else will take on this rank, and has not yet.
+        share: the trials consist of its groups.
+        most_tokens: upper bound: a micro-batch never needs more tokens.
+        reserved_bytes: memory to leave free on this rank for something that is not allocated yet.
     """
     longest = share.sequence_tokens
     if engine.policy.device.type == "cpu":
@@ -68,11 +68,11 @@ def find_budget(
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number from `least` to `most` that fits, less a margin; `least` is not tried."""
+    """Return the largest number from `least` to `most` that fits, minus a margin; `least` is not tried."""
     if most <= least or fits(most):
         return most
     low, high = least, most
-    while high / low > _CLOSE_ENOUGH:
+    while high / low > _RATIO:
         middle = round((low * high) ** 0.5)
         if fits(middle):
             low = middle
@@ -82,10 +82,10 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, share: LargestShare) -> int:
-    """How many tokens this process's share of the host's free memory has room for."""
+    """Estimate how many tokens fit into this process's share of the host's free memory."""
     kept: dict[int, int] = {}
     longest = share.sequence_tokens
-    weights = {p.data_ptr() for p in engine.policy.model.parameters()}  # there whatever the micro-batch
+    weights = {p.data_ptr() for p in engine.policy.model.parameters()}  # allocated in any case
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -100,7 +100,7 @@ def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, share: Larg
 
 
 def _free_host_bytes() -> int:
-    """Memory that this process may still take, by the system or by its control group."""
+    """Return the free memory of the system or of this process's control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -109,25 +109,24 @@ def _free_host_bytes() -> int:
         if limit != "max":
             free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except (OSError, KeyError, ValueError):
-        pass  # another system, or another version of control groups
+        pass  # not Linux, or another version of control groups
     return max(free, 1)
 
 
 def _trial(tokens: int, share: LargestShare, policy: Policy) -> tuple[TrainSequence, ...]:
-    """Sequences of loss weight 0 that a micro-batch of this policy computes with `tokens` positions, or all there are.
+    """Make sequences of loss weight 0 for a micro-batch of `tokens` positions, or of all sequences if they have fewer.
 
-    They are whole groups one after another, and a part of one at the end, whose last completion is as long as there is
-    room for. A rest that is shorter than a prompt makes the prompt shorter.
+    They are whole groups and, at the end, part of a group, whose last completion or prompt is cut to fit.
     """
     per_prompt = share.num_generations if policy.shares_prompts else 1
-    after = share.completion_tokens - 1  # inputs of a completion, which follow the prompt's
+    completion_inputs = share.completion_tokens - 1
     sequences: list[TrainSequence] = []
     while tokens > 0 and len(sequences) < share.num_sequences:
         prompt = min(share.prompt_tokens, tokens)
         tokens -= prompt
         number = len(sequences)
         for _ in range(min(per_prompt, share.num_sequences - number)):
-            inputs = min(after, tokens)
+            inputs = min(completion_inputs, tokens)
             tokens -= inputs
             sequences.append(_sequence(prompt, inputs, group=number, index=len(sequences)))
             if tokens == 0:
@@ -136,7 +135,7 @@ def _trial(tokens: int, share: LargestShare, policy: Policy) -> tuple[TrainSeque
 
 
 def _sequence(num_prompt: int, num_inputs: int, *, group: int, index: int) -> TrainSequence:
-    """A prompt and a completion of `num_inputs` tokens and the one that they predict."""
+    """Make a sequence of a prompt and a completion with `num_inputs` inputs and one token more."""
     token_ids = np.arange(num_prompt + num_inputs + 1, dtype=np.int64) % 2
     return TrainSequence.single_turn(
         token_ids[:num_prompt], token_ids[num_prompt:], index=index, group=group, advantages=1.0, returns=1.0

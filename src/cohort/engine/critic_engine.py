@@ -1,4 +1,4 @@
-"""Training of a critic: the engine with values in the place of logprobs, and returns in that of advantages.
+"""Train a critic: the training engine with values and returns instead of logprobs and advantages.
 
 T loss tokens of a micro-batch, C of one sequence.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cohort.batch import MicroBatch, ValueInputs
-from cohort.engine.loss import MicroBatchLoss, PerSequence, PerTokenLoss, joined
+from cohort.engine.loss import MicroBatchLoss, PerSequence, PerTokenLoss, concat_sequences
 from cohort.engine.train_engine import TrainEngine
 from cohort.models import Critic, PrefixState
 from cohort.records import ForwardOnlyOutput, TrainSequence
@@ -17,18 +17,18 @@ from cohort.records import ForwardOnlyOutput, TrainSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueStepLoss:
-    """`sum(loss_weight * per_token_loss)` of values over the tokens of any of a step's sequences."""
+    """Value loss `sum(loss_weight * per_token_loss)` of a step's micro-batches."""
 
     policy: Critic
-    value_loss: PerTokenLoss  # of `ValueInputs`
-    old_values: PerSequence | None  # None: the current critic is the old one
+    value_loss: PerTokenLoss  # takes `ValueInputs`
+    old_values: PerSequence | None  # None if the current critic is the old one
 
     def __call__(
         self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
     ) -> MicroBatchLoss:
-        """Forward pass of a micro-batch, see `StepLoss`."""
+        """Run the forward pass of a micro-batch; see `StepLoss`."""
         values = self.policy.values(micro_batch, prefix=prefix)
-        old = joined(self.old_values, sequences, micro_batch.loss_weights)
+        old = concat_sequences(self.old_values, sequences, micro_batch.loss_weights)
         if old is None:
             old = values.detach()
         out = self.value_loss(ValueInputs(values=values, old_values=old, returns=micro_batch.returns.to(values)))
@@ -38,9 +38,9 @@ class ValueStepLoss:
 
 
 class CriticEngine(TrainEngine):
-    """Holds a critic and its optimizer. Its loss is of `ValueInputs`, over sequences that have returns.
+    """Train a critic on sequences with returns; its loss takes `ValueInputs`.
 
-    What `TrainEngine` keeps of the first pass over a batch are the old values.
+    `old_outputs` are the old values.
     """
 
     policy: Critic
@@ -48,8 +48,8 @@ class CriticEngine(TrainEngine):
     def forward_only(
         self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
     ) -> dict[ForwardOnlyOutput, PerSequence]:
-        """The values of this rank's sequences, see `TrainEngine.forward_only`."""
-        assert wanted == {"values"}, "a critic has nothing else to say"
+        """Compute the values of this rank's sequences; see `TrainEngine.forward_only`."""
+        assert wanted == {"values"}, "a critic computes only values"
         return {"values": super().forward_only(sequences, {"logprobs"})["logprobs"]}
 
     def _step_loss(self, per_token_loss: PerTokenLoss, *, is_old: bool) -> ValueStepLoss:

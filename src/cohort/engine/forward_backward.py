@@ -1,11 +1,12 @@
-"""The passes of a step: what is left to compute, forward and backward of each, and gradients added up over all of them.
+"""Run a step's forward and backward passes, in the same order on all ranks, and accumulate gradients.
 
-Every rank runs the same passes at the same time, as each of them is a sequence of collectives. A pass is a micro-batch,
-or the prompt of a stream: forward when it is opened, backward when all parts of the streams that are open have been
-computed. A rank without a stream opens nothing in particular then, and goes on with its micro-batches meanwhile.
+Every pass is a sequence of collectives, so all ranks run the same kind of pass at the same time. An operation is the
+forward and backward of a micro-batch, or one of them for the shared prefix of a split group: its forward comes before
+the group's micro-batches, its backward after them. A rank without a split group runs an empty prefix, and its own
+micro-batches meanwhile.
 
-A backward pass that runs out of memory halfway has added its gradient to some parameters and not to others. Nobody
-keeps a record of which: all ranks drop their gradients and begin again, with smaller micro-batches.
+If a backward pass runs out of memory, some parameters have its gradient and others do not. All ranks then discard their
+gradients and retry the step with smaller micro-batches.
 """
 
 from collections import deque
@@ -22,283 +23,290 @@ from torch import Tensor, nn
 from cohort import stopping
 from cohort.batch import MicroBatch, TrainBatch
 from cohort.distributed import Ranks
-from cohort.engine.loss import AnyStepLoss, Totals, per_sequence
-from cohort.engine.out_of_memory import NOTHING, TooLarge, is_out_of_memory, must_fit, too_large, too_large_prompt
-from cohort.engine.router_aux_loss import Balance
+from cohort.engine.loss import AnyStepLoss, StepMetrics, per_sequence
+from cohort.engine.out_of_memory import (
+    EMPTY_OUT_OF_MEMORY,
+    OutOfMemory,
+    is_out_of_memory,
+    micro_batch_out_of_memory,
+    must_fit,
+    prefix_out_of_memory,
+)
+from cohort.engine.router_aux_loss import RouterAuxLoss
 from cohort.host_to_device import to_device
 from cohort.models import CollectiveCounter, Policy, SharedPrefix
 from cohort.packing import collate, collate_part, collate_prompt
 from cohort.records import IntArray, TrainSequence
 
 
-class Accumulation(Protocol):
+class GradientAccumulation(Protocol):
     """Gradient accumulation over the passes of a step."""
 
-    scale: float  # factor of the loss that undoes what the addition over ranks divides by
+    scale: float  # factor of the loss that undoes the mean over ranks
 
-    def begin(self) -> None:
-        """A pass begins: a micro-batch, or one way through the prompt of a stream."""
+    def begin_pass(self) -> None:
+        """Prepare for a pass."""
         ...
 
-    def recover(self, compute_nothing: Callable[[], object]) -> None:
-        """After a pass failed: free what it held, and stay in step with the other ranks.
+    def recover(self, run_empty: Callable[[], object]) -> None:
+        """Free what a failed pass held, and complete its collectives.
 
         Args:
-            compute_nothing: the same pass without any sequences.
+            run_empty: runs the same pass without sequences.
         """
         ...
 
-    def behind(self) -> AbstractContextManager[None]:
-        """Inside, in `compute_nothing`, is what came before the pass that failed, and all ranks have behind them."""
+    def skip_collectives(self) -> AbstractContextManager[None]:
+        """Context, inside `run_empty`, for what all ranks completed before the failed pass."""
         ...
 
-    def start_again(self) -> None:
-        """All ranks drop what they have begun."""
+    def reset(self) -> None:
+        """Discard unfinished passes, on all ranks."""
         ...
 
 
-class AloneAccumulation:
-    """One process: autograd adds to each parameter's gradient, once per backward pass.
+class LocalAccumulation:
+    """Accumulate gradients in a single process, with sparse embedding gradients.
 
-    The gradient of an embedding table is 0 but for the rows of the tokens in a micro-batch. Only these are made and
-    added: as many numbers as in the whole table, once more in every backward pass, are more than all else in small
-    models with large vocabularies.
+    The gradient of an embedding table is 0 except in the rows of a micro-batch's tokens. Only these rows are computed
+    and added. Dense gradients of the whole table in every backward pass would dominate the time of small models with
+    large vocabularies.
     """
 
     scale = 1.0
 
     def __init__(self, tables: Sequence[nn.Embedding], head: Tensor | None):
-        """Take over the gradients of a model.
+        """Make the gradients of the embeddings sparse.
 
         Args:
-            tables: of embeddings, whose gradient may be sparse.
-            head: weight of the language-model head, whose gradient is dense; one of the tables' where they are tied.
+            tables: embeddings.
+            head: weight of the language-model head, whose gradient is dense; a table's own weight if they are tied.
         """
-        self._added_to = [table.weight for table in tables if table.weight.requires_grad and table.weight is not head]
+        self._sparse = [table.weight for table in tables if table.weight.requires_grad and table.weight is not head]
         for table in tables:
-            # sums of rows in 16 bits are left to the dense form, which adds them up in 32
+            # 16-bit rows stay dense, because the dense form adds them up in 32 bits
             table.sparse = table.weight.dtype in (torch.float32, torch.float64)
 
-    def begin(self) -> None:
-        """Make the gradients that sparse ones are added to."""
-        for weight in self._added_to:
-            if weight.grad is None:  # what is sparse is added to what is dense; else it would be the gradient itself
-                weight.grad = no_gradient(weight)
+    def begin_pass(self) -> None:
+        """Create the dense gradients that sparse ones are added to."""
+        for weight in self._sparse:
+            if weight.grad is None:  # otherwise the sparse gradient itself would become the gradient
+                weight.grad = zero_gradient(weight)
 
-    def recover(self, compute_nothing: Callable[[], object]) -> None:
-        """Nobody waits for this process: nothing needs to be computed."""
+    def recover(self, run_empty: Callable[[], object]) -> None:
+        """Free cached memory; there are no collectives to complete."""
         torch.cuda.empty_cache()
 
-    def behind(self) -> AbstractContextManager[None]:
-        """Nothing is owed to anyone."""
+    def skip_collectives(self) -> AbstractContextManager[None]:
+        """Do nothing: there are no collectives."""
         return nullcontext()
 
-    def start_again(self) -> None:
-        """Nothing is kept between passes."""
+    def reset(self) -> None:
+        """Do nothing: no state is kept between passes."""
 
 
 class ShardedAccumulation:
-    """FSDP2 reduces each group's gradient over the mesh axis `dp`, which may have one rank, and takes the mean."""
+    """Accumulate gradients with FSDP2, which averages them over the mesh axis `dp` (possibly of size 1)."""
 
     def __init__(self, collectives: CollectiveCounter, dp_size: int):
         self.scale = float(dp_size)
         self._collectives = collectives
 
-    def begin(self) -> None:
-        """Count collectives."""
+    def begin_pass(self) -> None:
+        """Start counting collectives."""
         self._collectives.begin()
 
-    def recover(self, compute_nothing: Callable[[], object]) -> None:
-        """Issue the rest of the pass's collectives: the other ranks are in the midst of it and need them."""
+    def recover(self, run_empty: Callable[[], object]) -> None:
+        """Issue the rest of the pass's collectives, which the other ranks are waiting for."""
         self._collectives.skip_issued()
-        torch.cuda.empty_cache()  # what was gathered is free by now
-        compute_nothing()
+        torch.cuda.empty_cache()  # gathered weights are free by now
+        run_empty()
 
-    def behind(self) -> AbstractContextManager[None]:
-        """The other ranks do not take part inside."""
+    def skip_collectives(self) -> AbstractContextManager[None]:
+        """Context in which no collectives are issued."""
         return self._collectives.skip_all()
 
-    def start_again(self) -> None:
-        """Forget the prompts that are open, and whatever else a pass has left."""
+    def reset(self) -> None:
+        """Discard open prefixes and any other state of unfinished passes."""
         self._collectives.reset()
 
 
-def no_gradient(parameter: Tensor) -> Tensor:
-    """Zeros, in the dtype that the parameter's gradients are added up in."""
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Return zeros in the dtype in which the parameter's gradients are accumulated."""
     return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
-def attempt(accumulation: Accumulation, compute: Callable[[], object], compute_nothing: Callable[[], object]) -> bool:
-    """Run a pass, in step with the other ranks. Whether it fitted into memory; else nothing of it is of use.
+def try_pass(accumulation: GradientAccumulation, run: Callable[[], object], run_empty: Callable[[], object]) -> bool:
+    """Run a pass; return whether it fit into memory. If not, discard its results.
 
     Args:
         accumulation: of the gradients.
-        compute: the pass.
-        compute_nothing: the same pass without sequences, which the other ranks need where they are in the midst of it.
+        run: the pass.
+        run_empty: the same pass without sequences, for the collectives that other ranks are waiting for.
 
     Raises:
-        OutOfStepError: there is not even memory for nothing.
+        RankDesyncError: not even the empty pass fits.
     """
-    accumulation.begin()
+    accumulation.begin_pass()
     try:
-        compute()
+        run()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     else:
         return True
-    # not in the except block: there the traceback holds what the failed pass has computed
-    with must_fit(str(NOTHING.whole)):
-        accumulation.recover(compute_nothing)
+    # outside the except block, whose traceback would keep the tensors of the failed pass alive
+    with must_fit(str(EMPTY_OUT_OF_MEMORY.indivisible)):
+        accumulation.recover(run_empty)
     return False
 
 
 Sequences = tuple[TrainSequence, ...]
 
 
-class Turn(IntEnum):
-    """What all ranks do at the same time. The largest of their wishes is done."""
+class Operation(IntEnum):
+    """What all ranks do next. Ranks propose an operation each; the largest proposal wins."""
 
-    NOTHING = 0
-    CLOSE = 1  # backward of the open prompts
-    COMPUTE = 2  # a micro-batch, or a part of a stream
-    OPEN = 3  # forward of prompts
-    START_AGAIN = 4  # with smaller micro-batches: a rank has run out of memory
-    STOP = 5  # the run was asked to end
+    DONE = 0
+    PREFIX_BACKWARD = 1
+    MICRO_BATCH = 2  # forward and backward
+    PREFIX_FORWARD = 3
+    RETRY = 4  # with smaller micro-batches: a rank has run out of memory
+    STOP = 5  # the run was asked to stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Sequences to compute together; empty if this rank only keeps step with the others."""
+class ScheduledMicroBatch:
+    """Sequences to compute together; empty if this rank only takes part in collectives."""
 
     sequences: Sequences = ()
-    in_stream: bool = False  # goes on from the open prompt
+    continues_prefix: bool = False  # continues the open prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """A group whose prompt is computed once and whose completions are computed in parts."""
+class SplitGroup:
+    """A group over several micro-batches, with its shared prefix computed once."""
 
-    prompt: IntArray  # [P] token ids
-    parts: tuple[Sequences, ...]
+    prefix: IntArray  # [P] token ids
+    parts: tuple[Sequences, ...]  # one micro-batch each
 
     @classmethod
-    def of(cls, parts: tuple[Sequences, ...]) -> "Stream":
-        """Of the parts, which all begin with the prompt."""
+    def from_parts(cls, parts: tuple[Sequences, ...]) -> "SplitGroup":
+        """Make a split group; the prefix is the one that all its sequences share."""
         first = parts[0][0]
-        return cls(prompt=first.token_ids[: first.shared_prefix_tokens], parts=parts)
+        return cls(prefix=first.token_ids[: first.shared_prefix_tokens], parts=parts)
 
 
-class Work:
-    """The streams and micro-batches of a rank that are not computed yet."""
+class StepSchedule:
+    """Schedule of a rank's micro-batches and split groups, with the order of operations agreed among ranks."""
 
     def __init__(self, batch: TrainBatch):
-        self.ran_out = False  # of memory, on this rank
+        self.out_of_memory = False  # on this rank
         self._micro_batches = deque(batch.micro_batches)
-        self._streams = deque(map(Stream.of, batch.split_groups))
-        self._is_open = False  # on all ranks or none
-        self._has_stream = False  # this rank, of those that are open
-        self._parts: deque[Sequences] = deque()  # of it
+        self._split_groups = deque(map(SplitGroup.from_parts, batch.split_groups))
+        self._prefix_open = False  # on all ranks or none
+        self._has_prefix = False  # whether the open prefix of this rank is not empty
+        self._parts: deque[Sequences] = deque()  # of the open split group
 
-    def agree(self, ranks: Ranks, *, may_stop: bool = False) -> Turn:
-        """What all ranks do next.
+    def next_operation(self, ranks: Ranks, *, may_stop: bool = False) -> Operation:
+        """Agree with the other ranks on the next operation.
 
         Args:
-            ranks: all that do it.
-            may_stop: nothing is lost by leaving the rest undone; the same on every rank.
+            ranks: all ranks call this.
+            may_stop: whether the step can be abandoned without losing anything; the same on every rank.
         """
         if may_stop and stopping.requested():
-            wish = Turn.STOP
-        elif self.ran_out:
-            wish = Turn.START_AGAIN
-        elif self._is_open:
-            wish = Turn.COMPUTE if self._parts else Turn.CLOSE
-        elif self._streams:
-            wish = Turn.OPEN
+            proposal = Operation.STOP
+        elif self.out_of_memory:
+            proposal = Operation.RETRY
+        elif self._prefix_open:
+            proposal = Operation.MICRO_BATCH if self._parts else Operation.PREFIX_BACKWARD
+        elif self._split_groups:
+            proposal = Operation.PREFIX_FORWARD
         else:
-            wish = Turn.COMPUTE if self._micro_batches else Turn.NOTHING
-        return Turn(int(ranks.largest(wish)))
+            proposal = Operation.MICRO_BATCH if self._micro_batches else Operation.DONE
+        return Operation(int(ranks.largest(proposal)))
 
-    def open(self) -> Stream | None:
-        """The stream whose prompt is to be opened; None where this rank has no more."""
-        stream = self._streams.popleft() if self._streams else None
-        self._is_open, self._has_stream = True, stream is not None
-        self._parts = deque(stream.parts if stream else ())
-        return stream
+    def open_prefix(self) -> SplitGroup | None:
+        """Return the split group whose prefix is next; None if this rank has none left."""
+        group = self._split_groups.popleft() if self._split_groups else None
+        self._prefix_open, self._has_prefix = True, group is not None
+        self._parts = deque(group.parts if group else ())
+        return group
 
-    def close(self) -> None:
-        """All parts are through."""
-        self._is_open = self._has_stream = False
+    def close_prefix(self) -> None:
+        """Mark the open prefix as finished."""
+        self._prefix_open = self._has_prefix = False
 
-    def next(self) -> Piece:
-        """What this rank computes now."""
+    def next_micro_batch(self) -> ScheduledMicroBatch:
+        """Return this rank's next micro-batch."""
         if self._parts:
-            return Piece(sequences=self._parts.popleft(), in_stream=True)
-        if self._has_stream or not self._micro_batches:  # beside an open prompt is no room for more
-            return Piece()
-        return Piece(sequences=self._micro_batches.popleft())
+            return ScheduledMicroBatch(sequences=self._parts.popleft(), continues_prefix=True)
+        if self._has_prefix or not self._micro_batches:  # the open prefix leaves no room for other micro-batches
+            return ScheduledMicroBatch()
+        return ScheduledMicroBatch(sequences=self._micro_batches.popleft())
 
 
-class Passes:
-    """Adds the gradient of pieces and streams to the parameters', and keeps what comes out of them."""
+class ForwardBackward:
+    """Run the operations of a step: add gradients to the parameters, and collect outputs and metrics.
 
-    def __init__(self, loss: AnyStepLoss, accumulation: Accumulation, balance: Balance | None = None):
-        """Of one way through a step's sequences.
+    Each operation returns what did not fit into memory, or None. After a failure the whole step must be retried.
+    """
+
+    def __init__(
+        self, loss: AnyStepLoss, accumulation: GradientAccumulation, router_aux_loss: RouterAuxLoss | None = None
+    ):
+        """Start one pass through a step.
 
         Args:
-            loss: of their tokens.
+            loss: of the step's tokens.
             accumulation: of the gradients.
-            balance: the loss of the routers, where there is one.
+            router_aux_loss: load-balancing loss of the routers, if any.
         """
-        self.totals = Totals()
+        self.metrics = StepMetrics()
         self.outputs: dict[int, torch.Tensor] = {}  # sequence index -> [C], of the old model
         self._loss = loss
         self._policy = loss.policy
         self._accumulation = accumulation
-        self._balance = balance
-        self._prompt: SharedPrefix | None = None
-        self._prompt_tokens = 0  # of the open prompt; 0 where that is nothing in particular
-        self._prompt_loss: torch.Tensor | None = None  # of the routers, in the open prompt
+        self._router_aux_loss = router_aux_loss
+        self._prefix: SharedPrefix | None = None
+        self._prefix_tokens = 0  # of the open prefix; 0 if it is empty
+        self._prefix_loss: torch.Tensor | None = None  # router loss of the open prefix
 
-    def compute(self, piece: Piece) -> TooLarge | None:
-        """Add a piece's gradient.
-
-        Args:
-            piece: to compute; an empty one keeps step with the other ranks.
-
-        Returns:
-            what did not fit into memory; then this way through the step leads nowhere.
-        """
-        fits = self._attempt(
-            lambda: self._micro_batch(piece.sequences, self._prompt if piece.in_stream else None),
-            lambda nothing: nothing._micro_batch((), None),
+    def micro_batch(self, micro_batch: ScheduledMicroBatch) -> OutOfMemory | None:
+        """Run forward and backward of a micro-batch; an empty one only takes part in collectives."""
+        sequences = micro_batch.sequences
+        fits = self._try(
+            lambda: self._micro_batch(sequences, self._prefix if micro_batch.continues_prefix else None),
+            lambda empty: empty._micro_batch((), None),
         )
-        return None if fits else too_large(num_positions(piece.sequences, self._policy), piece.sequences)
+        return None if fits else micro_batch_out_of_memory(num_positions(sequences, self._policy), sequences)
 
-    def open(self, stream: Stream | None) -> TooLarge | None:
-        """Forward of a stream's prompt, see `compute`; of nothing in particular where this rank has no stream."""
-        fits = self._attempt(lambda: self._open(stream), lambda nothing: nothing._open(None))
-        return None if fits else too_large_prompt(self._prompt_tokens)
+    def prefix_forward(self, group: SplitGroup | None) -> OutOfMemory | None:
+        """Run the forward pass of a split group's prefix; of an empty prefix if this rank has no group."""
+        fits = self._try(lambda: self._prefix_forward(group), lambda empty: empty._prefix_forward(None))
+        return None if fits else prefix_out_of_memory(self._prefix_tokens)
 
-    def close(self) -> TooLarge | None:
-        """Backward of the open prompt, see `compute`."""
+    def prefix_backward(self) -> OutOfMemory | None:
+        """Run the backward pass of the open prefix."""
 
-        def open_and_close(nothing: Passes) -> None:
-            with self._accumulation.behind():
-                nothing._open(None)
-            nothing._close()
+        def forward_and_backward(empty: ForwardBackward) -> None:
+            with self._accumulation.skip_collectives():
+                empty._prefix_forward(None)
+            empty._prefix_backward()
 
-        return None if self._attempt(self._close, open_and_close) else too_large_prompt(self._prompt_tokens)
+        fits = self._try(self._prefix_backward, forward_and_backward)
+        return None if fits else prefix_out_of_memory(self._prefix_tokens)
 
-    def _attempt(self, compute: Callable[[], None], compute_nothing: Callable[["Passes"], None]) -> bool:
-        """A pass; where it fails, the same without sequences, of which nothing is kept."""
-        nothing = Passes(self._loss, self._accumulation, self._balance)
-        return attempt(self._accumulation, compute, lambda: compute_nothing(nothing))
+    def _try(self, run: Callable[[], None], run_empty: Callable[["ForwardBackward"], None]) -> bool:
+        """Run a pass; if it fails, run an empty one on a throwaway instance."""
+        empty = ForwardBackward(self._loss, self._accumulation, self._router_aux_loss)
+        return try_pass(self._accumulation, run, lambda: run_empty(empty))
 
-    def _open(self, stream: Stream | None) -> None:
-        prompt = stream.prompt if stream else np.zeros(0, dtype=np.int64)
-        num_tokens = self._prompt_tokens = len(prompt)
-        self.totals.count(
+    def _prefix_forward(self, group: SplitGroup | None) -> None:
+        token_ids = group.prefix if group else np.zeros(0, dtype=np.int64)
+        num_tokens = self._prefix_tokens = len(token_ids)
+        self.metrics.count(
             {
                 "num_inputs": num_tokens,
                 "num_positions": num_tokens,
@@ -306,59 +314,58 @@ class Passes:
                 "attention_pairs": num_tokens * (num_tokens + 1) // 2,
             }
         )
-        num_completions = sum(map(len, stream.parts)) if stream else 0
-        micro_batch = on_device(collate_prompt(prompt, num_completions=num_completions), self._policy)
-        with self._routed(micro_batch) as losses:
-            self._prompt = self._policy.forward_prefix(micro_batch)
-        self._prompt_loss = losses[0] * self._accumulation.scale if losses else None
+        num_completions = sum(map(len, group.parts)) if group else 0
+        micro_batch = on_device(collate_prompt(token_ids, num_completions=num_completions), self._policy)
+        with self._collect_router_loss(micro_batch) as losses:
+            self._prefix = self._policy.forward_prefix(micro_batch)
+        self._prefix_loss = losses[0] * self._accumulation.scale if losses else None
 
-    def _close(self) -> None:
-        assert self._prompt is not None, "ranks open and close together"
-        self._prompt.backward(self._prompt_loss)
-        self._prompt = self._prompt_loss = None
+    def _prefix_backward(self) -> None:
+        assert self._prefix is not None, "forward and backward of a prefix come in pairs"
+        self._prefix.backward(self._prefix_loss)
+        self._prefix = self._prefix_loss = None
 
-    def _micro_batch(self, sequences: Sequences, prompt: SharedPrefix | None) -> None:
-        """Forward and backward of some sequences, or of none: to stay in step with the other ranks."""
-        prefix = None if prompt is None else prompt.detach()
-        share = self._policy.shares_prompts
-        on_host = collate(sequences, share_prompts=share) if prefix is None else collate_part(sequences)
+    def _micro_batch(self, sequences: Sequences, shared: SharedPrefix | None) -> None:
+        prefix = None if shared is None else shared.detach()
+        share_prompts = self._policy.shares_prompts
+        on_host = collate(sequences, share_prompts=share_prompts) if prefix is None else collate_part(sequences)
         micro_batch = on_device(on_host, self._policy)
-        with self._routed(micro_batch) as losses:
+        with self._collect_router_loss(micro_batch) as router_losses:
             out = self._loss(micro_batch, sequences, prefix)
-        loss = sum(losses, start=out.loss)
+        loss = sum(router_losses, start=out.loss)
         if loss.requires_grad:
             (loss * self._accumulation.scale).backward()
         self.outputs |= per_sequence(out.outputs, sequences)
-        self.totals.add(out.sums, largest=out.largest)
+        self.metrics.add(out.sums, largest=out.largest)
         if sequences:
-            self.totals.count(_counts(on_host, sequences, self._policy))
-        if prompt is not None and prefix is not None:
-            prompt.add(prefix)
+            self.metrics.count(_counts(on_host, sequences, self._policy))
+        if shared is not None and prefix is not None:
+            shared.add(prefix)
 
-    def _routed(self, micro_batch: MicroBatch) -> AbstractContextManager[list[torch.Tensor]]:
-        """The loss of the routers of what is computed inside, once that is done; nothing where there is none."""
-        return nullcontext([]) if self._balance is None else self._balance.of(micro_batch)
+    def _collect_router_loss(self, micro_batch: MicroBatch) -> AbstractContextManager[list[torch.Tensor]]:
+        """Collect the routers' auxiliary loss of the forward pass inside; an empty list if there is none."""
+        return nullcontext([]) if self._router_aux_loss is None else self._router_aux_loss.collect(micro_batch)
 
 
 def num_positions(sequences: Sequences, policy: Policy) -> int:
-    """Of a micro-batch, as its budget counts them."""
+    """Positions of a micro-batch, as counted by the token budget."""
     return policy.num_positions(collate(sequences, share_prompts=policy.shares_prompts)) if sequences else 0
 
 
 def on_device(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
-    """A micro-batch where the policy computes, its real numbers in float32 or wider."""
+    """Copy a micro-batch to the policy's device, with floating-point tensors in float32 or wider."""
     return to_device(micro_batch, policy.device, torch.promote_types(policy.dtype, torch.float32))
 
 
 def _counts(micro_batch: MicroBatch, sequences: Sequence[TrainSequence], policy: Policy) -> dict[str, int]:
-    """What a micro-batch on the host comes to."""
+    """Token counts of a micro-batch on the host."""
     num_inputs = len(micro_batch.input_ids)
     num_prompt_inputs = num_inputs - sum(len(s.token_ids) - 1 - s.shared_prefix_tokens for s in sequences)
     return {
         "num_inputs": num_inputs,
         "num_positions": policy.num_positions(micro_batch),
         "num_unshared_inputs": sum(len(s.token_ids) - 1 for s in sequences),
-        "num_prompt_inputs": num_prompt_inputs,  # of a part of a stream: none
-        # a token sees all of its sequence up to itself, wherever that is in the row
+        "num_prompt_inputs": num_prompt_inputs,  # 0 in a part of a split group
+        # a token attends to itself and to all earlier tokens of its sequence, wherever they are in the row
         "attention_pairs": num_inputs + int(micro_batch.position_ids.sum()),
     }

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: its logprobs, the policy loss over them, and what a step reports of both.
+"""The loss of a micro-batch, and the metrics of a step.
 
 T loss tokens of a micro-batch, C of one sequence.
 """
@@ -15,7 +15,7 @@ from cohort.distributed import Ranks
 from cohort.models import Policy, PrefixState
 from cohort.records import TrainSequence
 
-# What is counted, named as the fields of `TrainResult`.
+# Counted fields of `TrainResult`.
 COUNTS = (
     "num_inputs",
     "num_positions",
@@ -28,20 +28,20 @@ COUNTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What one pass over a step's batch gives besides the gradients. Counts are of all ranks."""
+    """Metrics of one forward_backward over a step's batch. Counts are over all ranks."""
 
     metrics: Mapping[str, float]
-    num_inputs: int  # tokens that were to be computed
-    num_positions: int  # positions that were, padding included
-    num_unshared_inputs: int  # tokens, if every sequence were computed whole
-    num_prompt_inputs: int  # prompt tokens among the inputs
-    attention_pairs: int  # of an input and one that it sees, itself included
-    num_micro_batches: int  # of each rank, empty ones included
+    num_inputs: int  # tokens to compute, without padding
+    num_positions: int  # positions computed, padding included
+    num_unshared_inputs: int  # tokens to compute if no prompt were shared
+    num_prompt_inputs: int  # prompt tokens among `num_inputs`
+    attention_pairs: int  # pairs of a token and a token that it attends to, itself included
+    num_micro_batches: int  # per rank, empty ones included
     num_out_of_memory: int  # micro-batches that did not fit
 
 
-class Totals:
-    """What is added up while a step's micro-batches are computed."""
+class StepMetrics:
+    """Sums, maxima and counts over a step's micro-batches."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -54,26 +54,26 @@ class Totals:
             self._counts[name] += count
 
     def add(self, sums: Mapping[str, Tensor], *, largest: Mapping[str, Tensor]) -> None:
-        """Add one micro-batch.
+        """Add the metrics of a micro-batch.
 
         Args:
-            sums: by name, over its loss tokens; `loss` is a weighted sum.
-            largest: by name, of its loss tokens, and not below 0.
+            sums: name -> sum over its loss tokens; `loss` is a weighted sum.
+            largest: name -> maximum over its loss tokens, at least 0.
         """
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
         for name, value in largest.items():
             self._largest[name] = torch.maximum(self._largest.get(name, value), value)
 
-    def over(self, ranks: Ranks, *, num_tokens: int) -> tuple[dict[str, float], dict[str, int]]:
-        """The sums of all ranks.
+    def reduce(self, ranks: Ranks, *, num_tokens: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Reduce over all ranks.
 
         Args:
-            ranks: all of them call this.
-            num_tokens: loss tokens of the step, of all ranks.
+            ranks: all ranks call this.
+            num_tokens: loss tokens of the step, over all ranks.
 
         Returns:
-            metrics as means over the step's tokens, or the largest of all; and the counts of all ranks.
+            Metrics as means over the step's tokens, or as maxima; and counts.
         """
         names = sorted(self._sums)
         added = ranks.sums([*(self._sums[name].item() for name in names), *self._counts.values()])
@@ -84,8 +84,8 @@ class Totals:
         return metrics, dict(zip(COUNTS, map(int, added[len(names) :]), strict=True))
 
 
-_DIFFERENCE = "sampling/sampling_logp_difference"  # between the old policy's logprobs and the sampler's
-PerTokenLoss = Callable[[Any], LossOutput]  # of `LossInputs` for a policy, of `ValueInputs` for a critic
+_DIFFERENCE = "sampling/sampling_logp_difference"  # old policy's logprobs minus the sampler's
+PerTokenLoss = Callable[[Any], LossOutput]  # takes `LossInputs` for a policy, `ValueInputs` for a critic
 PerSequence = Mapping[int, Tensor]  # sequence index -> [C]
 
 
@@ -94,53 +94,53 @@ class MicroBatchLoss:
     """Loss and metric sums of a micro-batch."""
 
     loss: Tensor  # [] sum of loss weight times per-token loss; carries the gradient
-    outputs: Tensor  # [T] what the old model says of each token: a policy its logprob, a critic a value
-    sums: Mapping[str, Tensor]  # over its tokens, of what is reported
-    largest: Mapping[str, Tensor]  # of its tokens, of what is reported; 0 where it has none
+    outputs: Tensor  # [T] of the old model: logprobs of a policy, values of a critic
+    sums: Mapping[str, Tensor]  # metric name -> [] sum over its tokens
+    largest: Mapping[str, Tensor]  # metric name -> [] maximum over its tokens; 0 if it has none
 
 
 class AnyStepLoss(Protocol):
-    """The loss of any of a step's sequences, and the model that it is of."""
+    """Interface of the loss of a step's micro-batches."""
 
     @property
     def policy(self) -> Policy:
-        """The model."""
+        """The model to train."""
         ...
 
     def __call__(
         self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
     ) -> MicroBatchLoss:
-        """Forward pass of a micro-batch, which may go on from a prompt that was computed before."""
+        """Run the forward pass of a micro-batch, which may continue a prefix."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """`sum(loss_weight * per_token_loss)` over the tokens of any of a step's sequences."""
+    """Policy loss `sum(loss_weight * per_token_loss)` of a step's micro-batches."""
 
     policy: Policy
     policy_loss: PolicyLoss
     temperature: float
-    old_logprobs: PerSequence | None  # None: the current policy is the old one
-    reference_logprobs: PerSequence | None  # None: the loss has no KL term
+    old_logprobs: PerSequence | None  # None if the current policy is the old one
+    reference_logprobs: PerSequence | None  # None if the loss has no KL term
     gradients_in_forward: bool
 
     def __call__(
         self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
     ) -> MicroBatchLoss:
-        """Forward pass of a micro-batch.
+        """Run the forward pass of a micro-batch.
 
         Args:
             micro_batch: on the policy's device.
-            sequences: that it is made of.
-            prefix: of all sequences of the micro-batch, if it was computed before.
+            sequences: its sequences.
+            prefix: computed prefix that all its sequences continue, if any.
         """
-        old = joined(self.old_logprobs, sequences, micro_batch.loss_weights)
-        reference = joined(self.reference_logprobs, sequences, micro_batch.loss_weights)
+        old = concat_sequences(self.old_logprobs, sequences, micro_batch.loss_weights)
+        reference = concat_sequences(self.reference_logprobs, sequences, micro_batch.loss_weights)
         sums: dict[str, Tensor] = {}
 
         def token_loss(logprobs: Tensor, entropy: Tensor | None, tokens: slice) -> Tensor:
-            """Weighted loss of consecutive tokens."""
+            """Return the weighted loss of consecutive tokens."""
             assert entropy is not None
             out = self.policy_loss(
                 LossInputs(
@@ -173,13 +173,13 @@ class StepLoss:
 
 
 def per_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:
-    """Split values of the loss tokens [T] by the index of their sequence, [C] each."""
+    """Split values [T] of loss tokens into sequence index -> [C]."""
     parts = values.split([s.num_loss_tokens for s in sequences]) if sequences else ()
     return {s.index: part for s, part in zip(sequences, parts, strict=True)}
 
 
-def joined(values: PerSequence | None, sequences: Sequence[TrainSequence], like: Tensor) -> Tensor | None:
-    """The values of sequences one after the other, [T]."""
+def concat_sequences(values: PerSequence | None, sequences: Sequence[TrainSequence], like: Tensor) -> Tensor | None:
+    """Concatenate the values of sequences to [T]; None stays None."""
     if values is None:
         return None
     return torch.cat([like.new_zeros(0), *(values[s.index] for s in sequences)])

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the number of updates done: nothing to save, nothing to restore."""
+"""Learning-rate schedule: a pure function of the number of updates done, so checkpoints need no scheduler state."""
 
 import math
 from typing import Literal
@@ -7,13 +7,13 @@ from typing import Literal
 def learning_rate_factor(
     updates_done: int, *, warmup: int, total: int, schedule: Literal["constant", "linear", "cosine"]
 ) -> float:
-    """Factor of the peak learning rate for the next update: linear warm-up, then constant or decay towards 0.
+    """Return the next update's factor of the peak learning rate: linear warmup, then constant or decay to 0.
 
     Args:
-        updates_done: optimizer steps before this one.
-        warmup: optimizer steps of warm-up; the first of them has factor 1 / warmup.
-        total: optimizer steps of the run.
-        schedule: what follows the warm-up.
+        updates_done: optimizer steps done before this one.
+        warmup: warmup steps; the first has factor 1 / warmup.
+        total: total optimizer steps of the run.
+        schedule: schedule after the warmup.
     """
     if updates_done < warmup:
         return (updates_done + 1) / warmup

@@ -1,13 +1,12 @@
-"""Updates on the host: gradients come from the device, the new weights go back, and the update is made in between.
+"""CPU-offloaded optimizer steps: copy gradients to the host, update there, copy the new weights back.
 
-What crosses the bus for each weight is its gradient (4 bytes in float32) and its copy (2 in bfloat16). Bringing the
-masters and AdamW's moments to the device and back would be 24. The processor reads and writes those at the speed of its
-own memory, which is several times the bus's.
+Per weight, 4 bytes (float32 gradient) and 2 bytes (bfloat16 copy) cross the bus. Moving master weights and AdamW's
+moments to the device and back would take 24. The CPU reads and writes those at the speed of host memory, which is
+several times that of the bus.
 
-torchao has a `CPUOffloadOptimizer`. It does not serve here: it copies a gradient when backward has made it, before the
-norm of all gradients is known, so that nothing would be clipped; its masters have the dtype of the copy; its state is
-not by name, so that another number of ranks could not go on with it; and it exists on GPUs only, so that nothing else
-could test it.
+torchao's `CPUOffloadOptimizer` does not fit. It copies a gradient right after backward, before the norm of all
+gradients is known, so clipping would have no effect. Its master weights have the dtype of the copy. Its state is not
+keyed by name, so another number of ranks could not resume from it. And it needs a GPU, so nothing else could test it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,32 +18,32 @@ from torch.distributed.tensor import DTensor
 
 from cohort.models.offload.pinned_memory import PinnedMemory
 
-Pair = tuple[nn.Parameter, nn.Parameter]  # a weight on the device, and its master
-_SLOTS = 2  # of each direction: one is filled while the other is used
+Pair = tuple[nn.Parameter, nn.Parameter]  # weight on the device, and its master weight
+_SLOTS = 2  # buffers per direction: one is filled while the other is used
 
 
-class Lane(Protocol):
-    """Copies between host and device, in one direction, one after another."""
+class CopyStream(Protocol):
+    """Ordered copies between host and device in one direction."""
 
     def begin(self) -> None:
-        """What the device was told to compute so far comes before the copies from here on."""
+        """Make later copies wait for the work that is queued on the device."""
         ...
 
     def copy(self, into: Tensor, source: Tensor) -> Callable[[], object]:
-        """Copy, now or later.
+        """Start a copy.
 
         Returns:
-            waits until it is done.
+            Function that waits until it is done.
         """
         ...
 
     def end(self) -> None:
-        """The copies up to here come before what the device is told to compute from here on."""
+        """Make later work on the device wait for the copies so far."""
         ...
 
 
-class _Stream:
-    """A stream of a GPU, beside the one that it computes in."""
+class _CudaCopyStream:
+    """Asynchronous copies on a CUDA stream of their own."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -62,8 +61,8 @@ class _Stream:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class _AtOnce:
-    """Between places in host memory there is nothing to wait for."""
+class _SynchronousCopies:
+    """Synchronous copies within host memory."""
 
     def begin(self) -> None:
         pass
@@ -76,79 +75,79 @@ class _AtOnce:
         pass
 
 
-def lane(device: torch.device) -> Lane:
-    """Of copies between the host and a device."""
-    return _Stream(device) if device.type == "cuda" else _AtOnce()
+def copy_stream(device: torch.device) -> CopyStream:
+    """Make a stream of copies between the host and a device."""
+    return _CudaCopyStream(device) if device.type == "cuda" else _SynchronousCopies()
 
 
-class HostUpdates:
-    """Goes through the weights one after another, with the next gradient and the last weight on their way meanwhile."""
+class OffloadedUpdates:
+    """Update weights on the host one by one, overlapped with copies of the next gradient and the previous weight."""
 
-    def __init__(self, pairs: Sequence[Pair], *, make_lane: Callable[[torch.device], Lane] = lane):
-        """Take the places that transfers go through: pinned, twice the largest weight in each direction.
+    def __init__(self, pairs: Sequence[Pair], *, make_stream: Callable[[torch.device], CopyStream] = copy_stream):
+        """Allocate pinned staging buffers: twice the largest weight in each direction.
 
-        They are bytes, because not all weights need be of one dtype.
+        They are bytes, because weights may differ in dtype.
 
         Args:
-            pairs: in the order of updates.
-            make_lane: of a device.
+            pairs: weights and master weights, in the order of updates.
+            make_stream: makes the stream of copies for a device.
         """
         self._pairs = pairs
         device = local(pairs[0][0]).device
-        self._down, self._up = make_lane(device), make_lane(device)
+        self._to_host, self._to_device = make_stream(device), make_stream(device)
 
-        def slots(weights: Iterable[Tensor]) -> list[Tensor]:
+        def buffers(weights: Iterable[Tensor]) -> list[Tensor]:
             size = max(local(weight).nbytes for weight in weights)
             return [PinnedMemory(size, device).take([size], torch.uint8) for _ in range(_SLOTS)]
 
-        self._gradients, self._copies = slots(m for _, m in pairs), slots(p for p, _ in pairs)
+        self._gradients, self._copies = buffers(m for _, m in pairs), buffers(p for p, _ in pairs)
 
     @torch.no_grad()
     def run(self, update: Callable[[nn.Parameter], None]) -> None:
-        """Update all masters and the device's weights, by the gradients that the device has.
+        """Update all master weights from the gradients on the device, and copy the results back.
 
         Args:
-            update: of one master by its `grad`; it is done when this returns.
+            update: updates one master weight from its `grad`, synchronously.
         """
-        self._down.begin()
-        self._up.begin()
+        self._to_host.begin()
+        self._to_device.begin()
         arrivals = [self._fetch(0)]
         departures: list[Callable[[], object]] = []
         for number, (_, master) in enumerate(self._pairs):
             if number + 1 < len(self._pairs):
                 arrivals.append(self._fetch(number + 1))
             arrivals[number]()
-            master.grad = _as(master, _view(self._gradients, number, master))
+            master.grad = _like(master, _view(self._gradients, number, master))
             update(master)
             master.grad = None
             if number >= _SLOTS:
-                departures[number - _SLOTS]()  # the slot is free
+                departures[number - _SLOTS]()  # until the slot is free
             departures.append(self._send(number))
-        self._up.end()
+        self._to_device.end()
 
     def _fetch(self, number: int) -> Callable[[], object]:
         parameter, master = self._pairs[number]
         assert parameter.grad is not None, "every weight has a gradient when it is updated"
-        return self._down.copy(_view(self._gradients, number, master), local(parameter.grad))
+        return self._to_host.copy(_view(self._gradients, number, master), local(parameter.grad))
 
     def _send(self, number: int) -> Callable[[], object]:
         parameter, master = self._pairs[number]
         slot = _view(self._copies, number, parameter)
         slot.copy_(local(master))
-        return self._up.copy(local(parameter), slot)
+        return self._to_device.copy(local(parameter), slot)
 
 
 def _view(slots: Sequence[Tensor], number: int, weight: Tensor) -> Tensor:
-    """The bytes of a slot as this rank's part of a weight."""
+    """View the bytes of a slot as this rank's shard of a weight."""
     own = local(weight)
     return slots[number % _SLOTS][: own.nbytes].view(own.dtype).view(own.shape)
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What of a parameter is on this rank."""
+    """Return this rank's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _as(master: nn.Parameter, own: Tensor) -> Tensor:
-    """A rank's part of what is sharded as a master, as a whole; `DTensor.from_local` would move it to the GPU."""
+def _like(master: nn.Parameter, own: Tensor) -> Tensor:
+    """Wrap a shard as a DTensor like its master weight. `DTensor.from_local` would move it to the GPU."""
     return DTensor(own, master._spec, requires_grad=False) if isinstance(master, DTensor) else own

@@ -1,4 +1,4 @@
-"""What an exception says about memory, and what can be done about it."""
+"""Recognize out-of-memory errors, and choose the token budget for a retry."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,22 +7,22 @@ from enum import Enum, auto
 
 import torch
 
-from cohort.errors import OutOfStepError, TrainingError
+from cohort.errors import RankDesyncError, TrainingError
 from cohort.records import TrainSequence
 
-# Allocations that have failed, in the words of PyTorch and of the libraries that it calls.
+# Failed allocations, as reported by PyTorch and the libraries that it calls.
 _FAILED_ALLOCATIONS = (
     "CUDA out of memory",  # PyTorch's own allocator
     "CUDA error: out of memory",  # the CUDA runtime
     "CUDA driver error: out of memory",
-    "Triton Error [CUDA]: out of memory",  # the driver, where a kernel is loaded or launched
+    "Triton Error [CUDA]: out of memory",  # the driver, when loading or launching a kernel
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(",  # no room for the handle
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "resource allocation failed when calling `cusparse",  # CUSPARSE_STATUS_ALLOC_FAILED in words
+    "resource allocation failed when calling `cusparse",  # CUSPARSE_STATUS_ALLOC_FAILED
     "insufficient resources when calling `cusparse",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",  # Windows
@@ -32,103 +32,104 @@ _NCCL = ("NCCL error", "NCCL Error", "ncclUnhandledCudaError", "ncclSystemError"
 _INSIDE_NCCL = ("out of memory", "Failed to CUDA", "Failed to malloc", "Cannot allocate memory")
 
 
-class Meaning(Enum):
-    """What an exception means for what was being computed."""
+class MemoryFailure(Enum):
+    """How an exception relates to memory."""
 
-    SMALLER_BATCH = auto()  # an allocation failed, and the process is as sound as before: less at a time may fit
-    DEAD_COMMUNICATOR = auto()  # an allocation failed in the midst of a collective, which nobody can finish
-    OTHER = auto()  # nothing of memory that a smaller batch leaves free
+    RECOVERABLE = auto()  # an allocation failed; a smaller batch may fit
+    DEAD_COMMUNICATOR = auto()  # an allocation failed inside a collective, which cannot be completed
+    NONE = auto()  # a smaller batch does not help
 
 
-def meaning_of(error: BaseException) -> Meaning:
-    """What an exception says about memory: of a GPU's allocators, a library on it, NCCL, or the host's."""
+def classify_error(error: BaseException) -> MemoryFailure:
+    """Classify an exception of PyTorch, a CUDA library, NCCL or the host's allocator."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Meaning.SMALLER_BATCH
+        return MemoryFailure.RECOVERABLE
     if not isinstance(error, RuntimeError) or isinstance(error, TrainingError):
-        return Meaning.OTHER
+        return MemoryFailure.NONE
     text = str(error)
     if any(sign in text for sign in _NCCL):
         ran_out = any(sign in text for sign in _INSIDE_NCCL)
-        return Meaning.DEAD_COMMUNICATOR if ran_out else Meaning.OTHER
-    return Meaning.SMALLER_BATCH if any(sign in text for sign in _FAILED_ALLOCATIONS) else Meaning.OTHER
+        return MemoryFailure.DEAD_COMMUNICATOR if ran_out else MemoryFailure.NONE
+    return MemoryFailure.RECOVERABLE if any(sign in text for sign in _FAILED_ALLOCATIONS) else MemoryFailure.NONE
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out where less at a time may fit.
+    """Whether memory ran out and a smaller batch may fit.
 
     Raises:
-        OutOfStepError: memory ran out inside NCCL.
+        RankDesyncError: memory ran out inside NCCL.
     """
-    meaning = meaning_of(error)
-    if meaning is Meaning.DEAD_COMMUNICATOR:
-        raise OutOfStepError(
-            "out of memory inside NCCL, which takes its buffers beside PyTorch's memory: its communicator cannot be "
-            "used again, so this process ends. Lower train.micro_batch_tokens, or use more processes (docs/memory.md)"
+    failure = classify_error(error)
+    if failure is MemoryFailure.DEAD_COMMUNICATOR:
+        raise RankDesyncError(
+            "out of memory inside NCCL, which allocates outside PyTorch. Its communicator is unusable, so this process "
+            "exits. Lower train.micro_batch_tokens or use more processes (docs/memory.md)"
         ) from error
-    return meaning is Meaning.SMALLER_BATCH
+    return failure is MemoryFailure.RECOVERABLE
 
 
 @dataclass(frozen=True, slots=True)
-class TooLarge:
-    """What did not fit into memory."""
+class OutOfMemory:
+    """A pass that did not fit into memory."""
 
-    num_tokens: int  # 0 of an empty micro-batch
-    whole: str | None = None  # of what cannot be split: its name, and what would help
+    num_tokens: int  # 0 if it was empty
+    indivisible: str | None = None  # if it cannot be split: the rest of the error message
 
-    def half_of(self, budget: int) -> int:
-        """Half of a budget, or of what did not fit if that is less.
+    def halve(self, budget: int) -> int:
+        """Return the token budget of the retry: half of `budget`, or of the failed pass if that is smaller.
 
-        What cannot be split may fit the next time: beside smaller micro-batches memory is less in pieces. That is tried
-        until it is larger than the budget.
+        Something indivisible is retried while it is within the budget: it may fit next time, because smaller
+        micro-batches leave memory less fragmented.
 
         Raises:
-            OutOfStepError: nothing becomes smaller with the budget.
+            RankDesyncError: a smaller budget does not help.
         """
-        if self.whole is not None and budget < max(2, self.num_tokens):
-            raise OutOfStepError(f"out of memory {self.whole} (docs/memory.md)")
+        if self.indivisible is not None and budget < max(2, self.num_tokens):
+            raise RankDesyncError(f"out of memory {self.indivisible} (docs/memory.md)")
         return max(1, min(budget, self.num_tokens or budget) // 2)
 
 
-NOTHING = TooLarge(
-    0, "even without any sequence: the model's largest layer does not fit beside its shards; use more processes"
+EMPTY_OUT_OF_MEMORY = OutOfMemory(
+    0, "even on an empty micro-batch: the model's largest layer does not fit beside its shards; use more processes"
 )
 
 
-def too_large(num_tokens: int, sequences: Sequence[TrainSequence]) -> TooLarge:
-    """A micro-batch that did not fit. Sequences of one trajectory may have to stay together."""
+def micro_batch_out_of_memory(num_tokens: int, sequences: Sequence[TrainSequence]) -> OutOfMemory:
+    """Describe a micro-batch that did not fit. It can be split if it has several trajectories."""
     if not sequences:
-        return NOTHING
+        return EMPTY_OUT_OF_MEMORY
     if len({s.trajectory for s in sequences}) > 1:
-        return TooLarge(num_tokens)
+        return OutOfMemory(num_tokens)
     what = "a single sequence" if len(sequences) == 1 else f"the {len(sequences)} sequences of a single trajectory,"
-    return TooLarge(
-        num_tokens,
-        f"on {what} of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true "
-        f"where it is not, or lower rollout.max_completion_tokens, or use more processes",
+    return OutOfMemory(
+        num_tokens, _cannot_split(what, num_tokens, "rollout.max_completion_tokens, or use more processes")
     )
 
 
-def too_large_prompt(num_tokens: int) -> TooLarge:
-    """The prompt of a stream that did not fit; of 0 tokens where this rank had none."""
+def prefix_out_of_memory(num_tokens: int) -> OutOfMemory:
+    """Describe the prefix of a split group that did not fit; `num_tokens` is 0 if this rank had none."""
     if num_tokens == 0:
-        return NOTHING
-    return TooLarge(
-        num_tokens,
-        f"on a prompt of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true where it "
-        f"is not, or lower rollout.max_prompt_tokens",
+        return EMPTY_OUT_OF_MEMORY
+    return OutOfMemory(num_tokens, _cannot_split("a prompt", num_tokens, "rollout.max_prompt_tokens"))
+
+
+def _cannot_split(what: str, num_tokens: int, key: str) -> str:
+    return (
+        f"on {what} of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true if it is "
+        f"off, or lower {key}"
     )
 
 
 @contextmanager
 def must_fit(what: str) -> Iterator[None]:
-    """Nothing can be made smaller inside.
+    """Context in which running out of memory is fatal.
 
     Raises:
-        OutOfStepError: memory runs out; the message goes on with `what`.
+        RankDesyncError: memory ran out; the message is "out of memory" and `what`.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfStepError(f"out of memory {what} (docs/memory.md)") from error
+        raise RankDesyncError(f"out of memory {what} (docs/memory.md)") from error

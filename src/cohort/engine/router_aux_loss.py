@@ -1,13 +1,13 @@
-"""The loss that keeps the experts of a mixture evenly used, over all tokens of an optimizer step.
+"""Router auxiliary (load-balancing) loss of mixture-of-experts models, over all tokens of an optimizer step.
 
-    E * sum_e f_e P_e   (arXiv:2101.03961, equation 4, of all layers together as in transformers)
+    E * sum_e f_e P_e   (arXiv:2101.03961, equation 4, over all layers together as in transformers)
 
-f_e is the number of choices of expert e per position, P_e its mean probability. The product is of two means over the
-whole step, so that adding up the products of micro-batches would give another number for every split. P has the
-gradient and is a sum over positions; f has none, and has to be known before: a forward pass counts it. Padding counts
-nothing, and a prompt that completions share counts once for each of them, as if each were computed by itself.
+f_e is the number of times that expert e is chosen, per position; P_e is its mean probability. Both are means over the
+whole step: a sum of products per micro-batch would depend on the split. P is a sum over positions and has the gradient.
+f has none and must be known first, so a forward-only pass counts it. Padding does not count. A prompt shared by
+completions counts once for each of them, as if each were computed separately.
 
-N positions that a router is given, E experts, R routers.
+N positions of a router, E experts, R routers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,32 +24,32 @@ from cohort.records import TrainSequence
 AUX_LOSS, LOAD = "moe/aux_loss", "moe/expert_load"
 
 
-class Balance:
-    """The auxiliary loss of one step after another."""
+class RouterAuxLoss:
+    """Router auxiliary loss of a policy."""
 
     def __init__(self, policy: Policy, coefficient: float):
-        """Of a policy with routers.
+        """Attach to the routers of a policy.
 
         Args:
-            policy: that is trained.
-            coefficient: of the loss.
+            policy: the policy to train.
+            coefficient: weight of the loss.
         """
         config = policy.model.config.get_text_config()
         self._policy = policy
         self._coefficient = coefficient
         self._logits = RouterLogits(policy.model)
         self._num_chosen: int = config.num_experts_per_tok
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        """Nothing is counted yet."""
+    def _reset(self) -> None:
+        """Clear all counts."""
         self._choices: dict[int, Tensor] = {}  # router -> [E]
         self._probabilities: dict[int, Tensor] = {}  # router -> [E], sums over positions
-        self._factors: Tensor | None = None  # [E], of the probabilities' sums in the loss
+        self._factors: Tensor | None = None  # [E], factor of each expert's probabilities in the loss
 
     @contextmanager
-    def counted(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Count what the routers choose in a forward pass inside, unless that fails."""
+    def count_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Count the routers' choices in the forward pass inside, unless it fails."""
         counts = self._policy.computed_counts(micro_batch).double()
         choices: dict[int, Tensor] = {}
         probabilities: dict[int, Tensor] = {}
@@ -63,26 +63,26 @@ class Balance:
 
         with self._logits.collect_into(count):
             yield
-        for mine, new in ((self._choices, choices), (self._probabilities, probabilities)):
+        for total, new in ((self._choices, choices), (self._probabilities, probabilities)):
             for router, sums in new.items():
-                mine[router] = mine[router] + sums if router in mine else sums
+                total[router] = total[router] + sums if router in total else sums
 
     @contextmanager
-    def counting(self, sequences: Sequence[TrainSequence], ranks: Ranks, metrics: dict[str, float]) -> Iterator[None]:
-        """Count inside the passes over a step; afterwards the loss of this step can be computed. Every rank enters.
+    def count_step(self, sequences: Sequence[TrainSequence], ranks: Ranks, metrics: dict[str, float]) -> Iterator[None]:
+        """Context for the counting passes over a step; afterwards `collect` computes its loss. Every rank enters.
 
         Args:
             sequences: of this rank.
-            ranks: all of them.
-            metrics: takes the auxiliary loss and the experts' loads.
+            ranks: all ranks.
+            metrics: gets the auxiliary loss and the experts' load.
         """
-        self._begin()
+        self._reset()
         yield
         num_inputs = ranks.sums([float(sum(len(s.token_ids) - 1 for s in sequences))])[0]
         if num_inputs == 0:
             return
-        choices_RE = self._over(self._choices, ranks)
-        mean = self._over(self._probabilities, ranks).sum(0)
+        choices_RE = self._reduce(self._choices, ranks)
+        mean = self._reduce(self._probabilities, ranks).sum(0)
         num_routers, num_experts = choices_RE.shape
         num_positions = num_inputs * num_routers
         self._factors = num_experts * choices_RE.sum(0) / num_positions**2
@@ -90,25 +90,25 @@ class Balance:
         load_RE = choices_RE * num_experts / (num_inputs * self._num_chosen)
         metrics[f"{LOAD}/max"], metrics[f"{LOAD}/min"] = load_RE.max().item(), load_RE.min().item()
 
-    def _over(self, sums: dict[int, Tensor], ranks: Ranks) -> Tensor:
-        """The sums of all ranks, [R, E]."""
+    def _reduce(self, sums: dict[int, Tensor], ranks: Ranks) -> Tensor:
+        """Add sums over all ranks, [R, E]."""
         own = torch.stack([sums[router] for router in sorted(sums)])
         return torch.tensor(ranks.sums(own.flatten().tolist()), dtype=own.dtype, device=own.device).view_as(own)
 
     @contextmanager
-    def of(self, micro_batch: MicroBatch) -> Iterator[list[Tensor]]:
-        """The part of the loss of what is computed inside: one tensor [] with its gradient, once that is done."""
-        taken: list[Tensor] = []
+    def collect(self, micro_batch: MicroBatch) -> Iterator[list[Tensor]]:
+        """Collect the loss of the forward pass inside: on exit the list has one tensor [], with gradient."""
+        logits_per_router: list[Tensor] = []
         losses: list[Tensor] = []
-        with self._logits.collect_into(lambda _, logits: taken.append(logits)):
+        with self._logits.collect_into(lambda _, logits: logits_per_router.append(logits)):
             yield losses
         counts = self._policy.computed_counts(micro_batch)
-        sums = [counts.to(p.dtype) @ p for p in map(_probabilities, taken)]
+        sums = [counts.to(p.dtype) @ p for p in map(_probabilities, logits_per_router)]
         total = torch.stack(sums).sum(0)
         factors = torch.zeros_like(total) if self._factors is None else self._factors.to(total.dtype)
         losses.append(self._coefficient * (factors * total).sum())
 
 
 def _probabilities(logits: Tensor) -> Tensor:
-    """[N, E], float32 or wider."""
+    """Probabilities of the experts [N, E], in float32 or wider."""
     return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))

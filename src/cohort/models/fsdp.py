@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
-from cohort.errors import OutOfStepError
+from cohort.errors import RankDesyncError
 from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.models.offload.pinned_memory import PinnedMemory, bytes_for
 
@@ -198,10 +198,10 @@ class Sharding:
         """After a failed forward or backward, free gathered weights and drop unreduced gradients.
 
         Raises:
-            OutOfStepError: this version of torch cannot reset its state.
+            RankDesyncError: this version of torch cannot reset its state.
         """
         if not hasattr(self.model, "reset_iter_state"):
-            raise OutOfStepError("out of memory; recovering with sharded models needs torch 2.13 or newer")
+            raise RankDesyncError("out of memory; recovering with sharded models needs torch 2.13 or newer")
         self.model.reset_iter_state()
         for group in self._groups():
             for parameter in group.fsdp_params:

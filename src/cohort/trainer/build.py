@@ -57,7 +57,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
     """
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
     resharding = config.hardware.reshard_after_forward
-    ranks.first(lambda: check_optimizer(config.optim, ranks.world_size))
+    ranks.first(lambda: check_optimizer(config.optim, ranks.dp_size))
     _check_folder_is_shared(spec.folder, ranks)
     request = LoadRequest(
         config.model,

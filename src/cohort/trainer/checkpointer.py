@@ -8,7 +8,7 @@ from pathlib import Path
 from cohort import stopping
 from cohort.checkpoint import TrainerState, write_folder_atomically
 from cohort.config import RunConfig
-from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
+from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.run_files import resume_hint
 from cohort.run_folder import RunFolder
 from cohort.trainer.worker import Worker
@@ -75,8 +75,8 @@ class Checkpointer:
         """
         try:
             yield
-        except OutOfStepError:
-            raise  # saving is a collective, and the ranks are out of step
+        except RankDesyncError:
+            raise  # the other ranks are elsewhere: nothing can be saved with them
         except (UserError, TrainingError) as error:
             # a failure that the signal caused elsewhere may be noticed before the signal itself
             received = stopping.requested(within_s=stopping.SAME_SIGNAL_S)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cohort import stopping
-from cohort.errors import OutOfStepError, TrainingError
+from cohort.errors import RankDesyncError, TrainingError
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.setup import RunComponents
 
@@ -19,7 +19,7 @@ def publish_weights(components: RunComponents, steps_done: int) -> dict[str, flo
         if components.parity is None or not components.parity.is_due(steps_done):
             return {}
         return components.parity.check(steps_done)
-    except OutOfStepError:
+    except RankDesyncError:
         raise
     except TrainingError:
         if stopping.requested(within_s=stopping.SAME_SIGNAL_S) is None:

@@ -8,7 +8,7 @@ from cohort import stopping
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display
 from cohort.distributed import ALONE, Ranks
-from cohort.errors import OutOfStepError, StopRequested, TrainingError, UserError
+from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.rewards import RewardMarker
 from cohort.run_files import resume_hint
 from cohort.run_folder import REWARD_MARKER, RunFolder
@@ -125,7 +125,7 @@ def _releasing(ranks: Ranks) -> Iterator[_OtherRanks]:
     try:
         yield others
     except (UserError, TrainingError, RunStopped) as error:
-        others.waiting &= not isinstance(error, OutOfStepError)
+        others.waiting &= not isinstance(error, RankDesyncError)
         raise
     except BaseException:
         others.waiting = False  # unknown state: this process exits, and its launcher ends the others

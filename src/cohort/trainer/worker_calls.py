@@ -30,7 +30,7 @@ def pack_batches(
     return pack(
         sequences,
         micro_batch_tokens=engine.budget.tokens,
-        world_size=engine.ranks.dp_size,
+        dp_size=engine.ranks.dp_size,
         share_prompts=engine.policy.shares_prompts,
         padded=engine.policy.layout == "padded",
         sequence_level=sequence_level,

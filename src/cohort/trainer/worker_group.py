@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from cohort.distributed import Ranks
-from cohort.errors import OutOfStepError, TrainingError
+from cohort.errors import RankDesyncError, TrainingError
 from cohort.metrics import PhaseClock
 
 W = TypeVar("W")  # the worker class
@@ -94,7 +94,7 @@ class WorkerGroup(Generic[W]):
         """Run a method on this rank; return the results of all ranks on rank 0, None elsewhere."""
         try:
             result = getattr(self.local, name)(*args, **kwargs)
-        except OutOfStepError:
+        except RankDesyncError:
             raise  # the other ranks are still inside the method: this process must exit
         except TrainingError as error:
             result = error  # rank 0 raises it

@@ -14,7 +14,7 @@ from cohort.checkpoint import save_model
 from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine.optimizer import Optimizers
-from cohort.engine.optimizer_offload import HostUpdates
+from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.models.offload.master_weights import MasterWeights
@@ -62,7 +62,7 @@ def test_bfloat16_copies_of_float32_masters_follow_float32():
 
 
 class Late:
-    """A lane of a GPU at its slowest: nothing is copied until somebody waits, and then all that was asked for."""
+    """The slowest possible copy stream: nothing is copied until somebody waits, and then all that was asked for."""
 
     def __init__(self, device: torch.device, *, waits: bool = True):
         self._asked: list[tuple[Tensor, Tensor]] = []
@@ -88,10 +88,10 @@ def test_copies_may_be_as_late_as_they_like(monkeypatch: pytest.MonkeyPatch, wai
     masters = MasterWeights(moved, torch.float32)
     optimizers = Optimizers(moved, AdamwConfig(), master_weights=masters)
     pairs = [(weight, master) for _, weight, master in masters.pairs()]
-    late = HostUpdates(pairs, make_lane=lambda device: Late(device, waits=waits))
+    late = OffloadedUpdates(pairs, make_stream=lambda device: Late(device, waits=waits))
     for slot in (*late._gradients, *late._copies):
         slot.fill_(63)  # what lay there before
-    monkeypatch.setattr(optimizers, "_host", late)
+    monkeypatch.setattr(optimizers, "_offload", late)
     train(plain, Optimizers(plain, AdamwConfig()), 5)
     train(moved, optimizers, 5)
     same = [torch.equal(weight, weights_of(plain)[name]) for name, weight, _ in masters.pairs()]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cohort.distributed import ALONE
-from cohort.engine.optimizer_offload import HostUpdates, local
+from cohort.engine.optimizer_offload import OffloadedUpdates, local
 from cohort.models import fsdp
 from cohort.models.offload import pinned_memory
 from cohort.models.offload.pinned_memory import PinnedMemory, PinnedStack, bytes_for
@@ -133,7 +133,7 @@ def test_transfers_of_updates_take_their_size(cudart: Cudart):
 
     weight, master = OnGpu(torch.zeros(33, 31)), nn.Parameter(torch.zeros(33, 31))
     with warnings.catch_warnings(action="error"):
-        updates: Any = HostUpdates([(weight, master)], make_lane=lambda device: None)
+        updates: Any = OffloadedUpdates([(weight, master)], make_stream=lambda device: None)
     assert list(cudart.pinned.values()) == 4 * [33 * 31 * 4]
     del updates
     gc.collect()

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from cohort.config import ModelConfig
-from cohort.distributed import ALONE, Ranks, join_oneself
+from cohort.distributed import ALONE, Ranks, init_single_process_group
 from cohort.errors import UserError
 from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit, adapter_init
@@ -146,7 +146,7 @@ def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterInit | 
     ranks, device = request.ranks, request.device
     assert ranks.world_size == 1 or request.collectives is not None, "several ranks need a collective counter"
     if ranks.world_size == 1:
-        join_oneself(device)
+        init_single_process_group(device)
     whole: list[Any] = []  # the full model, on rank 0, if ranks cannot read their rows
     traits, pad, files = ranks.first(lambda: _inspect_model(kind, request, start, whole))
     model = _meta_model(kind, request.config)
