@@ -40,8 +40,8 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
             {"hardware": {"processes": 0}},
             ["error: hardware.processes: 0: must be a whole number from 1 to 100000, or auto"],
         ),
-        ({"hardware": {"processes": -2}}, ["error: hardware.processes: -2: must be a whole number of at least 1"]),
-        ({"hardware": {"processes": 1.5}}, ["error: hardware.processes: 1.5: must be a whole number of at least 1"]),
+        ({"hardware": {"processes": -2}}, ["error: hardware.processes: -2: must be a whole number from 1 to 100000"]),
+        ({"hardware": {"processes": 1.5}}, ["error: hardware.processes: 1.5: must be a whole number from 1 to 100000"]),
         (
             {"hardware": {"processes": 2, "device": "cuda:1"}},
             ["error: hardware: device: cuda:1 names one GPU, and processes: 2 would share it"],

@@ -188,7 +188,7 @@ def test_rewards():
         ("[" * 3000, "not valid YAML"),
         ("{a: " * 3000, "not valid YAML"),
         ('run: {dir: "a\\0b"}', "a path cannot contain a null character"),
-        (f"run: {{dir: {'x' * 300}}}", "at most 255 bytes"),
+        (f"run: {{dir: {'x' * 300}}}", "limited to 255 bytes"),
     ],
 )
 def test_kinds_that_were_tracebacks(tmp_path: Path, text: str, said: str, cohort):

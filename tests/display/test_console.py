@@ -127,7 +127,7 @@ def test_a_short_demo_goes_on_and_ends(tmp_path: Path, monkeypatch: pytest.Monke
     config = load_config(tmp_path / "run" / "config.yaml")  # the same run by `cohort train`
     assert plan_run(config, num_prompts=demo.NUM_TRAIN).num_steps == 2
     assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 3) == 0
-    assert "this run is finished" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
     assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 4) == 2
 
 

@@ -300,7 +300,7 @@ VLLM = "rollout.engine=vllm"
         (
             (VLLM, "rollout.tensor_parallel=2", "hardware.device=cpu"),
             {"rollout_nodes": 1},
-            "rollout.tensor_parallel: 2 requires GPUs; use 1 on CPU",
+            "rollout.tensor_parallel: 2 requires GPUs, but there are none; use 1",
         ),
     ],
 )

@@ -61,7 +61,6 @@ def plan(
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
     from cohort.config import load_config
     from cohort.errors import UserError
-    from cohort.plan.dataset import missing_files
 
     if calibrate:
         _calibrate(as_json=json_, alone=config is None)
@@ -72,9 +71,8 @@ def plan(
     if layers is not None and not verify:
         raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
-    notes = [message for _, message in missing_files(settings, (config or Path()).parent)]
     machines = _plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
-    settings, predicted = _predict(settings, machines, notes, model_shape=model_shape, nodes=nodes)
+    settings, predicted, notes = _predict(settings, machines, config.parent, model_shape=model_shape, nodes=nodes)
     verified_layers = (4 if layers is None else layers) if verify else None
     _print_result(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
@@ -111,14 +109,23 @@ def _plan_hardware(
 
 
 def _predict(
-    settings: "Config", machines: "Hardware", notes: list[str], *, model_shape: str | None, nodes: int
-) -> tuple["Config", "Plan"]:
-    """Plan the run; return it with the configuration whose rollout engine it assumes, which `notes` names."""
-    from cohort.plan.dataset import count_prompts
+    settings: "Config", machines: "Hardware", folder: Path, *, model_shape: str | None, nodes: int
+) -> tuple["Config", "Plan", list[str]]:
+    """Return the configuration with the rollout engine that is assumed, its plan, and notes.
+
+    Args:
+        settings: the configuration.
+        machines: hardware to plan for.
+        folder: where the configuration file is, for the files it names.
+        model_shape: name of a preset; otherwise the shape of `model.path`.
+        nodes: number of machines.
+    """
+    from cohort.plan.dataset import count_prompts, missing_files
     from cohort.plan.predict import predict_run
     from cohort.plan.rollout_engine import plan_engine
     from cohort.plan.shape import preset_shape, read_shape
 
+    notes = [message for _, message in missing_files(settings, folder)]
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     if settings.rollout.engine == "auto" and machines.on_gpu:
         settings, reason = plan_engine(settings, shape, machines)
@@ -126,7 +133,8 @@ def _predict(
         if reason is None and nodes > 1:
             taken = "vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
-    return settings, predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
+    predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
+    return settings, predicted, notes
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:

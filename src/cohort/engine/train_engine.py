@@ -83,7 +83,7 @@ class TrainEngine:
             learning_rate: number of updates done -> learning rate of the next.
             temperature: sampling temperature, which also divides the logits of the loss.
             reference: frozen model of the KL divergence.
-            reference_in_loss: whether the loss needs the reference's logprobs; otherwise only `estimate` does.
+            reference_in_loss: whether the loss needs the reference's logprobs; otherwise only `forward_only` does.
             reference_changes: whether `refresh_reference` is called, so that its weights are part of the state.
             ranks: ranks of the run. All of them call the same methods in the same order.
         """
@@ -101,7 +101,7 @@ class TrainEngine:
             num_loss_tokens=0,
             num_over_budget=0,
         )
-        self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the first pass over the batch
+        self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [T], of the first pass over the batch
         self._reference_logprobs: dict[int, Tensor] | None = None
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: GradientAccumulation = (
@@ -118,8 +118,7 @@ class TrainEngine:
         self._optimizer = Optimizers(
             policy.model, optim or AdamwConfig(), master_weights=policy.master_weights, seed=config.seed
         )
-        coefficient = config.router_aux_loss_coef
-        self._router_aux_loss = RouterAuxLoss(policy, coefficient) if coefficient else None
+        self._router_aux_loss = RouterAuxLoss(policy, aux) if (aux := config.router_aux_loss_coef) else None
 
     def forward_backward(
         self,

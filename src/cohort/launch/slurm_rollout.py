@@ -91,7 +91,7 @@ def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> R
             f"is on one node; use {' or '.join(map(str, near))}"
         )
     if not gpus_per_node and size != 1:
-        raise UserError(f"rollout.tensor_parallel: {size} counts GPUs, and there are none; use 1")
+        raise UserError(f"rollout.tensor_parallel: {size} requires GPUs, but there are none; use 1")
     nodes = RolloutNodes(
         num_nodes=num_nodes,
         servers_per_node=gpus_per_node // size if gpus_per_node else 1,

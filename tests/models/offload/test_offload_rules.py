@@ -123,7 +123,7 @@ def test_gradients_are_as_wide_as_each_master():
 def test_a_quantized_reference_does_not_wait_on_the_host():
     reference = {"algorithm": {"beta": 0.1}, "reference": {"quantization": "int8"}}
     parsed(**reference)
-    with pytest.raises(UserError, match=r"reference\.quantization: int8 with model\.parameter_offload: true"):
+    with pytest.raises(UserError, match=r"reference\.quantization: int8 saves no GPU memory with model\.param"):
         parsed(**reference, model={"parameter_offload": True})
 
 
