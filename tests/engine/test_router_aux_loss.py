@@ -135,10 +135,8 @@ def test_memory_that_runs_out_changes_nothing():
     assert largest_error(gradients(engine), expected) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(2, marks=slow("three ranks show it")), pytest.param(3, marks=slow("test_ranks has three ranks"))],
-)
+@slow("test_ranks has ranks, and the tests above the loss of routers in one process")
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks(world_size: int, tmp_path):
     folder = str(save_folder(FAMILIES["Qwen3-MoE"], tmp_path / "model"))
     aux, expected = naive(AutoModelForCausalLM.from_pretrained(folder))
