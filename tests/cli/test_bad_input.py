@@ -123,7 +123,7 @@ def test_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, cohort, se
     [
         ("config.json", "is not a model folder: it has no config.json. It contains: chat_template.jinja"),
         ("model.safetensors", "has no weights (*.safetensors)"),
-        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json); copy the tokenizer files"),
+        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json). Copy the model's tokeniz"),
         ("chat_template.jinja", "the tokenizer has no chat template. Put a chat_template.jinja into the model's"),
     ],
 )
