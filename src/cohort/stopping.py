@@ -132,8 +132,7 @@ def handle_signals(role: Role, *, grace_s: float, resume_hint: Callable[[], str]
     """Let the signals in `SIGNALS` request a stop while inside.
 
     Ignored signals and those with other handlers are left alone. A second signal ends the process immediately; so does
-    the
-    end of `grace_s`. For ranks, the launcher counts signals.
+    the end of `grace_s`. For ranks, the launcher counts signals.
 
     Args:
         role: of this process: "run", all of it; "rank", one of several; "launcher", which forwards signals to ranks.

@@ -87,10 +87,9 @@ def max_at_k(x: AdvantageInputs, *, at_k: int) -> Tensor:
     """Marginal contribution of a completion to the maximum of `at_k` rewards (PKPO, arXiv:2505.15201).
 
     An unbiased estimate of the gradient of E[max of at_k rewards] with the paper's leave-one-out-minus-one baseline:
-    the
-    mean over all subsets of at_k completions of max(subset) - max(subset without this one), times the group size, since
-    the loss is a mean over completions and the paper's a sum. Never negative. Groups with fewer than `at_k` scored
-    completions have advantage 0.
+    the mean over all subsets of at_k completions of max(subset) - max(subset without this one), times the group size,
+    since the loss is a mean over completions and the paper's a sum. Never negative. Groups with fewer than `at_k`
+    scored completions have advantage 0.
     """
     rewards_PG = x.rewards
     ascending_PG, order_PG = rewards_PG.nan_to_num(nan=math.inf).sort(dim=1)  # not scored: last

@@ -32,8 +32,7 @@ def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> l
     """Drop sequences without a gradient; the step's gradient does not change.
 
     These are sequences with loss weight 0, and those with advantage 0 if the loss has no other term: all policy losses
-    are
-    proportional to the advantage. They still count in the denominators of the loss weights. If the loss is
+    are proportional to the advantage. They still count in the denominators of the loss weights. If the loss is
     sequence-level, a trajectory is kept or dropped as a whole.
     """
 
@@ -104,8 +103,7 @@ def assign_advantages(
         sequences: `build_sequences(groups)`, if already computed.
 
     Returns:
-        The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, truncated ones
-        if
+        The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, truncated ones if
         the algorithm masks them, and those without loss tokens.
     """
     outputs = outputs or ForwardOnlyOutputs()

@@ -23,8 +23,7 @@ def clipped(x: LossInputs, *, clip_low: float, clip_high: float, delta: float | 
 
     `delta` (dual clip, arXiv:1912.09729; INTELLECT-2, arXiv:2505.07291) bounds the ratio of tokens with negative
     advantage, whose loss is otherwise unbounded. The formulas of the two papers agree for delta > 1 + clip_high, which
-    the
-    configuration enforces.
+    the configuration enforces.
 
     Metrics: fraction of tokens clipped from below, from above, and either.
     """

@@ -56,8 +56,7 @@ def with_kl(policy_loss: PolicyLoss, *, coefficient: float, estimator: KlEstimat
         coefficient: beta.
         estimator: KL estimator.
         unbiased: multiply the estimate by current over old probability, with gradient. The gradient of k1 and k3 then
-            is
-            ratio * log(policy / reference) * grad log policy, that of KL(policy || reference) (DeepSeek-V3.2,
+            is ratio * log(policy / reference) * grad log policy, that of KL(policy || reference) (DeepSeek-V3.2,
             arXiv:2512.02556).
 
     Metrics: the estimate, without the ratio.

@@ -35,14 +35,12 @@ def read_rows(path: str, *, field: str, base_dir: Path, split: str = "train", na
     """Return all rows of the data at `path`, in file order, each a dict from column name to value.
 
     A relative path is resolved against `base_dir` (the folder of the configuration file), then the working directory;
-    if
-    neither has it, it is taken as an id on the Hugging Face Hub. `field` is the configuration key named in messages.
+    if neither has it, it is taken as an id on the Hugging Face Hub. `field` is the configuration key named in messages.
 
     - JSON lines (`.jsonl`, `.ndjson`; `.json` too, which may also be one array): one object per line; blank lines are
       skipped. Rows may have different keys.
     - CSV: UTF-8, comma-separated; the first line names the columns. **Values stay strings**, so that the answer "007"
-      does
-      not become 7; an empty cell is "".
+      does not become 7; an empty cell is "".
     - Folder: written by `datasets.save_to_disk`, or data files, assigned to splits by name as `datasets.load_dataset`
       does.
       `split` selects the split, `name` the configuration declared in the folder's card.
@@ -50,8 +48,7 @@ def read_rows(path: str, *, field: str, base_dir: Path, split: str = "train", na
 
     Raises:
         UserError: the data is missing, empty, broken or of an unknown kind, or `name`, or a `split` other than "train"
-            and
-            "test", is given for data without them.
+            and "test", is given for data without them.
     """
     try:
         rows = _read(path, base_dir, split, name)

@@ -44,8 +44,7 @@ class PromptRenderer:
     """Renders the prompt column of a row as token ids. Nothing is tokenized twice.
 
     With the chat template, text becomes one user message and chat messages are rendered as they are; the system prompt
-    is
-    added unless the messages have one. The template writes special tokens, so the tokenizer adds none. Without the
+    is added unless the messages have one. The template writes special tokens, so the tokenizer adds none. Without the
     template, text is tokenized verbatim, with the tokenizer's default special tokens.
     """
 
@@ -61,8 +60,7 @@ class PromptRenderer:
         """Arguments are the keys of the `data` section, which messages name.
 
         `system_prompt` and `chat_template_kwargs` need the chat template. An empty system prompt is rendered as an
-        empty system
-        message, which keeps templates from adding their own.
+        empty system message, which keeps templates from adding their own.
 
         Raises:
             UserError: the chat template is needed but missing, or never reads one of `chat_template_kwargs`.
@@ -151,10 +149,8 @@ def build_prompts(
     """Render every row. A prompt's id is its row number, counted from 0 (error messages count from 1).
 
     A prompt carries the row's other columns: the union of all rows' columns, None for missing ones. Prompts with more
-    than
-    `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated. `field`
-    is
-    the data's configuration key, "data.path" or "eval.path".
+    than `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated.
+    `field` is the data's configuration key, "data.path" or "eval.path".
 
     Raises:
         UserError: no rows, no prompt column, a prompt that cannot be rendered, or no prompt left.

@@ -33,8 +33,7 @@ def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
     """Return the root causes among the failed ranks.
 
     Ranks that only noticed a missing peer, or were then terminated, are not causes. If no other rank failed, the cause
-    is
-    one that noticed nothing until it was terminated: it hung.
+    is one that noticed nothing until it was terminated: it hung.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     files = {int(file.parent.name): file for file in logs.rglob("stderr.log")}

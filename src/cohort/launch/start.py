@@ -26,8 +26,7 @@ def train(
     """Train as configured; resumes from the last checkpoint if the run folder holds the same run.
 
     Runs with several processes (by default one per GPU) or with restarts are launched and waited for. Under torchrun
-    this
-    process becomes one rank.
+    this process becomes one rank.
 
     Args:
         config: a `Config`, an equivalent nested mapping, or the path of a YAML file.

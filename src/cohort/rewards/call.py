@@ -192,8 +192,7 @@ def _interpreter_watchdog(limit_s: float) -> Iterator[None]:
     """End the process with all threads' tracebacks if the interpreter itself blocks for `limit_s`.
 
     A catastrophically backtracking regular expression, or an extension that holds the GIL, stops every thread,
-    including
-    the one watching the deadline. Only a timer outside the interpreter can end that.
+    including the one watching the deadline. Only a timer outside the interpreter can end that.
     """
     if sys.__stderr__ is None:
         yield

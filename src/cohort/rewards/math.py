@@ -34,10 +34,8 @@ class MathReward:
 
     The answer is the last `\\boxed{...}`, else the last LaTeX expression, else the last number, after the last
     `</think>` if there is one. Adjacent boxes form a set of answers, as in math-verify. The gold answer is a number,
-    LaTeX
-    with or without dollars, or GSM8K's `... #### 42`. Not graded: rows whose gold answer cannot be parsed, and answers
-    that
-    miss the deadline or crash the worker; `last_counts` counts them.
+    LaTeX with or without dollars, or GSM8K's `... #### 42`. Not graded: rows whose gold answer cannot be parsed, and
+    answers that miss the deadline or crash the worker; `last_counts` counts them.
 
     Arguments (in `rewards[i].args`):
         answer_column: dataset column with the gold answer. Default "answer".

@@ -25,8 +25,7 @@ class MathWorker:
     """Grades answers in a child process, which is started for the first answer and ends with this object.
 
     A child that dies (such as killed from outside) is replaced and the answer graded again, once. A child that misses
-    the
-    deadline is killed. It exits when its standard input closes, so it does not outlive a killed parent.
+    the deadline is killed. It exits when its standard input closes, so it does not outlive a killed parent.
     """
 
     def __init__(self, command: Sequence[str] = WORKER_COMMAND, *, start_timeout_s: float = 120.0) -> None:

@@ -7,8 +7,8 @@ class OverlongReward:
     """0.0 up to max_completion_tokens - buffer_tokens, then linearly down to -penalty at max_completion_tokens.
 
     DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, also in evaluations. It is
-    added
-    to the other rewards, times its weight, and is shaping only: a completion without another score stays unscored.
+    added to the other rewards, times its weight, and is shaping only: a completion without another score stays
+    unscored.
 
     Arguments (in `rewards[i].args`):
         buffer_tokens: tokens before the limit over which the penalty grows; at most the limit.

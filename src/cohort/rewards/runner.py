@@ -26,8 +26,7 @@ class RewardRunner:
     """Calls each reward function once per step, on all completions of all groups.
 
     A function gets the keyword arguments in its signature, or everything if it has `**kwargs`: `prompts`,
-    `completions`,
-    `completion_ids` and the dataset columns, each with one entry per completion, and its own `args`.
+    `completions`, `completion_ids` and the dataset columns, each with one entry per completion, and its own `args`.
     """
 
     def __init__(
@@ -45,8 +44,7 @@ class RewardRunner:
             columns: names of the dataset's columns; one missing from all rows of a step is passed as all None.
             prompt_column: column with the prompts, passed as in the dataset.
             on_thread_start: called first in each thread that runs functions, for thread-local state such as the current
-                CUDA
-                device.
+                CUDA device.
 
         Raises:
             UserError: there is no function.
