@@ -153,7 +153,7 @@ def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, 
     config = run_config(tmp_path) | {"eval": None}
     config["rollout"] |= {"engine": "vllm", "urls": [url], "parity_every": 1}
     with pytest.raises(
-        TrainingError, match=r"after step 2 the logprobs of http.* differ .* by 0\.\d+ nats in the mean"
+        TrainingError, match=r"after step 2 the logprobs of http.* differ .* by 0\.\d+ nats on average"
     ):
         cohort.train(config)
     first, *_ = steps_of(Path(config["run"]["dir"]))
