@@ -140,8 +140,8 @@ def token_sequences(calls: Sequence[ModelCall]) -> list[TokenSequence]:
 
     A call extends the previous sequence if its context starts with all of that sequence's tokens. Otherwise the history
     was rewritten (a template dropped old reasoning, an agent summarized) or belongs to another conversation, and a new
-    sequence starts. Trained tokens stay in the order in which they were sampled, which returns rely on. Untrained calls
-    are only included as context of later calls.
+    sequence starts. Trained tokens stay in the order in which they were sampled; the critic's returns depend on it.
+    Untrained calls are only included as context of later calls.
 
     Args:
         calls: calls in chronological order.

@@ -152,9 +152,7 @@ def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, 
     monkeypatch.setattr(worker, "stream_weights", tampered)
     config = run_config(tmp_path) | {"eval": None}
     config["rollout"] |= {"engine": "vllm", "urls": [url], "parity_every": 1}
-    with pytest.raises(
-        TrainingError, match=r"after step 2 the logprobs of http.* differ .* by 0\.\d+ nats on average"
-    ):
+    with pytest.raises(TrainingError, match=r"after step 2 the logprobs of http.* differ .* by 0\.\d+ nats on average"):
         cohort.train(config)
     first, *_ = steps_of(Path(config["run"]["dir"]))
     assert 0 < first["sampling/parity/mean"] < 1e-5  # weights that are right pass the same gate

@@ -28,8 +28,8 @@ def group_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
 
 def leave_one_out(x: AdvantageInputs) -> Tensor:
     """Reward minus the mean of the group's other rewards (RLOO, arXiv:2402.14740, eq. 7)."""
-    num_judged = count_scored(x.rewards, dim=1)
-    return center(x.rewards, dim=1) * num_judged / (num_judged - 1).clamp(min=1)
+    num_scored = count_scored(x.rewards, dim=1)
+    return center(x.rewards, dim=1) * num_scored / (num_scored - 1).clamp(min=1)
 
 
 def group_mean_batch_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
@@ -57,12 +57,12 @@ def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
 
     A reward that did not score a completion contributes 0.
     """
-    unjudged_PG = x.rewards.isnan()
+    unscored_PG = x.rewards.isnan()
     parts_PGK = x.reward_parts.masked_fill(
-        unjudged_PG.unsqueeze(-1), math.nan
+        unscored_PG.unsqueeze(-1), math.nan
     )  # shaping rewards have a number even here
     each_PGK = whiten(parts_PGK, dim=1, std_epsilon=std_epsilon).where(~parts_PGK.isnan(), 0.0)
-    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).masked_fill(unjudged_PG, math.nan)
+    sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).masked_fill(unscored_PG, math.nan)
     return whiten(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)
 
 

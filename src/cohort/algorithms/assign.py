@@ -103,8 +103,8 @@ def assign_advantages(
         sequences: `build_sequences(groups)`, if already computed.
 
     Returns:
-        The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, truncated ones if
-        the algorithm masks them, and those without loss tokens.
+        The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, for truncated
+        ones if the algorithm masks them, and for those without loss tokens.
     """
     outputs = outputs or ForwardOnlyOutputs()
     now = coefficients or algorithm.coefficients(algorithm.initial_coefficients)
@@ -196,17 +196,17 @@ def advantage_inputs(
     lengths_N = np.zeros(rewards_PG.size, dtype=np.int64)
     np.add.at(lengths_N, [s.trajectory for s in sequences], [s.num_loss_tokens for s in sequences])
     lengths_PG = lengths_N.reshape(rewards_PG.shape)
-    judged_PG, trained_PG = ~np.isnan(rewards_PG), lengths_PG > 0
+    scored_PG, trained_PG = ~np.isnan(rewards_PG), lengths_PG > 0
     tokens_PGL = np.zeros((*lengths_PG.shape, max(1, lengths_PG.max())))
     last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
-    tokens_PGL[last_PG] = np.where(judged_PG & trained_PG, rewards_PG, 0.0)
+    tokens_PGL[last_PG] = np.where(scored_PG & trained_PG, rewards_PG, 0.0)
     if penalties:
-        tokens_PGL -= np.where(judged_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
+        tokens_PGL -= np.where(scored_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
     # without a trained token there is none to bear the reward, with which the group is still compared
     totals_PG = np.where(trained_PG, tokens_PGL.sum(axis=-1), rewards_PG)
     parts = [np.stack([g.reward_parts[name] for g in groups]) for name in reward_weights]
     return AdvantageInputs(
-        rewards=torch.from_numpy(np.where(judged_PG, totals_PG, np.nan)),
+        rewards=torch.from_numpy(np.where(scored_PG, totals_PG, np.nan)),
         reward_parts=torch.from_numpy(np.stack(parts, axis=-1) if parts else rewards_PG[..., None]),
         reward_weights=torch.tensor([*reward_weights.values()] or [1.0], dtype=torch.float64),
         token_rewards=torch.from_numpy(tokens_PGL),

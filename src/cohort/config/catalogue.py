@@ -38,12 +38,12 @@ class Component:
     sequence_level: bool = False  # a token's loss depends on the other tokens of its trajectory
     learns_without_advantage: bool = False  # tokens with advantage 0 have a gradient
     needs_critic: bool = False
-    uses_token_rewards: bool = False  # which differ along a completion with kl_in: reward
+    uses_token_rewards: bool = False  # reads rewards per token, which differ within a completion with kl_in: reward
     learns_from_equal_rewards: bool = False  # a group of equal rewards may have advantages other than 0
     compares_reward_parts: bool = False  # a group learns if any reward part differs, even if the sums are equal
     allows_negative_rewards: bool = True
     kl_in_reward_conflict: str | None = None  # why kl_in: reward is not supported
-    needs_uniform_advantage: bool = False  # a sequence-level loss: advantages of single tokens come to their mean
+    needs_uniform_advantage: bool = False  # one ratio per completion, so its tokens must share one advantage
     has_ratio: bool = True  # the loss has an importance ratio to the old policy
 
     @property

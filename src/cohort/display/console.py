@@ -126,8 +126,8 @@ class ConsoleDisplay(Display):
 
     def _show_completions(self, groups: Sequence[ScoredGroup]) -> None:
         """Print the best and worst completion of the group with the widest rewards."""
-        judged = [g for g in groups if not np.isnan(g.rewards).all()]
-        group = max(judged, key=lambda g: float(np.nanmax(g.rewards) - np.nanmin(g.rewards)))
+        scored = [g for g in groups if not np.isnan(g.rewards).all()]
+        group = max(scored, key=lambda g: float(np.nanmax(g.rewards) - np.nanmin(g.rewards)))
         content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
         self._print(f"  [dim]prompt[/dim] {escape(on_one_line(str(content)))}")
         for place in dict.fromkeys((int(np.nanargmax(group.rewards)), int(np.nanargmin(group.rewards)))):

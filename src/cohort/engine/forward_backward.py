@@ -1,9 +1,9 @@
 """Run a step's forward and backward passes, in the same order on all ranks, and accumulate gradients.
 
-Every pass is a sequence of collectives, so all ranks run the same kind of pass at the same time. An operation is the
-forward and backward of a micro-batch, or one of them for the shared prefix of a split group: its forward comes before
-the group's micro-batches, its backward after them. A rank without a split group runs an empty prefix, and its own
-micro-batches meanwhile.
+Every pass is a sequence of collectives, so all ranks run the same kind of pass at the same time. There are three kinds:
+forward and backward of a micro-batch; forward of the shared prefix of a split group, before the group's micro-batches;
+and backward of that prefix, after them. A rank without a split group runs an empty prefix, and its own micro-batches
+meanwhile.
 
 If a backward pass runs out of memory, some parameters have its gradient and others do not. All ranks then discard their
 gradients and retry the step with smaller micro-batches.
@@ -57,7 +57,7 @@ class GradientAccumulation(Protocol):
         ...
 
     def skip_collectives(self) -> AbstractContextManager[None]:
-        """Context, inside `run_empty`, for what all ranks completed before the failed pass."""
+        """Context inside `run_empty`: repeat an earlier pass without the collectives that all ranks have completed."""
         ...
 
     def reset(self) -> None:

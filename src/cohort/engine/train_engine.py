@@ -101,7 +101,7 @@ class TrainEngine:
             num_loss_tokens=0,
             num_over_budget=0,
         )
-        self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [T], of the first pass over the batch
+        self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the first pass over the batch
         self._reference_logprobs: dict[int, Tensor] | None = None
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._accumulation: GradientAccumulation = (
@@ -307,7 +307,7 @@ class TrainEngine:
             wanted: names of the results, the same on every rank.
 
         Returns:
-            For each name: sequence index -> [T].
+            For each name: sequence index -> [C].
 
         Raises:
             RankDesyncError: a single sequence does not fit into memory.

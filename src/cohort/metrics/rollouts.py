@@ -14,12 +14,12 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal.
     """
     rewards_PG = np.stack([group.rewards for group in groups])
-    judged_PG = ~np.isnan(rewards_PG)
+    scored_PG = ~np.isnan(rewards_PG)
     metrics = {
-        "reward": _mean(rewards_PG[judged_PG]),
+        "reward": _mean(rewards_PG[scored_PG]),
         "reward_std": float(np.mean([_std(group.rewards) for group in groups])),
         "frac_reward_zero_std": float(np.mean([has_equal_rewards(group) for group in groups])),
-        "frac_unjudged": float(1 - judged_PG.mean()),
+        "frac_unjudged": float(1 - scored_PG.mean()),
     }
     for name in groups[0].reward_parts:
         part = np.concatenate([group.reward_parts[name] for group in groups])

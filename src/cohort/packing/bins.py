@@ -1,7 +1,7 @@
 """Pack sequences into micro-batches under a hard token budget and assign them to ranks.
 
-Priorities: no micro-batch exceeds the budget; ranks have equal loads; few prompts are computed more than once; few
-micro-batches.
+Priorities: no micro-batch exceeds the budget unless a single sequence does; ranks have equal loads; few prompts are
+computed more than once; few micro-batches.
 
 1. Groups are assigned to ranks, those with the longest sequences first, each to the least loaded rank. A group is split
    over ranks only if that lowers the load of the most loaded rank.
@@ -42,7 +42,7 @@ class Assignment:
 
     micro_batches: tuple[tuple[Indices, ...], ...]  # [rank][micro-batch] -> its sequences; may be empty
     split_groups: tuple[tuple[tuple[Indices, ...], ...], ...]  # [rank][group][part] -> some sequences of the group
-    num_over_budget: int  # sequences that exceed the budget; each has its own micro-batch
+    num_over_budget: int  # sequences, or trajectories kept whole, that exceed it; each has its own micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,6 @@
 The parts are the tensors that the code allocates; `cohort plan --verify` compares them with a symbolic run. Memory
 outside of tensors (CUDA context, NCCL buffers) is assumed or measured.
 
-Symbols: b, a bytes per stored and per computed weight; W processes; T packed tokens of a micro-batch; H hidden size.
-
 With an adapter the base weights have neither gradients nor optimizer state, and a frozen matmul saves its input only if
 the adapter's gradient needs it. The reference is the base model.
 

@@ -152,7 +152,7 @@ class RolloutCollector:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Calls `on_idle` when the event loop would block, so that no coroutine can run."""
+    """Calls `on_idle` when the event loop would block, that is, when no coroutine can run."""
 
     on_idle: Callable[[], None]
     patience_s = 0.0  # how long the next call blocks before `on_idle`

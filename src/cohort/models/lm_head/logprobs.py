@@ -75,8 +75,8 @@ def linear_logprobs(
         adapter: features [T, R] and weight [V, R] of a low-rank addition to the head: their product is added to
             hidden @ weight^T.
         entropy: also compute the entropy.
-        tile_elements: maximum number of logits in memory; the default depends on the device. If all logits fit, they
-            are saved for backward.
+        tile_elements: maximum number of logits in memory; the default depends on the device. If the logits of all T
+            tokens fit, they are saved for backward.
 
     Returns:
         logprobs [T], and entropy [T] in nats or None.
