@@ -360,7 +360,7 @@ def do_job(work: Callable[[dict[str, Any]], dict[str, Any]], job: str) -> None:
 
 
 def limit_memory() -> None:
-    """Have allocations fail beyond nine tenths of what is free, before the system kills a neighbour."""
+    """Have allocations fail beyond nine tenths of what is free, before the system kills a neighbor."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(0.9 * 1024 * int(fields["MemAvailable"].split()[0]))
     resource.setrlimit(resource.RLIMIT_DATA, (free, free))

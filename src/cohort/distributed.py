@@ -42,7 +42,7 @@ class Ranks:
     command_group: Any = None
     control_group: Any = None
     store: Any = None
-    neighbours: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
+    neighbors: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
 
     @property
     def is_first(self) -> bool:
@@ -244,7 +244,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             timeout_s=timeout_s,
-            neighbours=_neighbours(world_size, control_group),
+            neighbors=_neighbors(world_size, control_group),
             control_group=control_group,
             # Rank 0 waits only until all ranks have received its command. It gives up together with the ranks that have
             # and are waiting for the rest, so all of them name the same rank.
@@ -261,7 +261,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
         ) from error
 
 
-def _neighbours(world_size: int, group: Any) -> tuple[int, ...]:
+def _neighbors(world_size: int, group: Any) -> tuple[int, ...]:
     """Return the process ids of the other ranks that the same launcher process has started."""
     # containers may share a host name, but each has its own process ids
     numbers = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""

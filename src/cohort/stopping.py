@@ -116,15 +116,15 @@ def can_save(yes: bool = True) -> None:
         _watch.can_save = yes
 
 
-def share(store: Any, neighbours: Collection[int]) -> None:
+def share(store: Any, neighbors: Collection[int]) -> None:
     """From now on, a signal to one rank stops all ranks.
 
     Args:
         store: the ranks' shared store.
-        neighbours: process ids of the other ranks of the same launcher.
+        neighbors: process ids of the other ranks of the same launcher.
     """
     if _watch is not None:  # a separate connection, since the run blocks in the other one
-        _watch.store, _watch.neighbours = store.clone() if hasattr(store, "clone") else store, neighbours
+        _watch.store, _watch.neighbors = store.clone() if hasattr(store, "clone") else store, neighbors
 
 
 @contextmanager
@@ -193,7 +193,7 @@ class _SignalWatcher:
         self.asked = threading.Event()
         self.can_save = False
         self.store: Any = None  # shared by the ranks; None for a single process, or once it is lost
-        self.neighbours: Collection[int] = ()
+        self.neighbors: Collection[int] = ()
         self._pipe = pipe
         self.handlers = handlers  # previous handlers of the watched signals
         self._missed = False  # the signal came before the launcher installed its handlers, which forward signals
@@ -218,7 +218,7 @@ class _SignalWatcher:
             self._poll()
 
     def _arrived(self, number: int) -> None:
-        if self._role == "rank" and self._neighbour_is_gone():
+        if self._role == "rank" and self._neighbor_is_gone():
             # the launcher terminates the remaining ranks, and nothing can be saved without the missing one
             if EXIT_STATUS_FILE not in os.environ:  # else the handler has dumped it
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
@@ -250,7 +250,7 @@ class _SignalWatcher:
             os.kill(os.getpid(), self.number)
         if self.number is None and self._store_does("check", [_KEY]):
             self._ask(int(self._store_does("get", _KEY) or signal.SIGTERM))
-        if self.number is not None and not self._reports and self._neighbour_is_gone():
+        if self.number is not None and not self._reports and self._neighbor_is_gone():
             os._exit(128 + self.number)  # rank 0 has exited, or the launcher is terminating all ranks
         if time.monotonic() > self._deadline:
             if self._role == "rank":
@@ -267,9 +267,9 @@ class _SignalWatcher:
             self.store = None  # the process that hosted it has exited
             return None
 
-    def _neighbour_is_gone(self) -> bool:
+    def _neighbor_is_gone(self) -> bool:
         """Whether another rank on this machine has exited."""
-        for process in self.neighbours:
+        for process in self.neighbors:
             try:
                 os.kill(process, 0)
             except ProcessLookupError:

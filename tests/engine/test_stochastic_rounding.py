@@ -24,7 +24,7 @@ def rounded(wide: torch.Tensor, *, key: int, first: int = 0) -> torch.Tensor:
     return into.float()
 
 
-def neighbours(x: float) -> tuple[float, float]:
+def neighbors(x: float) -> tuple[float, float]:
     """The bfloat16 numbers next to a float32, towards 0 and away from it, by their bits."""
     (bits,) = struct.unpack("<I", struct.pack("<f", x))
     low = bits & 0xFFFF0000
@@ -45,8 +45,8 @@ def test_by_hand():
     x=st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100, allow_subnormal=False),
     key=st.integers(0, 2**32 - 1),
 )
-def test_each_number_becomes_a_neighbour_and_the_mean_is_right(x: float, key: int):
-    near, far = neighbours(x)
+def test_each_number_becomes_a_neighbor_and_the_mean_is_right(x: float, key: int):
+    near, far = neighbors(x)
     out = rounded(torch.full((20_000,), x), key=key).double()
     assert set(out.tolist()) <= {near, far}
     share = 0.0 if far == near else (x - near) / (far - near)

@@ -109,7 +109,7 @@ RULES: dict[str, Rule] = {
     "CHK016": Rule(
         "warning",
         "The loss is scaled wrongly",
-        "In these versions the normaliser of some losses spans the generation batch while the gradient is accumulated "
+        "In these versions the normalizer of some losses spans the generation batch while the gradient is accumulated "
         "over another number of steps.",
     ),
     "CHK017": Rule(

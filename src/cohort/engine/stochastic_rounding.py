@@ -21,7 +21,7 @@ def rounding_key(seed: int, update: int, name: str) -> int:
 
 
 def round_stochastically(wide: Tensor, into: Tensor, *, key: int, first: int = 0) -> None:
-    """Round `wide` (float32) into `into` (bfloat16), each number to one of its two neighbours.
+    """Round `wide` (float32) into `into` (bfloat16), each number to one of its two neighbors.
 
     Args:
         wide: values of any shape.

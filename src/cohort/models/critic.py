@@ -23,7 +23,7 @@ class Critic(Policy):
 
     @staticmethod
     def adapt(model: Any) -> None:
-        """Replace the language-model head by a zero-initialised linear layer H -> 1."""
+        """Replace the language-model head by a zero-initialized linear layer H -> 1."""
         weight = model.get_input_embeddings().weight
         hidden_size = model.config.get_text_config().hidden_size
         model.set_output_embeddings(nn.Identity())

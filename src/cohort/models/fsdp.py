@@ -135,7 +135,7 @@ class Sharding:
                 the model.
             on_host: keep shards and gradients in host memory.
             reshard_after_forward: see `fully_shard`: True frees each layer after forward and gathers it again in
-                backward; False keeps it; an int keeps it sharded over that many neighbouring ranks.
+                backward; False keeps it; an int keeps it sharded over that many neighboring ranks.
         """
         dtype = next(model.parameters()).dtype
         precision = MixedPrecisionPolicy(
@@ -219,7 +219,7 @@ class Sharding:
             buffer.data = buffers[name].to(self._device)  # buffers are on the device even if shards are not
 
     def _pin_shards(self) -> None:
-        """Put the uninitialised shards into pinned memory, padded for the all-gather."""
+        """Put the uninitialized shards into pinned memory, padded for the all-gather."""
         parameters = [parameter for group in self._groups() for parameter in group.fsdp_params]
         memory = PinnedMemory(bytes_for([p._sharded_param_data for p in parameters]), self._device)
         for p in parameters:

@@ -79,7 +79,7 @@ def _run(config: Config, *, resume: bool) -> None:
         timeout_s=config.hardware.timeout_s,
         command_timeout_s=config.hardware.timeout_s + rewards_s,
     )
-    stopping.share(ranks.store, ranks.neighbours)
+    stopping.share(ranks.store, ranks.neighbors)
     try:
         if ranks.is_first:
             train(config, resume=resume, ranks=ranks)

@@ -113,7 +113,7 @@ def test_gathered_weights_may_stay(folder: Path, on: RanksOnDemand):
 
 
 @slow("four ranks; two are compared above")
-def test_gathered_weights_may_stay_spread_over_neighbours(folder: Path, on: RanksOnDemand):
+def test_gathered_weights_may_stay_spread_over_neighbors(folder: Path, on: RanksOnDemand):
     """Four ranks, N = 2: as many gathers as when they are freed, each in backward among two ranks and not four."""
     results = on(4, "resharding", str(folder / "model"))
     check_resharding(results, 4)

@@ -44,7 +44,7 @@ class AdapterInit:
 
     spec: AdapterSpec
     seed: int  # for new weights
-    weights: dict[str, Tensor] | None  # by name in a saved adapter; None: initialise new ones, a no-op at first
+    weights: dict[str, Tensor] | None  # by name in a saved adapter; None: initialize new ones, a no-op at first
     reference: dict[str, Tensor] | None  # of the adapter that the run started from; None: reference is the base alone
 
 
@@ -52,7 +52,7 @@ class Adapter:
     """A LoRA adapter, added in place to the layers of a model."""
 
     def __init__(self, model: Any, start: AdapterInit, *, trainable: bool):
-        """Add the adapter with uninitialised weights. Call `initialize` once the base weights are loaded.
+        """Add the adapter with uninitialized weights. Call `initialize` once the base weights are loaded.
 
         Args:
             model: on any device, including meta; its weights are frozen. Layers that it lacks are skipped.
@@ -84,7 +84,7 @@ class Adapter:
         """Set the initial weights. The base weights must be loaded. With a sharded model, call on every rank.
 
         Raises:
-            UserError: DoRA cannot normalise a row of the base weight that is 0.
+            UserError: DoRA cannot normalize a row of the base weight that is 0.
         """
         values, self._values = self._values, None
         assert values is not None, "initialize is called once"

@@ -1,6 +1,6 @@
 """Attention over packed rows with compiled FlexAttention, on CUDA, mainly in float32.
 
-Uncompiled, FlexAttention materialises all scores. So it is compiled once per head configuration, for any row length,
+Uncompiled, FlexAttention materializes all scores. So it is compiled once per head configuration, for any row length,
 and hitting the recompile limit is an error.
 
 S tokens of the row, P of the cached prefix.

@@ -184,7 +184,7 @@ def _row(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compute_dtype(query: Tensor) -> torch.dtype:
-    """The autocast dtype, if enabled: layers may normalise queries and keys in float32, which sdpa would cast back."""
+    """The autocast dtype, if enabled: layers may normalize queries and keys in float32, which sdpa would cast back."""
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""Token logprobs from hidden states without materialising [T, V] logits.
+"""Token logprobs from hidden states without materializing [T, V] logits.
 
 Logits are computed tile by tile, reduced to online softmax statistics, and recomputed in backward. So the head takes
 8TVH FLOPs instead of 6TVH, and no memory of T x V. `linear_loss` gets the loss in forward and computes each tile once.

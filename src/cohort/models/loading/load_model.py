@@ -254,7 +254,7 @@ def _adapter_start(request: LoadRequest) -> AdapterInit:
 
 
 def _load_with_adapter(kind: type[Policy], request: LoadRequest, start: AdapterInit | None) -> Any:
-    """Load the full model with transformers, with uninitialised adapter weights."""
+    """Load the full model with transformers, with uninitialized adapter weights."""
     model = load_with_transformers(kind, request.config)
     if start is not None:
         Adapter(model, start, trainable=False)
@@ -262,7 +262,7 @@ def _load_with_adapter(kind: type[Policy], request: LoadRequest, start: AdapterI
 
 
 def _prepare(model: Any, request: LoadRequest, start: AdapterInit | None) -> Adapter | None:
-    """Set up training: freezing, the (uninitialised) adapter, and activation memory."""
+    """Set up training: freezing, the (uninitialized) adapter, and activation memory."""
     model.requires_grad_(request.trainable and start is None)
     if request.trainable:
         freeze(model, request.config.freeze)

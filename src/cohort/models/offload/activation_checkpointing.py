@@ -130,7 +130,7 @@ class ActivationOffload:
 
     A storage is moved once, however many of its views are saved. On CUDA, copies in each direction have their own
     stream and overlap with computation; storages are prefetched in backward order. Host memory is pinned and reused by
-    the next micro-batch. Weights stay on the device. They are recognised by their storage, and autocast's copies of
+    the next micro-batch. Weights stay on the device. They are recognized by their storage, and autocast's copies of
     them by their shape. (An activation that happens to have the shape of a weight stays too, which only costs memory.)
     With gradient checkpointing, a layer saves only its input through these hooks.
     """

@@ -64,7 +64,7 @@ class PinnedStack:
         return len(self._blocks) * self._block_bytes
 
     def take(self, num_bytes: int, owner: object) -> list[Tensor]:
-        """Allocate uninitialised bytes, in one or more chunks, for the lifetime of `owner`.
+        """Allocate uninitialized bytes, in one or more chunks, for the lifetime of `owner`.
 
         A device may still be reading them for the previous owner.
         """
