@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from adapters import KINDS
-from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
+from cohort.checkpoint import load_engine_state, save_checkpoint
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import TokenBudget, TrainEngine
@@ -20,7 +20,7 @@ from cohort.models.loading import load_weights
 from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.records import Prompt
 from cohort.rollout import Sampler, SampleRequest, SamplingParams, StreamKey
-from rank_engine import CPU, STEPS, batches_of, begun_again, nothing, out_of_memory_over, step_sequences
+from rank_engine import CPU, STEPS, batches_of, begun_again, nothing, out_of_memory_over, step_sequences, trainer_state
 from rank_loading import bytes_read
 from test_laws import old_logprobs_of
 
@@ -137,13 +137,12 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
         engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
         if update == 1 and resume != "resume":
-            done = {"steps_done": 2, "data": {}, "pending": [], "num_tokens": 0, "seconds": 0, "micro_batch_tokens": 1}
             save_checkpoint(
                 Path(root),
                 policy=engine.policy,
                 tokenizer=tokenizer,
                 engine_state=engine.state_dict(),
-                state=TrainerState(**done, control={}, micro_batch_tokens_wanted=1, processes=ranks.world_size),
+                state=trainer_state(ranks.world_size),
                 keep=1,
                 ranks=ranks,
             )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cohort.algorithms import assign_advantages, build_algorithm, build_sequences, with_returns
-from cohort.checkpoint import CRITIC, TrainerState, load_engine_state
+from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TokenBudget, TrainEngine
@@ -20,23 +20,23 @@ from cohort.trainer.update import Updater
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches, run_forward_only
 from cohort.trainer.worker_group import WorkerGroup
-from rank_engine import CPU, LONG, SHORT, begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
+from rank_engine import (
+    CPU,
+    LONG,
+    SHORT,
+    begun_again,
+    nothing,
+    out_of_memory_over,
+    trainer_state,
+    whole_gradients,
+    whole_weights,
+)
 from rank_workers import commanded
 from test_laws import random_groups
 
 STEPS = {"uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT), "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG)}
 PLACES = ("forward embedding", "forward mlp 1", "backward self_attn 1", "backward mlp 0")  # where memory runs out
-STATE = TrainerState(
-    steps_done=2,
-    data={},
-    pending=[],
-    num_tokens=0,
-    seconds=0,
-    control={},
-    micro_batch_tokens=1,
-    micro_batch_tokens_wanted=1,
-    processes=1,
-)
+STATE = trainer_state(1)
 ALGORITHM = build_algorithm(AlgorithmConfig(name="ppo"), max_completion_tokens=32)
 
 

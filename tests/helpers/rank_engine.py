@@ -155,6 +155,21 @@ def run_updates(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     return {"norms": norms, "weights": whole_weights(engine)}
 
 
+def trainer_state(processes: int) -> TrainerState:
+    """State of a run after two steps, for checkpoints."""
+    return TrainerState(
+        steps_done=2,
+        data={},
+        pending=[],
+        num_tokens=0,
+        seconds=0,
+        micro_batch_tokens=1,
+        micro_batch_tokens_wanted=1,
+        processes=processes,
+        control={},
+    )
+
+
 def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return get_model_state_dict(engine.policy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
@@ -391,17 +406,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
                 policy=engine.policy,
                 tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
                 engine_state=engine.state_dict(),
-                state=TrainerState(
-                    steps_done=2,
-                    data={},
-                    pending=[],
-                    num_tokens=0,
-                    seconds=0,
-                    micro_batch_tokens=1,
-                    micro_batch_tokens_wanted=1,
-                    processes=ranks.world_size,
-                    control={},
-                ),
+                state=trainer_state(ranks.world_size),
                 keep=1,
                 ranks=ranks,
             )

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
+from cohort.checkpoint import load_engine_state, save_checkpoint
 from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
 from cohort.distributed import Ranks
 from cohort.engine import TokenBudget, TrainEngine
@@ -16,7 +16,17 @@ from cohort.engine.optimizer_offload import local
 from cohort.models import CollectiveCounter, LoadRequest, fsdp, load_policy, load_tokenizer
 from cohort.models.offload.pinned_memory import PinnedMemory
 from cohort.models.saving.export_weights import stream_weights
-from rank_engine import CPU, MANY, STEPS, batches_of, gradient, nothing, out_of_memory_over, step_sequences
+from rank_engine import (
+    CPU,
+    MANY,
+    STEPS,
+    batches_of,
+    gradient,
+    nothing,
+    out_of_memory_over,
+    step_sequences,
+    trainer_state,
+)
 
 BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
 # name -> the `optim` section, and the `model` section's dtypes
@@ -91,7 +101,7 @@ def run_saved(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any]:
                 policy=engine.policy,
                 tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
                 engine_state=engine.state_dict(),
-                state=_state(ranks),
+                state=trainer_state(ranks.world_size),
                 keep=1,
                 ranks=ranks,
             )
@@ -170,20 +180,6 @@ def counted(call: Any, sizes: list[int]) -> Any:
         return call(output, *args, **kwargs)
 
     return counting
-
-
-def _state(ranks: Ranks) -> TrainerState:
-    return TrainerState(
-        steps_done=2,
-        data={},
-        pending=[],
-        num_tokens=0,
-        seconds=0,
-        micro_batch_tokens=1,
-        micro_batch_tokens_wanted=1,
-        processes=ranks.world_size,
-        control={},
-    )
 
 
 def eager(job: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -52,8 +52,7 @@ def plan(
         int | None, typer.Option(min=0, help="Number of layers that --verify runs; 0: all. Default: 4.")
     ] = None,
     calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Measure this machine once, for later plans (imports torch)."),
+        bool, typer.Option("--calibrate", help="Measure this machine once, for later plans (imports torch).")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     debug: Debug = False,

@@ -75,7 +75,7 @@ class ModelShape:
 
     @property
     def linear_layers(self) -> Mapping[str, tuple[int, int]]:
-        """(in, out) features of a layer's `nn.Linear` modules; experts and routers are none."""
+        """(in, out) features of a layer's `nn.Linear` modules, without experts and routers."""
         hidden, query, key, mlp = self.hidden, self.query_width, self.key_width, self.mlp
         layers = {
             "q_proj": (hidden, query),

@@ -109,7 +109,7 @@ class Worker:
             deque(weights, maxlen=0)
 
     def gpu(self) -> str | None:
-        """UUID of this rank's GPU; None on CPU."""
+        """Return the UUID of this rank's GPU; None on CPU."""
         return gpu_uuid(self.policy.device) if self.policy.device.type == "cuda" else None
 
     def forward_backward(
