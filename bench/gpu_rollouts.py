@@ -26,7 +26,7 @@ from cohort.launch import train
 from cohort.plan.defaults import server_memory_utilization
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams
-from cohort.rollout.engines.vllm import check_vllm
+from cohort.rollout.engines.vllm.server import check_vllm
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import run_forward_only
 from cohort.trainer.worker_group import WorkerGroup
@@ -143,7 +143,7 @@ def _sample(
     collector.wait(tasks, count=len(tasks))  # on a GPU it lets the server sleep
     sampled = time.perf_counter()
     groups = [task.result() for task in tasks]
-    tokens = sum(len(c.token_ids) for g in groups for c in g.trajectories)
+    tokens = sum(len(c.sampled_token_ids) for g in groups for c in g.trajectories)
     return groups, {
         "publish_s": published - start,
         "tokens_per_s": tokens / (sampled - published),

@@ -229,7 +229,7 @@ def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
     with torch.no_grad():
         for group in groups:
             for c in group.trajectories:
-                ids = np.concatenate([group.prompt.token_ids, c.token_ids])
+                ids = np.concatenate([group.prompt.token_ids, c.sampled_token_ids])
                 plain = naive_logprobs(theirs, ids, len(group.prompt.token_ids)).double().numpy()
                 worst = max(worst, np.abs(plain - c.sampling_logprobs).max())
     return worst

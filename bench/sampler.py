@@ -56,7 +56,7 @@ def main() -> None:
     worst = 0.0
     for repeat in range(-1, args.repeats):  # the first round warms up
         seconds, groups = timed(lambda repeat=repeat: sample_with_cohort(collector, prompts, generations, repeat))
-        num_tokens = sum(len(c.token_ids) for g in groups for c in g.trajectories)
+        num_tokens = sum(len(c.sampled_token_ids) for g in groups for c in g.trajectories)
         worst = max(worst, largest_difference(policy, groups[0]))
         hf_seconds, completions = timed(
             lambda repeat=repeat: sample_with_transformers(policy, prompts, ends, generations, repeat)
@@ -139,11 +139,13 @@ def length_of(row: list[int], ends: frozenset[int]) -> int:
 def largest_difference(policy: Policy, group) -> float:
     worst = 0.0
     for completion in group.trajectories:
-        ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).unsqueeze(0)
+        ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.sampled_token_ids])).unsqueeze(0)
         ids = ids.to(policy.device)
         with torch.no_grad():
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1]
-        expected = torch.log_softmax(logits.cpu(), -1).gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1))
+        expected = torch.log_softmax(logits.cpu(), -1).gather(
+            -1, torch.from_numpy(completion.sampled_token_ids).unsqueeze(-1)
+        )
         worst = max(worst, float(np.abs(completion.sampling_logprobs - expected.squeeze(-1).numpy()).max()))
     return worst
 

@@ -187,13 +187,13 @@ def started(
     config = random_run(folder, shape, device, max_tokens)
     inputs = read_inputs(config)
     setup = VllmSetup(config, inputs)
-    longest = inputs.longest_path_tokens
+    longest = inputs.longest_sequence_tokens
     spec = WorkerSpec(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
     worker = build_worker(config, ALONE, spec, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
     workers = WorkerGroup(worker, ALONE)
-    engine = setup.start(workers, folder=folder, note=lambda text: None).engine
+    engine = setup.start(workers, folder=folder, notify=lambda text: None).engine
     collector = RolloutCollector(engine, inputs.tokenizer)
     rng = np.random.default_rng(0)
     prompts = [
@@ -229,7 +229,7 @@ def minimal(model: str, folder: Path) -> dict[str, Any]:
 
 
 def by_engine(collector: RolloutCollector, prompts: list[Prompt], chosen: SamplingParams, step: int) -> int:
-    return sum(len(c.token_ids) for g in collector.collect(prompts, chosen, key(step)) for c in g.trajectories)
+    return sum(len(c.sampled_token_ids) for g in collector.collect(prompts, chosen, key(step)) for c in g.trajectories)
 
 
 def by_transformers(model: Any, prompts: list[Prompt], limit: int, ends: frozenset[int], step: int) -> int:

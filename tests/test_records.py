@@ -90,10 +90,10 @@ def test_what_a_trajectory_says_of_all_its_calls():
     several = trajectory(
         call([1], [2, 3], version=7), call([1, 2, 3, 9], [8], trained=False), call([5], [4], version=8)
     )
-    assert several.token_ids.tolist() == [2, 3, 4]
+    assert several.sampled_token_ids.tolist() == [2, 3, 4]
     assert several.sampling_logprobs.tolist() == [-2, -3, -4]
     assert (several.policy_version, several.finish_reason) == (7, "stop")
-    assert trajectory(call([1], [2], trained=False)).token_ids.tolist() == []
+    assert trajectory(call([1], [2], trained=False)).sampled_token_ids.tolist() == []
 
 
 def test_sequences_share_the_prompt_that_they_begin_with():
@@ -127,7 +127,7 @@ def test_a_trajectory_without_calls_is_refused_unless_it_broke_before_the_first(
     with pytest.raises(ValueError, match="ended with 'answer' must have at least one model call"):
         trajectory()
     broken = Trajectory(calls=(), messages=(), text="", end="environment_error")
-    assert (broken.finish_reason, broken.policy_version, broken.token_ids.tolist()) == (None, None, [])
+    assert (broken.finish_reason, broken.policy_version, broken.sampled_token_ids.tolist()) == (None, None, [])
 
 
 def test_broken_trajectories_have_no_sequences():

@@ -44,7 +44,7 @@ class Told(Display):
 
     steps_done = 0
 
-    def note(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, report: StepReport) -> None:

@@ -14,12 +14,12 @@ from cohort.rollout.engines.vllm.server_options import vllm_python
 from cohort.run_files import has_progress, is_run_folder
 
 
-def choose_engine(config: Config, note: Callable[[str], None]) -> Config:
+def choose_engine(config: Config, notify: Callable[[str], None]) -> Config:
     """Resolve `rollout.engine: auto`: the engine of the run in `run.dir`, else vLLM if possible.
 
     Args:
         config: Configuration of the run.
-        note: Called with the choice and its reason, except on a machine without GPUs.
+        notify: Called with the choice and its reason, except on a machine without GPUs.
 
     Raises:
         UserError: The configuration is incompatible with the engine.
@@ -28,7 +28,7 @@ def choose_engine(config: Config, note: Callable[[str], None]) -> Config:
         return config
     engine, why = _chosen(config)
     if why is not None:
-        note(f"rollout.engine: auto: {engine}, {why}")
+        notify(f"rollout.engine: auto: {engine}, {why}")
     return set_engine(config, engine)
 
 

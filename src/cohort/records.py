@@ -88,13 +88,13 @@ class Trajectory:
         return tuple(call for call in self.calls if call.trained)
 
     @property
-    def token_ids(self) -> IntArray:
+    def sampled_token_ids(self) -> IntArray:
         """Token ids sampled by the policy, [C]."""
         return np.concatenate([np.zeros(0, np.int64), *(call.token_ids for call in self.trained_calls)])
 
     @property
     def sampling_logprobs(self) -> FloatArray:
-        """Sampling logprobs of `token_ids`, [C]."""
+        """Sampling logprobs of `sampled_token_ids`, [C]."""
         return np.concatenate([np.zeros(0), *(call.sampling_logprobs for call in self.trained_calls)])
 
     @property
@@ -186,10 +186,10 @@ class ForwardOnlyOutputs:
     Only outputs that the algorithm needs are computed; the others are empty.
     """
 
-    logprobs: Mapping[int, FloatArray] = field(default_factory=dict)  # of the policy
-    entropies: Mapping[int, FloatArray] = field(default_factory=dict)  # of the policy, in nats
+    logprobs: Mapping[int, FloatArray] = field(default_factory=dict)  # by the policy
+    entropies: Mapping[int, FloatArray] = field(default_factory=dict)  # of the policy's distributions, in nats
     reference_logprobs: Mapping[int, FloatArray] = field(default_factory=dict)
-    values: Mapping[int, FloatArray] = field(default_factory=dict)  # of the critic: expected return
+    values: Mapping[int, FloatArray] = field(default_factory=dict)  # expected returns, by the critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

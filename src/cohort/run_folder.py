@@ -86,12 +86,12 @@ class RunFolder:
         """Read `summary.json`."""
         return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
 
-    def rewind(self, steps_done: int, note: Callable[[str], None] = lambda _: None) -> None:
+    def rewind(self, steps_done: int, notify: Callable[[str], None] = lambda _: None) -> None:
         """Write `config.yaml` and remove everything written after `steps_done` steps, before a run resumes.
 
         Args:
             steps_done: steps of the checkpoint to resume from.
-            note: called with a message about unreadable lines.
+            notify: called with a message about unreadable lines.
 
         Raises:
             UserError: starting over would delete a finished run.
@@ -108,7 +108,7 @@ class RunFolder:
         if metrics.exists():
             rows, bad = read_metrics(metrics)
             if bad and steps_done > 0:
-                note(f"metrics.jsonl: {format_line_numbers(bad)} cannot be read and will be dropped")
+                notify(f"metrics.jsonl: {format_line_numbers(bad)} cannot be read and will be dropped")
             kept = [json.dumps(row) + "\n" for row in rows if steps_done > 0 and row["step"] <= steps_done]
             with write_file_atomically(metrics) as partial:
                 partial.write_text("".join(kept), encoding="utf-8")
@@ -298,7 +298,7 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         "prompt": [p.content if isinstance(p.content, str) else json.dumps(list(p.content)) for p in prompts],
         "completion": [c.text for c in completions],
         "prompt_token_ids": pa.array([p.token_ids for p in prompts], pa.list_(pa.int32())),
-        "completion_token_ids": pa.array([c.token_ids for c in completions], pa.list_(pa.int32())),
+        "completion_token_ids": pa.array([c.sampled_token_ids for c in completions], pa.list_(pa.int32())),
         "sampling_logprobs": pa.array([c.sampling_logprobs for c in completions], pa.list_(pa.float32())),
         "finish_reason": [c.finish_reason for c in completions],
         "policy_version": pa.array([c.policy_version for c in completions], pa.int64()),

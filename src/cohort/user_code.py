@@ -21,12 +21,11 @@ _MACHINERY = tuple(
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def load_function(use: str, *, base_dir: Path, field: str) -> Callable[..., Any]:
+def load_function(use: str, *, field: str) -> Callable[..., Any]:
     """Return the callable named by `use`.
 
     Args:
         use: `path/to/file.py:name` or `package.module:name`.
-        base_dir: folder of the configuration file; files are resolved against it, then the working directory.
         field: name of this setting in messages.
 
     Raises:
@@ -34,7 +33,7 @@ def load_function(use: str, *, base_dir: Path, field: str) -> Callable[..., Any]
     """
     where, _, name = use.rpartition(":")
     is_file = where.endswith(".py") or "/" in where
-    module = _module_of_file(where, base_dir, use, field) if is_file else _module(where, use, field)
+    module = _module_of_file(where, use, field) if is_file else _module(where, use, field)
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UserError(f"{field}: {use!r}: {where} has no {name!r}. {suggest(name, public, 'Callable in it')}")
@@ -77,13 +76,11 @@ def suggest(wrong: str, right: Iterable[str], what: str) -> str:
     return (f"Did you mean {close[0]!r}? " if close else "") + f"{what}: {', '.join(known) or 'none'}."
 
 
-def _module_of_file(path: str, base_dir: Path, use: str, field: str) -> ModuleType:
-    candidates = [base_dir / path, Path.cwd() / path]
-    found = next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
-    if found is None:
-        tried = " and ".join(dict.fromkeys(str(candidate) for candidate in candidates))
-        beside = sorted({file.name for candidate in candidates for file in candidate.parent.glob("*.py")})
-        raise UserError(f"{field}: {use!r}: no such file. Tried {tried}. {suggest(path, beside, 'Files there')}")
+def _module_of_file(path: str, use: str, field: str) -> ModuleType:
+    found = Path(path).resolve()
+    if not found.is_file():
+        beside = [file.name for file in found.parent.glob("*.py")]
+        raise UserError(f"{field}: {use!r}: no such file. Tried {found}. {suggest(path, beside, 'Files there')}")
     # Import each file once, so that two functions from one file share its state.
     module_name = f"cohort_user_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
     if module_name in sys.modules:

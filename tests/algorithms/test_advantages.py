@@ -27,7 +27,7 @@ from cohort.algorithms.advantages import (
 from cohort.config import COMPONENTS, AlgorithmConfig
 from cohort.errors import TrainingError, UserError
 from cohort.records import ForwardOnlyOutputs
-from samples import NAN, judged, scored
+from samples import NAN, advantage_inputs, scored
 from selection import examples
 
 ALL = COMPONENTS["advantage"]
@@ -64,42 +64,47 @@ def test_the_catalogue_names_the_keys_that_a_function_takes(name: str):
 def test_group_mean_std():
     # mean 1, squares 1 + 1 + 1 + 1 over G - 1 = 3: std sqrt(4/3)
     close(
-        group_mean_std(judged(rewards([0.0, 2.0, 0.0, 2.0])), std_epsilon=0.0),
+        group_mean_std(advantage_inputs(rewards([0.0, 2.0, 0.0, 2.0])), std_epsilon=0.0),
         [[-math.sqrt(3 / 4), math.sqrt(3 / 4)] * 2],
     )
     # the epsilon is added to the standard deviation: 1 / (sqrt(2) + 0.1)
-    close(group_mean_std(judged(rewards([0.0, 2.0])), std_epsilon=0.1), [[-0.660410, 0.660410]])
+    close(group_mean_std(advantage_inputs(rewards([0.0, 2.0])), std_epsilon=0.1), [[-0.660410, 0.660410]])
 
 
 def test_group_mean():
-    close(group_mean(judged(rewards([0.0, 3.0, 0.0], [1.0, 1.0, 4.0]))), [[-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]])
+    close(
+        group_mean(advantage_inputs(rewards([0.0, 3.0, 0.0], [1.0, 1.0, 4.0]))), [[-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]]
+    )
 
 
 def test_leave_one_out():
     # 4 - (1 + 1) / 2 = 3, and 1 - (4 + 1) / 2 = -1.5
-    close(leave_one_out(judged(rewards([4.0, 1.0, 1.0]))), [[3.0, -1.5, -1.5]])
-    close(leave_one_out(judged(rewards([4.0, NAN, 1.0]))), [[3.0, NAN, -3.0]])
+    close(leave_one_out(advantage_inputs(rewards([4.0, 1.0, 1.0]))), [[3.0, -1.5, -1.5]])
+    close(leave_one_out(advantage_inputs(rewards([4.0, NAN, 1.0]))), [[3.0, NAN, -3.0]])
 
 
 def test_group_mean_batch_std():
     # all rewards 0 0 0 4: mean 1, squares 1 + 1 + 1 + 9 over 3: std 2
-    close(group_mean_batch_std(judged(rewards([0.0, 0.0], [0.0, 4.0])), std_epsilon=0.0), [[0.0, 0.0], [-1.0, 1.0]])
+    close(
+        group_mean_batch_std(advantage_inputs(rewards([0.0, 0.0], [0.0, 4.0])), std_epsilon=0.0),
+        [[0.0, 0.0], [-1.0, 1.0]],
+    )
 
 
 def test_batch_mean_std_of_single_completions():
     # of prompts with one completion: mean 1, std sqrt(2), every token its completion's
-    x = judged(rewards([0.0], [2.0]), lengths=[[2], [2]])
+    x = advantage_inputs(rewards([0.0], [2.0]), lengths=[[2], [2]])
     close(batch_mean_std(x, std_epsilon=0.0), [[[-0.8660254] * 2], [[0.8660254] * 2]])  # 1 / sqrt(4 / 3)
 
 
 def test_batch_mean_std_is_over_tokens():
     # tokens 0 0 0 4: mean 1, std 2
-    x = judged(rewards([0.0], [4.0]), lengths=[[3], [1]])
+    x = advantage_inputs(rewards([0.0], [4.0]), lengths=[[3], [1]])
     close(batch_mean_std(x, std_epsilon=0.0), [[[-0.5, -0.5, -0.5]], [[1.5, 0.0, 0.0]]])
 
 
 def test_batch_mean_std_sums_the_rewards_still_to_come():
-    x = judged(rewards([3.0], [1.0]), lengths=[[2], [1]])
+    x = advantage_inputs(rewards([3.0], [1.0]), lengths=[[2], [1]])
     penalised = x.token_rewards - torch.tensor([[[1.0, 0.0]], [[0.0, 0.0]]])  # 1 off at the first token
     x = AdvantageInputs(
         rewards=penalised.sum(-1),
@@ -117,7 +122,7 @@ def test_batch_mean_std_sums_the_rewards_still_to_come():
 
 def test_group_mean_whitened():
     # differences -1 1 and -2 2, mean 0, squares 10 over 3
-    x = judged(rewards([0.0, 2.0], [0.0, 4.0]))
+    x = advantage_inputs(rewards([0.0, 2.0], [0.0, 4.0]))
     scale = math.sqrt(3 / 10)
     close(
         group_mean_whitened(x, std_epsilon=0.0).squeeze(-1),
@@ -128,7 +133,7 @@ def test_group_mean_whitened():
 def two_rewards(first: torch.Tensor, second: torch.Tensor, weights: list[float]) -> AdvantageInputs:
     parts_PGK = torch.stack([first, second], dim=-1)
     weights_K = torch.tensor(weights, dtype=torch.float64)
-    x = judged((parts_PGK * weights_K).nansum(-1).where(~parts_PGK.isnan().all(-1), NAN))
+    x = advantage_inputs((parts_PGK * weights_K).nansum(-1).where(~parts_PGK.isnan().all(-1), NAN))
     return AdvantageInputs(
         rewards=x.rewards,
         reward_parts=parts_PGK,
@@ -147,7 +152,7 @@ def test_rewards_are_whitened_one_by_one_and_then_their_sum():
         close(per_reward_mean_std(x, std_epsilon=0.0), [[-4 * unit, 4 * unit], [2 * unit, -2 * unit]])
 
 
-def test_a_reward_that_did_not_judge_adds_nothing():
+def test_a_reward_that_did_not_score_adds_nothing():
     x = two_rewards(rewards([0.0, 1.0, NAN]), rewards([NAN, NAN, NAN]), [1.0, 1.0])
     close(per_reward_mean_std(x, std_epsilon=0.0), [[-math.sqrt(1 / 2), math.sqrt(1 / 2), NAN]])
     shaped = replace(x, reward_parts=x.reward_parts.nan_to_num(5.0))  # by one that only shapes: not in the statistics
@@ -163,18 +168,18 @@ def test_rewards_that_cancel_out_differ_under_gdpo_alone():
 
 def test_max_likelihood():
     # one of four succeeds: (1 - 1/4) / (1/4) = 3
-    close(max_likelihood(judged(rewards([1.0, 0.0, 0.0, 0.0]))), [[3.0, -1.0, -1.0, -1.0]])
-    close(max_likelihood(judged(rewards([0.0, 0.0], [1.0, 1.0]))), [[0.0, 0.0], [0.0, 0.0]])
-    close(max_likelihood(judged(rewards([1.0, NAN, 0.0]))), [[1.0, NAN, -1.0]])
+    close(max_likelihood(advantage_inputs(rewards([1.0, 0.0, 0.0, 0.0]))), [[3.0, -1.0, -1.0, -1.0]])
+    close(max_likelihood(advantage_inputs(rewards([0.0, 0.0], [1.0, 1.0]))), [[0.0, 0.0], [0.0, 0.0]])
+    close(max_likelihood(advantage_inputs(rewards([1.0, NAN, 0.0]))), [[1.0, NAN, -1.0]])
     with pytest.raises(UserError, match=r"max_likelihood needs rewards of at least 0, but one is -0\.5; use rewards"):
-        max_likelihood(judged(rewards([1.0, -0.5])))
+        max_likelihood(advantage_inputs(rewards([1.0, -0.5])))
 
 
 def test_max_at_k_of_rewards_0_and_1():
     # n = 4, k = 2, one success: of the 6 pairs 3 have it, and it alone makes them succeed: 4 * 3/6
-    close(max_at_k(judged(rewards([0.0, 1.0, 0.0, 0.0])), at_k=2), [[0.0, 2.0, 0.0, 0.0]])
+    close(max_at_k(advantage_inputs(rewards([0.0, 1.0, 0.0, 0.0])), at_k=2), [[0.0, 2.0, 0.0, 0.0]])
     # two successes: each is alone in 2 of the 6 pairs
-    close(max_at_k(judged(rewards([0.0, 1.0, 1.0, 0.0])), at_k=2), [[0.0, 4 / 3, 4 / 3, 0.0]])
+    close(max_at_k(advantage_inputs(rewards([0.0, 1.0, 1.0, 0.0])), at_k=2), [[0.0, 4 / 3, 4 / 3, 0.0]])
 
 
 @examples(40)
@@ -190,12 +195,12 @@ def test_max_at_k_is_the_mean_over_all_sets(values: list[float], at_k: int):
         if i in chosen:
             without = max(values[j] for j in chosen if j != i)
             expected[i] += len(present) * (max(values[j] for j in chosen) - without) / len(sets)
-    close(max_at_k(judged(rewards(values)), at_k=at_k), [expected])
+    close(max_at_k(advantage_inputs(rewards(values)), at_k=at_k), [expected])
 
 
 def test_max_at_k_of_groups_whose_sets_are_more_than_a_float_can_count():
     # one of 1200 succeeds: it adds 1 to each of the sets with it, which are half of all
-    actual = max_at_k(judged(rewards([0.0] * 1199 + [1.0], [0.0] * 1199 + [NAN])), at_k=600)
+    actual = max_at_k(advantage_inputs(rewards([0.0] * 1199 + [1.0], [0.0] * 1199 + [NAN])), at_k=600)
     assert actual[0, -1].item() == pytest.approx(1200 * 600 / 1200)
     assert not actual[0, :-1].any() and not actual[1, :-1].any() and actual[1, -1].isnan()
 
@@ -213,7 +218,7 @@ def test_max_at_k_is_an_unbiased_gradient_of_the_best_of_k():
     (expected,) = torch.autograd.grad(best, logits)
     estimate = torch.zeros(3, dtype=torch.float64)
     for drawn in itertools.product(range(3), repeat=n):
-        advantage = max_at_k(judged(worth[list(drawn)].unsqueeze(0)), at_k=k)[0] / n
+        advantage = max_at_k(advantage_inputs(worth[list(drawn)].unsqueeze(0)), at_k=k)[0] / n
         (gradient,) = torch.autograd.grad((advantage * log_p()[list(drawn)]).sum(), logits)
         estimate += log_p()[list(drawn)].sum().exp().detach() * gradient
     torch.testing.assert_close(estimate, expected)
@@ -223,28 +228,28 @@ def test_max_at_k_is_an_unbiased_gradient_of_the_best_of_k():
 def test_equal_rewards_have_advantage_zero(name: str):
     for reward in (0.1, 0.7, 1.0, 1e6 / 3):  # the mean of three times 0.7 is not 0.7 to the last bit
         for dtype in (torch.float32, torch.float64):
-            x = judged(torch.full((50, 3), reward, dtype=dtype), lengths=[[1, 7, 3]] * 50)
+            x = advantage_inputs(torch.full((50, 3), reward, dtype=dtype), lengths=[[1, 7, 3]] * 50)
             for epsilon in (0.0, 1e-4):
                 keys = {"std_epsilon": epsilon} if "std_epsilon" in ALL[name].defaults else {}
                 assert not of(name, x, **keys).any()
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_unjudged_completions_take_no_part(name: str):
-    """As if they were not there; alone, or with nobody judged, there is nothing to learn."""
-    x = judged(rewards([0.0, NAN, 2.0], [1.0, NAN, 5.0]), lengths=[[1, 3, 2], [2, 1, 1]])
-    without = judged(rewards([0.0, 2.0], [1.0, 5.0]), lengths=[[1, 2], [2, 1]])
+def test_unscored_completions_take_no_part(name: str):
+    """As if they were not there; alone, or with nobody scored, there is nothing to learn."""
+    x = advantage_inputs(rewards([0.0, NAN, 2.0], [1.0, NAN, 5.0]), lengths=[[1, 3, 2], [2, 1, 1]])
+    without = advantage_inputs(rewards([0.0, 2.0], [1.0, 5.0]), lengths=[[1, 2], [2, 1]])
     actual, expected = of(name, x), of(name, without)
     torch.testing.assert_close(
         actual[:, ::2, ..., : expected.shape[2]] if actual.ndim == 3 else actual[:, ::2], expected
     )
-    alone = of(name, judged(rewards([5.0, NAN], [NAN, NAN])))
+    alone = of(name, advantage_inputs(rewards([5.0, NAN], [NAN, NAN])))
     assert not alone.nan_to_num(0.0).any()
     assert not alone[0, 0].any() and not alone[0, 0].isnan().any()
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_step_in_which_nobody_was_judged_teaches_nothing(name: str):
+def test_a_step_in_which_nobody_was_scored_teaches_nothing(name: str):
     config = AlgorithmConfig.model_validate({"advantage": name, **({"at_k": 2} if name == "max_at_k" else {})})
     algorithm = build_algorithm(config, max_completion_tokens=9)
     for sequence in assign_advantages([scored([NAN, NAN], [2, 3])], algorithm, expecting_nothing([2, 3])):

@@ -43,7 +43,7 @@ def test_truncated_completions_can_be_masked():
     assert not masked[1].advantages.any()
 
 
-def test_unjudged_completions_weigh_nothing():
+def test_unscored_completions_weigh_nothing():
     sequences = assign_advantages(
         [scored([1.0, NAN], [2, 6])], build_algorithm(AlgorithmConfig(name="dapo"), max_completion_tokens=9)
     )

@@ -37,7 +37,7 @@ OWN = """
 
     def centred(x): return x.rewards - x.rewards.nanmean(1, keepdim=True)
     def by_std(x): return centred(x) / centred(x).square().nanmean(1, keepdim=True).sqrt()
-    def of_the_judged(x): return centred(x) + torch.stack([r[~r.isnan()].min() for r in x.rewards])[:, None]
+    def of_the_scored(x): return centred(x) + torch.stack([r[~r.isnan()].min() for r in x.rewards])[:, None]
 
     def overwriting(x):
         x.rewards.nan_to_num_(0.0)
@@ -70,7 +70,7 @@ def check(**keys: Any) -> None:
         ("policy_loss", "by_place", "depends on the other completions of its micro-batch"),
         ("policy_loss", "no_metrics", "returned a NoneType as token_metrics; must be a dict"),
         ("advantage", "by_std", r"returned NaN or infinity for a scored completion \(rewards \[\[1.0, 1.0, 1.0, 1.0\]"),
-        ("advantage", "of_the_judged", "raised RuntimeError|raised IndexError"),
+        ("advantage", "of_the_scored", "raised RuntimeError|raised IndexError"),
         ("loss_weight", "letters", "returned a list, which does not hold real numbers; must be one finite number"),
         ("loss_weight", "imaginary", "returned a ndarray, which does not hold real numbers"),
         ("loss_weight", "ragged", "returned a list, which does not hold real numbers"),
@@ -107,8 +107,8 @@ def test_what_a_loss_learns_without_advantage_is_seen_on_policy_too(own: Path):
         assert algorithm.learns_without_advantage == expected
 
 
-def test_an_advantage_that_writes_into_its_rewards_judges_nobody(own: Path):
-    """A completion that no reward judged stays that, and has no loss."""
+def test_an_advantage_that_writes_into_its_rewards_scores_nobody(own: Path):
+    """A completion that no reward scored stays that, and has no loss."""
     algorithm = build_algorithm(AlgorithmConfig(advantage="own.py:overwriting"), max_completion_tokens=8)
     kept: list[torch.Tensor] = []
 

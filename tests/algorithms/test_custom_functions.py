@@ -13,7 +13,7 @@ from cohort.config import AlgorithmConfig, CustomFunction, load_config, to_yaml
 from cohort.errors import UserError
 from cohort.run_folder import config_changes
 from runs import assert_same_weights, changed, make_inputs, train
-from samples import judged, loss_inputs
+from samples import advantage_inputs, loss_inputs
 
 OWN = """
     import numpy as np
@@ -124,7 +124,7 @@ def test_arguments_reach_own_functions(own: Path):
     check_custom_functions(config, num_generations=2, num_rewards=1, gradients_in_forward=True)
     algorithm = build_algorithm(config, max_completion_tokens=8)
     rewards = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
-    assert algorithm.advantage(judged(rewards)).tolist() == [[-3.0, 3.0]]
+    assert algorithm.advantage(advantage_inputs(rewards)).tolist() == [[-3.0, 3.0]]
     losses = algorithm.policy_loss(loss_inputs([1.0, 2.0], [1.0, -1.0])).per_token_loss
     assert losses.tolist() == pytest.approx([-0.5 - 1, 4 / 5 - 1])  # sigmoid(2 ln 2) = 4 / 5
     assert algorithm.loss_weight(np.array([1, 2]), np.array([True, True])).tolist() == [1.0, 0.25]
@@ -231,4 +231,4 @@ def test_the_example_of_the_docs_works(own: Path):
         AlgorithmConfig(advantage="example.py:leave_one_out"), max_completion_tokens=8
     ).advantage
     rewards = torch.tensor([[1.0, 2.0, torch.nan]], dtype=torch.float64)
-    assert advantage(judged(rewards))[0, :2].tolist() == [-1.0, 1.0]
+    assert advantage(advantage_inputs(rewards))[0, :2].tolist() == [-1.0, 1.0]

@@ -49,7 +49,7 @@ def group_of(rewards: list[float], texts: list[str]) -> ScoredGroup:
     return ScoredGroup(prompt=prompt, trajectories=trajectories, rewards=np.array(rewards), reward_parts={})
 
 
-def test_the_best_and_the_worst_judged_completion_are_shown():
+def test_the_best_and_the_worst_scored_completion_are_shown():
     out = io.StringIO()
     display = ConsoleDisplay(show_completions_every=1, console=Console(file=out, width=200))
     metrics = {
@@ -59,8 +59,8 @@ def test_the_best_and_the_worst_judged_completion_are_shown():
         "tokens_per_second": 1234.5,
     }
     groups = [
-        group_of([np.nan, np.nan], ["unjudged", "unjudged"]),
-        group_of([np.nan, 1.0, 0.0], ["never [judged]", "[bold]4[/bold]", "5"]),
+        group_of([np.nan, np.nan], ["unscored", "unscored"]),
+        group_of([np.nan, 1.0, 0.0], ["never [scored]", "[bold]4[/bold]", "5"]),
     ]
     display.step(StepReport(steps_done=1, metrics=metrics, groups=groups))
     text = out.getvalue()

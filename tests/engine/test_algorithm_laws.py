@@ -38,7 +38,7 @@ LAYOUTS: list[Layout] = ["shared", "packed", "padded"]
 
 
 def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
-    """A step of two groups with two rewards each, one completion not judged, some truncated."""
+    """A step of two groups with two rewards each, one completion not scored, some truncated."""
     rng = np.random.default_rng(seed)
     groups = []
     for group in random_groups(LENGTHS, seed):
@@ -133,7 +133,7 @@ def test_float32_gradients_agree_to_1e_5(name: str):
         assert max(relative_error(split[key], whole[key]) for key in whole) < 1e-5
 
 
-@pytest.mark.parametrize("reason", ["equal rewards", "all truncated and masked", "nobody judged"])
+@pytest.mark.parametrize("reason", ["equal rewards", "all truncated and masked", "nobody scored"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
     policy = make_policy(num_hidden_layers=1)
@@ -145,7 +145,7 @@ def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
     if reason == "equal rewards":  # and a critic that foresees them
         groups = [replace(group, rewards=np.full(4, 0.7)) for group in groups]
         outputs = ForwardOnlyOutputs(values={n: np.full_like(values, 0.7) for n, values in outputs.values.items()})
-    elif reason == "nobody judged":
+    elif reason == "nobody scored":
         groups = [replace(group, rewards=np.full(4, np.nan)) for group in groups]
     else:
         groups = [

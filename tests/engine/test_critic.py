@@ -68,7 +68,7 @@ def test_advantages_by_hand():
 
 
 def test_whitening_by_hand():
-    """Over the judged tokens 0.8, 0.6, 0.4, -0.2: mean 0.4, squares 0.56 over 3. The middle one is not judged."""
+    """Over the scored tokens 0.8, 0.6, 0.4, -0.2: mean 0.4, squares 0.56 over 3. The middle one is not scored."""
     x = inputs([1.0, np.nan, 0.0], [[0.2, 0.4, 0.6], [9.0, 9.0], [0.2]])
     actual = gae(x, gamma=1.0, gae_lambda=1.0, whiten_advantages=True)
     expected = torch.tensor([[0.4, 0.2, 0.0], [0.0, 0.0, 0.0], [-0.6, 0.0, 0.0]]) / (0.56 / 3) ** 0.5
@@ -115,7 +115,7 @@ def test_the_loss_of_values_by_hand():
 
 
 def test_what_the_critic_learns_from():
-    """Judged completions, and not the truncated ones where those are masked; the mean over all of their tokens."""
+    """Scored completions, and not the truncated ones where those are masked; the mean over all of their tokens."""
     groups = random_groups([[3], [5], [2], [4]], seed=0)
     reasons = ("stop", "length", "stop", "stop")
     groups = [

@@ -51,7 +51,7 @@ G = 3
 
 
 def random_groups(lengths_PG: list[list[int]], seed: int, prompt_tokens: tuple[int, int] = (1, 9)) -> list[ScoredGroup]:
-    """Groups with random prompts, completions, rewards (one in eight not judged) and finish reasons."""
+    """Groups with random prompts, completions, rewards (one in eight not scored) and finish reasons."""
     rng = np.random.default_rng(seed)
     groups = []
     for p, lengths in enumerate(lengths_PG):

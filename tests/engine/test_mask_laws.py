@@ -215,7 +215,7 @@ def test_tokens_that_are_not_trained_take_part_in_nothing(name: str, kl_in: str,
         replace(
             group,
             trajectories=tuple(
-                replace(answer(group.prompt, t.token_ids, logprobs=t.sampling_logprobs), end=t.end)
+                replace(answer(group.prompt, t.sampled_token_ids, logprobs=t.sampling_logprobs), end=t.end)
                 for t in group.trajectories
             ),
         )

@@ -211,8 +211,7 @@ def run_adapter_sampling(ranks: Ranks, model: str, current: str) -> dict[str, An
             for p in prompts
         ]
     )
-    tokens = [[s.token_ids.tolist() for s in group] for group in sampled]
-    return {"tokens": ranks.gather(tokens), "layout": policy.layout}
+    return {"tokens": ranks.gather([s.token_ids.tolist() for s in sampled]), "layout": policy.layout}
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -48,7 +48,7 @@ def values_of(num_tokens: int, index: int) -> np.ndarray:
 def critic_sequences(
     lengths_PG: list[list[int]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int
 ) -> list[TrainSequence]:
-    """What a critic learns from, of random completions, one in eight not judged."""
+    """What a critic learns from, of random completions, one in eight not scored."""
     groups = random_groups(lengths_PG, seed, prompt_tokens)
     values = {s.index: scatter(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in build_sequences(groups)}
     return with_returns(assign_advantages(groups, ALGORITHM, ForwardOnlyOutputs(values=values)))

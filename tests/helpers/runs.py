@@ -121,5 +121,5 @@ class Notes(Display):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def note(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.told.append(text)

@@ -54,7 +54,7 @@ def loss_inputs(
     )
 
 
-def judged(rewards_PG: torch.Tensor, *, lengths: Sequence[Sequence[int]] | None = None) -> AdvantageInputs:
+def advantage_inputs(rewards_PG: torch.Tensor, *, lengths: Sequence[Sequence[int]] | None = None) -> AdvantageInputs:
     """Completions with their reward at the last token, of one token each unless `lengths` says otherwise."""
     lengths_PG = torch.ones_like(rewards_PG, dtype=torch.int64) if lengths is None else torch.tensor(lengths)
     tokens_PGL = torch.zeros(*rewards_PG.shape, int(lengths_PG.max()), dtype=rewards_PG.dtype)

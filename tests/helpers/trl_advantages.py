@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cohort.algorithms import AdvantageInputs
-from samples import NAN, judged
+from samples import NAN, advantage_inputs
 from trl_parts import import_trl
 
 WEIGHTS = [1.0, 0.3]
@@ -26,17 +26,17 @@ ADVANTAGES = {  # scale_rewards and multi_objective_aggregation of TRL
 
 
 def inputs() -> AdvantageInputs:
-    """Random rewards; one completion that one reward of two judged, and one that none did."""
+    """Random rewards; one completion that one reward of two scored, and one that none did."""
     parts_PGK = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parts_PGK[0, 1, 1] = NAN
     parts_PGK[2, 3] = NAN
     weights_K = torch.tensor(WEIGHTS, dtype=torch.float64)
     sums = (parts_PGK * weights_K).nansum(-1).where(~parts_PGK.isnan().all(-1), NAN)
-    return replace(judged(sums), reward_parts=parts_PGK, reward_weights=weights_K)
+    return replace(advantage_inputs(sums), reward_parts=parts_PGK, reward_weights=weights_K)
 
 
 def their_advantages(advantage: str) -> torch.Tensor:
-    """TRL's [P, G] of the same rewards; NaN where nothing was judged."""
+    """TRL's [P, G] of the same rewards; NaN where nothing was scored."""
     x = inputs()
     return trl_advantages(x.reward_parts.flatten(0, 1), WEIGHTS, x.rewards.shape[1], *ADVANTAGES[advantage])
 

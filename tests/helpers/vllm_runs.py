@@ -11,9 +11,11 @@ import numpy as np
 
 from cohort.records import Prompt, RolloutGroup
 from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
-from cohort.rollout.engines.servers import Fleet, FleetLimits, ServerEngine, ServerError, ServerHandle
-from cohort.rollout.engines.servers.requests import call_seed
-from cohort.rollout.engines.vllm import GenerateClient
+from cohort.rollout.engines.servers.fleet import Fleet
+from cohort.rollout.engines.servers.handles import FleetLimits, ServerHandle
+from cohort.rollout.engines.servers.requests import ServerError, call_seed
+from cohort.rollout.engines.servers.server_engine import ServerEngine
+from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from fake_vllm import END, VOCAB_SIZE, logprob_of, sampled
 from tiny import make_tokenizer
@@ -90,7 +92,7 @@ class Run:
             self.fleet,
             connect=Channel,
             publish=self.published,
-            note=self.notes.append,
+            notify=self.notes.append,
             sleeps=sleeps,
         )
         self.collector = RolloutCollector(self.engine, TOKENIZER)
@@ -100,7 +102,7 @@ class Run:
 
 
 def make_client(timeout_s: float) -> GenerateClient:
-    return GenerateClient(model="policy", end_token_ids=frozenset({END}), vocab_size=VOCAB_SIZE, timeout_s=timeout_s)
+    return GenerateClient(end_token_ids=frozenset({END}), vocab_size=VOCAB_SIZE, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def assert_right(groups: Sequence[RolloutGroup], sampling: SamplingParams = SAMP
         seeds = [call_seed(KEY.call(group.prompt, i), sampling) for i in range(sampling.num_generations)]
         token_ids = group.prompt.token_ids.tolist()
         expected = [sampled(token_ids, seed, sampling.max_completion_tokens) for seed in seeds]
-        assert [c.token_ids.tolist() for c in group.trajectories] == expected
+        assert [c.sampled_token_ids.tolist() for c in group.trajectories] == expected
         for completion, tokens in zip(group.trajectories, expected, strict=True):
             assert completion.sampling_logprobs.tolist() == [logprob_of(t) for t in tokens]
             assert completion.finish_reason == ("stop" if tokens[-1] == END else "length")

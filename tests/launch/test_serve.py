@@ -20,7 +20,7 @@ from cohort.cli.app import app
 from cohort.config import Config, config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
-from cohort.rollout.engines.servers import ServerError
+from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.server_options import server_options
 from cohort.trainer.vllm_rollouts import VllmSetup
 from cohort.trainer.vllm_rollouts import _connect as connect
@@ -264,7 +264,7 @@ def connect_to(**server: Any) -> FakeVllm:
     config = config_with("hardware.timeout_s=600", urls=[handle.url])
     try:
         with pytest.raises(ServerError, match="this one takes no weights"):
-            connect(config, torch.device("cpu"), handle.url, sleeps=False, ipc_gpus=frozenset(), note=print)
+            connect(config, torch.device("cpu"), handle.url, sleeps=False, ipc_gpus=frozenset(), notify=print)
     finally:
         handle.stop()
     return fake
@@ -277,7 +277,7 @@ def test_a_server_elsewhere_says_how_many_workers_the_weights_have_to_reach():
 
 
 def test_another_vllm_elsewhere_is_refused():
-    with pytest.raises(UserError, match=r"rollout.urls: http://127.0.0.1:\d+ has vLLM 0.33.1, and only 0.32.\* is kno"):
+    with pytest.raises(UserError, match=r"rollout.urls: http://127.0.0.1:\d+ has vLLM 0.33.1, but .* only 0.32.\*"):
         connect_to(vllm_version="0.33.1")
 
 

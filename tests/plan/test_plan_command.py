@@ -103,7 +103,7 @@ def test_no_torch_is_imported(run_file: Path) -> None:
 def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(run_file: Path) -> None:
     notes: list[str] = []
     wanted = config(f"model.path={run_file.parent / 'model'}")
-    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "note": notes.append}
+    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 100, "num_prompts": 100, "notify": notes.append}
     fitting = preflight_on(wanted, EIGHT, **about)
     assert fitting is not None and fitting.fits
     small = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
@@ -121,18 +121,18 @@ def test_a_run_keeps_its_plan_and_tells_what_became_of_it(tmp_path: Path, monkey
     notes: list[str] = []
 
     class Notes(Display):
-        def note(self, text: str) -> None:
+        def notify(self, text: str) -> None:
             notes.append(text)
 
     def as_on(memory: str) -> Any:
         machines = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=memory)
-        return lambda config, inputs, servers, *, device, world_size, note: preflight_on(
+        return lambda config, inputs, servers, *, device, world_size, notify: preflight_on(
             config,
             machines,
             shared=False,
             longest_prompt_tokens=20,
             num_prompts=len(inputs.prompts.prompts),
-            note=note,
+            notify=notify,
         )
 
     settings = changed(make_inputs(tmp_path), train={"steps": 1})

@@ -26,7 +26,7 @@ class Notes(Display):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.notes.append(text)
 
 
@@ -45,7 +45,7 @@ def one_step(folder: Path, **sections: Any) -> tuple[Path, list[str]]:
 def planned(on: Hardware, *overrides: str) -> Plan:
     notes: list[str] = []
     wanted = config("model.path=Qwen/Qwen2.5-7B", "hardware.processes=1", *overrides)
-    plan = preflight_on(wanted, on, shared=False, longest_prompt_tokens=100, num_prompts=100, note=notes.append)
+    plan = preflight_on(wanted, on, shared=False, longest_prompt_tokens=100, num_prompts=100, notify=notes.append)
     assert plan is not None and notes == []
     return plan
 
@@ -100,7 +100,7 @@ def test_nothing_is_refused_and_nothing_said_on_a_cpu() -> None:
 def test_a_model_whose_shape_is_not_known_has_no_plan_and_no_note(tmp_path: Path) -> None:
     notes: list[str] = []
     wanted = config(f"model.path={tmp_path / 'nothing'}")
-    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 1, "num_prompts": 1, "note": notes.append}
+    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 1, "num_prompts": 1, "notify": notes.append}
     assert preflight_on(wanted, CPU, **about) is None
     assert notes == []
     assert preflight_on(wanted, replace(CPU, on_gpu=True), **about) is None

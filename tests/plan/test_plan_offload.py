@@ -195,7 +195,7 @@ def test_it_is_proposed_before_eight_bits_and_adapters_and_makes_the_run_fit():
 def test_a_run_that_cannot_fit_is_told_so_at_its_start(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["qwen2.5-7b"])), encoding="utf-8")
     wanted = config(model={"path": str(tmp_path)})
-    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 512, "num_prompts": 100, "note": print}
+    about: dict[str, Any] = {"shared": False, "longest_prompt_tokens": 512, "num_prompts": 100, "notify": print}
     one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None)
     with pytest.raises(UserError, match=r"optim\.offload=true"):
         preflight_on(wanted, one, **about)

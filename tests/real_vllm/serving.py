@@ -141,7 +141,7 @@ class Server:
         if self.channel is not None:
             self.close()
         self.api = VllmApi(self.process.url, timeout_s=timeout_s)
-        self.channel = WeightChannel(self.api, device=torch.device("cpu"), num_workers=1, timeout_s=timeout_s)
+        self.channel = WeightChannel(self.api.url, device=torch.device("cpu"), num_workers=1, timeout_s=timeout_s)
 
     def close(self) -> None:
         self.channel.close()
@@ -164,6 +164,12 @@ class Server:
                 assert largest_difference(model, prompt, choice) < 1e-4
                 if version is not None:
                     assert choice.versions == [(str(version), 0, 12)]
+
+
+def send(channel: WeightChannel, name: str, tensor: torch.Tensor) -> None:
+    """One tensor of an update, and wait until it is there."""
+    channel.post(name, tensor)
+    channel.flush()
 
 
 def generate(url: str, prompt: list[int], *, timeout_s: float = 120, model: str = "policy", **sampling: Any) -> Any:

@@ -14,9 +14,9 @@ from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.errors import TrainingError
 from cohort.models.adapters.lora import Adapter
 from cohort.rollout.engines.servers.requests import ServerError
-from cohort.rollout.engines.vllm import server_options
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
 from cohort.rollout.engines.vllm.server import ServerProcess
+from cohort.rollout.engines.vllm.server_options import server_options
 from serving import (
     LONG_PROMPT,
     Server,

@@ -19,7 +19,7 @@ from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from cohort.rollout.engines.vllm.server import ServerProcess
-from serving import Server, engine_of, generate, options_for, processes_of, serving_folder, serving_model, start
+from serving import Server, engine_of, generate, options_for, processes_of, send, serving_folder, serving_model, start
 from tiny import policy_of, save_model_folder
 from waiting import until
 
@@ -38,7 +38,7 @@ def test_a_server_that_died_is_told_leaves_nothing_behind_and_starts_again(proce
     first_url = process.url
     engine_of(process.log_file).send_signal(signal.SIGKILL)
     until(lambda: process.poll() is not None)
-    assert str(process.poll()).startswith("it ended by itself")  # with exit code 0, for all that it failed
+    assert str(process.poll()).startswith("exited with code")  # with exit code 0, for all that it failed
     assert not processes_of(process.log_file)
 
     start(process)
@@ -49,14 +49,14 @@ def test_a_server_that_died_is_told_leaves_nothing_behind_and_starts_again(proce
     server.assert_serves(model, 1)
 
     policy = policy_of(serving_model(tie=False, seed=2))
-    server.channel.begin(2, weight_specs(policy, torch.float32))
+    server.channel.begin(weight_specs(policy, torch.float32))
     weights = stream_weights(policy, torch.float32)
-    server.channel.send(*next(weights))
+    send(server.channel, *next(weights))
     engine_of(process.log_file).send_signal(signal.SIGKILL)
     with pytest.raises(ServerError, match=server.api.url):
         for name, tensor in weights:
-            server.channel.send(name, tensor)
-        server.channel.finish()
+            send(server.channel, name, tensor)
+        server.channel.finish(2)
     server.close()
     process.stop()
     assert not processes_of(process.log_file)
@@ -68,7 +68,7 @@ def test_a_port_in_use_is_a_failed_start(process: ServerProcess, monkeypatch: py
         monkeypatch.setattr(server_module, "_free_port", lambda: other.getsockname()[1])
         process.start()
         until(lambda: process.poll() is not None, timeout_s=600)
-    assert process.poll() == "it ended by itself with exit code 1"
+    assert process.poll() == "exited with code 1"
     assert "address already in use" in process.log().lower()
 
 

@@ -28,14 +28,11 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A configuration's folder with reward files; the working directory is another."""
+    """The working directory, with reward files."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    config_dir = tmp_path / "config"
-    config_dir.mkdir()
-    (config_dir / "helper_beside.py").write_text("VALUE = 2.0\n")
-    (config_dir / "my_rewards.py").write_text(
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper_beside.py").write_text("VALUE = 2.0\n")
+    (tmp_path / "my_rewards.py").write_text(
         textwrap.dedent(
             """
             import functools
@@ -57,28 +54,27 @@ def folder(tmp_path, monkeypatch):
             """
         )
     )
-    return config_dir
+    return tmp_path
 
 
-def load_error(use, folder):
+def load(use):
+    return load_reward(RewardConfig(use=use), field="rewards[3].use", max_completion_tokens=8)
+
+
+def load_error(use):
     with pytest.raises(UserError) as caught:
-        load_reward(use, base_dir=folder, field="rewards[3].use")
+        load(use)
     assert str(caught.value).startswith("rewards[3].use: ")
     return str(caught.value)
 
 
 def test_builtins_files_and_modules_load(folder):
-    assert [type(load_reward(n, base_dir=folder)) for n in ("math", "exact", "format")] == [
-        MathReward,
-        ExactReward,
-        FormatReward,
-    ]
-    assert load_reward("my_rewards.py:brevity", base_dir=folder)(["a"]) == [2.0]
-    assert load_reward(f"{folder}/my_rewards.py:judge", base_dir=Path("elsewhere"))(["a"]) == [1.0]  # loaded once
-    assert load_reward("os.path:join", base_dir=folder) is os.path.join
+    assert [type(load(use)) for use in ("math", "exact", "format")] == [MathReward, ExactReward, FormatReward]
+    assert load("my_rewards.py:brevity")(["a"]) == [2.0]
+    assert load(f"{folder}/my_rewards.py:judge")(["a"]) == [1.0]  # loaded once
+    assert load("os.path:join") is os.path.join
     Path("in_cwd.py").write_text("def f(completions):\n    return [4.0]\n")
-    assert load_reward("in_cwd.py:f", base_dir=folder)([]) == [4.0]
-    assert load_reward("in_cwd:f", base_dir=folder)([]) == [4.0]
+    assert load("in_cwd:f")([]) == [4.0]
 
 
 def test_loading_errors_say_what_works(folder):
@@ -88,18 +84,18 @@ def test_loading_errors_say_what_works(folder):
     for use, words in {
         "maths": ["'maths'", "Did you mean 'math'?", "exact, format, math, overlong", "path/to/file.py:function"],
         "my_rewards.py": ["'my_rewards.py:function'"],
-        "my_reward.py:brevity": ["no such file", str(folder), "cwd", "Did you mean 'my_rewards.py'?"],
+        "my_reward.py:brevity": ["no such file", f"{folder}/my_reward.py", "Did you mean 'my_rewards.py'?"],
         "my_rewards.py:brevety": ["has no 'brevety'", "Did you mean 'brevity'?", "level"],
         "my_rewards.py:constant": ["not callable", "5 (int)"],
         "my_rewards.py:Judge": ["is a class", "Judge()"],
         "broken.py:f": ["ZeroDivisionError: division by zero", f"{folder}/broken.py:2"],
         "unparsable.py:f": ["SyntaxError", f"{folder}/unparsable.py:1"],
         "no_such_import.py:f": ["No module named 'no_such_package'", f"{folder}/no_such_import.py:1"],
-        "no_such_module.sub:f": ["no module 'no_such_module'", "cwd"],
+        "no_such_module.sub:f": ["no module 'no_such_module'", str(folder)],
         "os.pth:f": ["no module 'os.pth'"],
         "os.path:joim": ["Did you mean 'join'?"],
     }.items():
-        message = load_error(use, folder)
+        message = load_error(use)
         for word in [repr(use), *words]:
             assert word in message, (use, message)
 
@@ -111,7 +107,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
         RewardConfig(use="my_rewards.py:scaled", name="twice"),
         RewardConfig(use="my_rewards.py:judge"),
     ]
-    built = build_rewards(configs, base_dir=folder, columns=["answer", "difficulty"], max_completion_tokens=8)
+    built = build_rewards(configs, columns=["answer", "difficulty"], max_completion_tokens=8)
     assert [(r.name, r.weight, dict(r.args), r.timeout_s) for r in built] == [
         ("math", 1.0, {}, 300.0),
         ("level", -0.5, {"scale": 3.0}, 5.0),
@@ -144,9 +140,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
 )
 def test_settings_that_cannot_work_fail_before_the_run(folder, settings, words):
     with pytest.raises(UserError) as caught:
-        build_rewards(
-            [RewardConfig(**settings)], base_dir=folder, columns=["answers", "difficulty"], max_completion_tokens=8
-        )
+        build_rewards([RewardConfig(**settings)], columns=["answers", "difficulty"], max_completion_tokens=8)
     for word in ["rewards[0]", *words]:
         assert word in str(caught.value)
 
@@ -155,10 +149,10 @@ def test_check_columns_names_reward_parameter_and_columns():
     def f(completions, answer, extra=None):
         return []
 
-    check_columns(f, name="f", args={}, columns=["answer"])
-    check_columns(f, name="f", args={"answer": 1}, columns=[])
+    check_columns(reward(f), ["answer"], field="rewards[1]")
+    check_columns(reward(f, args={"answer": 1}), [], field="rewards[1]")
     with pytest.raises(UserError) as caught:
-        check_columns(f, name="f", args={}, columns=["solution", "answers"], field="rewards[1]")
+        check_columns(reward(f, name="f"), ["solution", "answers"], field="rewards[1]")
     for word in ["rewards[1]", "reward 'f'", "parameter 'answer'", "Columns: answers, solution", "completion_ids"]:
         assert word in str(caught.value)
 
@@ -212,8 +206,8 @@ def test_overlong_is_the_soft_punishment_of_dapo():
     assert reward(completion_ids=[[0] * 8], buffer_tokens=16) == [-0.5]
 
 
-def test_a_reward_that_only_shapes_judges_nothing(folder):
-    """The middle completion is as long as the limit, and nobody judged it; the last was judged, and is as long."""
+def test_a_reward_that_only_shapes_scores_nothing(folder):
+    """The middle completion is as long as the limit, and nobody scored it; the last was scored, and is as long."""
     overlong = reward(OverlongReward(2), name="overlong", args={"buffer_tokens": 1}, shapes=True)
     judge = reward(lambda completions: [1.0, None, 1.0], name="judge")
     g = group("q", ["a", "b", "c"])
@@ -228,7 +222,7 @@ def test_a_reward_that_only_shapes_judges_nothing(folder):
         RewardRunner([reward(lambda completions: [None] * 3, name="silent"), overlong]).score([g])
     alone = [RewardConfig(use="overlong", args={"buffer_tokens": 1})]
     with pytest.raises(UserError, match=r"rewards: 'overlong' only shapes other rewards"):
-        build_rewards(alone, base_dir=folder, columns=[], max_completion_tokens=2)
+        build_rewards(alone, columns=[], max_completion_tokens=2)
     both = [*alone, RewardConfig(use="exact")]
-    built = build_rewards(both, base_dir=folder, columns=["answer"], max_completion_tokens=2)
+    built = build_rewards(both, columns=["answer"], max_completion_tokens=2)
     assert [f.shapes for f in built] == [True, False]

@@ -133,7 +133,7 @@ def fake_reward(tmp_path):
     f.close()
 
 
-def test_a_hung_answer_is_not_judged_and_counted_and_the_next_is_judged(fake_reward):
+def test_a_hung_answer_is_not_graded_but_counted_and_the_next_is_graded(fake_reward):
     rewards = fake_reward(["a", "hang", "hang", "b"], answer=["g"] * 4, deadline_s=0.5)
     assert rewards == [1.0, None, None, 1.0]  # the same answer twice waits once
     assert fake_reward.last_counts == {"timeout": 2}
@@ -148,7 +148,7 @@ def test_a_worker_killed_while_it_works(fake_reward):
     fake_reward(["a"], answer=["g"])
     killer = threading.Timer(0.2, lambda pid: os.kill(pid, signal.SIGKILL), [fake_reward._worker.pid])
     killer.start()
-    # Judged again by a second worker, which hangs on it too, until the deadline.
+    # Graded again by a second worker, which hangs on it too, until the deadline.
     assert fake_reward(["hang"], answer=["g"], deadline_s=0.6) == [None]
     assert fake_reward.last_counts == {"timeout": 1}
 

@@ -17,16 +17,15 @@ from cohort.errors import StopRequested, UserError
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory
 from cohort.rollout import (
     CallKey,
+    Completion,
     Generate,
     LocalEngine,
     RolloutCollector,
-    Sampled,
     Sampler,
     SampleRequest,
     SamplingParams,
     StreamKey,
     collector,
-    merge_shares,
     split_requests,
 )
 from cohort.rollout.engines.local.decoders import SharedPromptDecoder
@@ -58,10 +57,10 @@ class RecordedSampler:
         self.num_ranks = num_ranks
         self.batches: list[Sequence[SampleRequest]] = []
 
-    def __call__(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+    def __call__(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         self.batches.append(requests)
         shares = split_requests(requests, self.num_ranks)
-        return merge_shares(requests, [self.sampler.sample(share) for share in shares])
+        return [completion for share in shares for completion in self.sampler.sample(share)]
 
     @property
     def num_calls(self) -> list[int]:
@@ -109,7 +108,7 @@ def test_every_turn_of_a_rollout_is_what_is_sampled_alone(num_ranks: int):
         for turn, call in enumerate(calls):
             key = KEY.call(prompts(3, 9)[prompt_id], index, turn)
             request = SampleRequest(token_ids=call.context_ids, sampling=SAMPLING, keys=(key,))
-            (((alone),),) = sample.sampler.sample([request])
+            (alone,) = sample.sampler.sample([request])
             assert call.token_ids.tolist() == alone.token_ids.tolist()
             np.testing.assert_allclose(call.sampling_logprobs, alone.sampling_logprobs, atol=1e-12)
 
@@ -322,7 +321,7 @@ async def use_tool(
 def test_a_tool_loop_is_collected_and_trains_as_computed_naively():
     policy = make_policy(dtype=torch.float64, num_hidden_layers=1)
     engine = LocalEngine(Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=64).sample)
-    with closing(RolloutCollector(engine, make_tokenizer(), rollout=use_tool)) as runs:
+    with closing(RolloutCollector(engine, make_tokenizer(), rollout_function=use_tool)) as runs:
         groups = runs.collect(prompts(3, 5), SAMPLING, KEY)
     plain = generate(engine, prompts(3, 5), SAMPLING, KEY)
     rewards = np.random.default_rng(0).random((2, 4))
@@ -336,7 +335,7 @@ def test_a_tool_loop_is_collected_and_trains_as_computed_naively():
     assert len(sequences) == len(members) == 8
     for s, (prompt, t), single in zip(sequences, members, [t for g in plain for t in g.trajectories], strict=True):
         first, second = (call.token_ids.tolist() for call in t.calls)
-        assert first == single.token_ids.tolist(), "the first turn has the random stream of a plain prompt"
+        assert first == single.sampled_token_ids.tolist(), "the first turn has the random stream of a plain prompt"
         assert s.token_ids.tolist() == [*prompt.token_ids, *first, *REPLY, *second]
         lengths = [len(prompt.token_ids), len(first), len(REPLY), len(second)]
         np.testing.assert_array_equal(s.loss_mask, np.repeat([False, True, False, True], lengths))

@@ -112,7 +112,9 @@ async def break_two(
 
 
 def test_a_step_goes_on_with_the_others():
-    with closing(RolloutCollector(ScriptedEngine(lambda: 1), make_tokenizer(), rollout=break_two)) as collector:
+    with closing(
+        RolloutCollector(ScriptedEngine(lambda: 1), make_tokenizer(), rollout_function=break_two)
+    ) as collector:
         options = {"seed": 0, "prompts_per_step": 2, "num_steps": 1, "updates_per_step": 1}
         prefetcher = Prefetcher(collector, stream(4), SAMPLING, **options)
         group_collector = GroupCollector(prefetcher, by_length([]), prompts_per_step=2, max_rounds=0)
@@ -134,8 +136,10 @@ def test_an_evaluation_is_of_the_others():
         success_threshold=2.0,
         prompts_at_a_time=2,
     )
-    with closing(RolloutCollector(ScriptedEngine(lambda: 1), make_tokenizer(), rollout=break_two)) as collector:
+    with closing(
+        RolloutCollector(ScriptedEngine(lambda: 1), make_tokenizer(), rollout_function=break_two)
+    ) as collector:
         result = evaluate(evaluation, collector, by_length([]))
-    # one of each three is judged; its texts are 1, 10 and 100
+    # one of each three is scored; its texts are 1, 10 and 100
     assert result.accuracy == result.metrics["eval/pass@3"] == pytest.approx(2 / 3)
     assert result.metrics["eval/completions/broken"] == 6

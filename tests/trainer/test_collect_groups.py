@@ -201,16 +201,16 @@ def visits_of(prompts: list[Prompt]) -> list[tuple[int, int]]:
 
 
 class SynchronousGatherer(GroupCollector):
-    """The naive way: ask for a step's prompts, wait for all, judge them."""
+    """The naive way: ask for a step's prompts, wait for all, score them."""
 
     def collect(self, step: int, phase: Any) -> StepGroups:
-        data, collector = self.prefetcher._prompts, self.prefetcher._collector
-        prompts = data.take(self._prompts_per_step)
+        data, collector = self.prefetcher.prompts, self.prefetcher.collector
+        prompts = data.take(self.prompts_per_step)
         with phase("rollout"):
-            key = StreamKey(purpose="train", seed=self.prefetcher._seed, step=step)
-            groups = collector.collect(prompts, self.prefetcher._sampling, key)
+            key = StreamKey(purpose="train", seed=self.prefetcher.seed, step=step)
+            groups = collector.collect(prompts, self.prefetcher.sampling, key)
         with phase("reward"):
-            scored = self._rewards.score(groups)
+            scored = self.rewards.score(groups)
         return StepGroups(groups=scored, replaced=[], metrics={"rollout/staleness_max": 0.0})
 
 
@@ -353,17 +353,17 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_new_prompts():
     assert first.metrics["reward"] == pytest.approx(mean)
 
 
-def test_a_round_of_groups_that_nobody_judges_is_no_mistake():
-    def judges_the_first_four(n: list[int], **_: Any) -> list[float | None]:
+def test_a_round_of_groups_that_nobody_scores_is_no_mistake():
+    def scores_the_first_four(n: list[int], **_: Any) -> list[float | None]:
         return [float(i % 4 if number else 1) if number < 4 else None for i, number in enumerate(n)]
 
-    judge = partial(GroupCollector, rewards=rewards(judges_the_first_four), prompts_per_step=4, max_rounds=1)
-    collected = judge(prefetch(local_engine(), stream(20))).collect(0, lambda name: nullcontext())
+    make = partial(GroupCollector, rewards=rewards(scores_the_first_four), prompts_per_step=4, max_rounds=1)
+    collected = make(prefetch(local_engine(), stream(20))).collect(0, lambda name: nullcontext())
     assert places(collected.groups) == [0, 1, 2, 3] and places(collected.replaced) == [4]
     late = prefetch(local_engine(), stream(20))
     late.take(0, 4)
     with pytest.raises(cohort.UserError, match="no reward scored any of the 16 completions"):
-        judge(late).collect(1, lambda name: nullcontext())  # the first round is a whole step
+        make(late).collect(1, lambda name: nullcontext())  # the first round is a whole step
 
 
 def test_replaced_groups_come_from_what_was_sampled_ahead():

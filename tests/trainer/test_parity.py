@@ -20,7 +20,7 @@ from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout import LocalEngine, SamplingParams, StreamKey
 from cohort.trainer import server_rollouts, vllm_rollouts
 from cohort.trainer.local_rollouts import LocalSetup
-from cohort.trainer.parity import check_parity, make_parity_gate, make_probe
+from cohort.trainer.parity import check_parity, make_parity_gate, probe_prompts, probe_sampling
 from cohort.trainer.rollout_engines import engine_setup
 from cohort.trainer.run_inputs import Inputs, read_inputs
 from cohort.trainer.worker import Worker
@@ -67,7 +67,7 @@ def shifted(groups: list[RolloutGroup], by: float, *, tokens: slice = slice(None
 
 
 def num_tokens(groups: list[RolloutGroup]) -> int:
-    return sum(len(c.token_ids) for group in groups for c in group.trajectories)
+    return sum(len(c.sampled_token_ids) for group in groups for c in group.trajectories)
 
 
 def test_equal_logprobs_pass(workers: WorkerGroup[Worker], groups: list[RolloutGroup]):
@@ -116,20 +116,17 @@ def test_of_several_servers_the_worst_counts(workers: WorkerGroup[Worker], group
 
 
 def test_a_probe_is_of_the_longest_prompt_and_others_and_of_the_whole_distribution():
-    sampling = replace(SAMPLING, max_completion_tokens=1000, top_p=0.5, top_k=3)
-    probe = make_probe(prompts(5, 70, 8, 300, 2, 300, 40), sampling, seed=11)
-    assert [len(prompt.token_ids) for prompt in probe.prompts] == [300, 70, 8, 2]
-    assert probe.prompts[0].id == 3
-    assert probe.sampling == SamplingParams(
+    chosen = probe_prompts(prompts(5, 70, 8, 300, 2, 300, 40))
+    assert [len(prompt.token_ids) for prompt in chosen] == [300, 70, 8, 2]
+    assert chosen[0].id == 3
+    assert probe_sampling(replace(SAMPLING, max_completion_tokens=1000, top_p=0.5, top_k=3)) == SamplingParams(
         num_generations=2, max_completion_tokens=64, temperature=0.9, top_p=1.0, top_k=0
     )
-    assert probe.key(7) == StreamKey(purpose="parity", seed=11, step=7)
 
 
 def test_a_probe_of_few_prompts_and_short_completions():
-    probe = make_probe(prompts(5, 9), SAMPLING, seed=0)
-    assert [prompt.id for prompt in probe.prompts] == [1, 0]
-    assert probe.sampling.max_completion_tokens == 6
+    assert [prompt.id for prompt in probe_prompts(prompts(5, 9))] == [1, 0]
+    assert probe_sampling(SAMPLING).max_completion_tokens == 6
 
 
 # Of a run
@@ -208,7 +205,7 @@ def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: 
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
     key = StreamKey(purpose="parity", seed=5, step=3)
-    sample_on_each.assert_called_once_with(gate.probe.prompts, gate.probe.sampling, key)
-    assert (gate.probe.sampling.temperature, gate.probe.sampling.top_p) == (0.9, 1.0)
+    sample_on_each.assert_called_once_with(gate.prompts, gate.sampling, key)
+    assert (gate.sampling.temperature, gate.sampling.top_p) == (0.9, 1.0)
     off = run("rollout.parity_every=0")
     assert make_parity_gate(off[0], off[1].prompts.prompts, workers, **of_run) is None

@@ -184,7 +184,7 @@ def test_held_out_prompts_that_are_too_long_are_counted(tmp_path: Path):
     notes: list[str] = []
 
     class Notes(Display):
-        def note(self, text: str) -> None:
+        def notify(self, text: str) -> None:
             notes.append(text)
 
     run = cohort.train(config, display=Notes()).run_dir

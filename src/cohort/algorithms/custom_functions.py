@@ -6,7 +6,6 @@ P prompts, G generations, K rewards, L tokens of the longest completion, N compl
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,7 +213,7 @@ class _CheckedFunction:
 
     def __init__(self, kind: str, choice: CustomFunction):
         self._field, self._args = _field(kind, choice), choice.args
-        self._function = load_function(choice.use, base_dir=Path.cwd(), field=f"algorithm.{kind}")
+        self._function = load_function(choice.use, field=f"algorithm.{kind}")
         self._check_arguments(num_inputs=2 if kind == "loss_weight" else 1)
 
     def _check_arguments(self, *, num_inputs: int) -> None:

@@ -60,7 +60,7 @@ class ConsoleDisplay(Display):
         self._progress.start()
         self._steps = self._progress.add_task("training", total=plan.num_steps, completed=steps_done, left="")
 
-    def note(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Print a line."""
         self._print(escape(text))
 

@@ -22,7 +22,7 @@ class Display:
     def started(self, plan: RunPlan, *, steps_done: int) -> None:
         """The run starts, or resumes after `steps_done` steps."""
 
-    def note(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """A message for the user."""
 
     def step(self, report: StepReport) -> None:

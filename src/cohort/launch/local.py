@@ -39,7 +39,7 @@ class _Attempt:
 
 
 def run_processes(
-    config: Config, *, num_processes: int, split: GpuSplit | None, resume: bool, note: Callable[[str], None]
+    config: Config, *, num_processes: int, split: GpuSplit | None, resume: bool, notify: Callable[[str], None]
 ) -> None:
     """Train with `num_processes` processes and wait for the end.
 
@@ -48,7 +48,7 @@ def run_processes(
         num_processes: initial number; a rank that keeps failing is left out.
         split: this machine's GPUs for training and rollouts; None if the run starts no servers.
         resume: require an existing run to resume.
-        note: called with messages for the user, such as a restart.
+        notify: called with messages for the user, such as a restart.
 
     Raises:
         UserError: the configuration does not work with this many processes, or rank 0 raised it.
@@ -77,7 +77,8 @@ def run_processes(
         failed_before = culprit
         resume = False  # the first start may have failed before it made the run folder
         found = checkpoints(Path(config.run.dir) / "checkpoints")
-        note(f"{story}\nrestarting{without} from {found[-1].name if found else 'the beginning'} ({left} restarts left)")
+        start = found[-1].name if found else "the beginning"
+        notify(f"{story}\nrestarting{without} from {start} ({left} restarts left)")
 
 
 def count_processes(config: Config) -> int:

@@ -45,16 +45,16 @@ def train(
     elif not isinstance(config, Config):
         config = config_from_dict(config)
     console = Console(stderr=True, highlight=False, markup=False)
-    note = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
+    notify = lambda text: console.print(text, soft_wrap=True)  # noqa: E731
     words = partial(resume_hint, Path(config.run.dir))
     in_processes = started_by_torchrun()
     if not in_processes:
-        config = choose_engine(config, note)
+        config = choose_engine(config, notify)
     split = None if in_processes else split_machine(config)
     num_processes = 1 if in_processes else split.num_processes if split else count_processes(config)
     if not in_processes and split is None and (found := num_gpus(config)) > 1:
         what = "train and sample" if not config.rollout.uses_servers else "train"
-        note(f"{num_processes} of {found} GPUs {what} (hardware.processes: {config.hardware.processes})")
+        notify(f"{num_processes} of {found} GPUs {what} (hardware.processes: {config.hardware.processes})")
     if not in_processes and num_processes == 1 and config.hardware.max_restarts == 0:
         from cohort import trainer
 
@@ -77,7 +77,7 @@ def train(
         run_rank(config, resume=resume)
     else:
         with stopping.handle_signals("launcher", grace_s=config.hardware.grace_s, resume_hint=words):
-            run_processes(config, num_processes=num_processes, split=split, resume=resume, note=note)
+            run_processes(config, num_processes=num_processes, split=split, resume=resume, notify=notify)
     return _result(Path(config.run.dir))
 
 

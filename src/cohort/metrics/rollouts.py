@@ -47,7 +47,7 @@ def _std(values_G: FloatArray) -> float:
 def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     sampled = [trajectory for group in groups for trajectory in group.trajectories]
     trajectories = [trajectory for trajectory in sampled if not trajectory.is_broken]
-    lengths = np.array([len(t.token_ids) for t in trajectories])
+    lengths = np.array([len(t.sampled_token_ids) for t in trajectories])
     stopped = np.array([t.end != "length" for t in trajectories], dtype=bool)
     metrics = {
         "completions/clipped_ratio": 1 - _mean(stopped),

@@ -11,10 +11,9 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 from cohort import stopping
 from cohort.errors import StopRequested, UserError
@@ -25,58 +24,37 @@ _LOOP_GRACE_S = 1.0  # after a deadline, until the event loop counts as blocked
 _INTERPRETER_GRACE_S = 60.0  # after a deadline, until the process is ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CallResult:
-    """Result of one call."""
-
-    kind: Literal["returned", "raised", "late"]
-    value: Any = None  # returned: the value; raised: the exception; late: the current line, or None
-
-
-def call_sync(reward: RewardFunction, arguments: Mapping[str, Any], on_thread_start: Callable[[], None] | None) -> Any:
+def call_sync(reward: RewardFunction, arguments: Mapping[str, Any]) -> Any:
     """Return `reward.function(**arguments)`.
-
-    Args:
-        reward: has a sync function.
-        arguments: all keyword arguments.
-        on_thread_start: called first in the function's thread.
 
     Raises:
         UserError: the function raised, or did not return within `reward.timeout_s`.
         StopRequested: the run was asked to stop; the function is abandoned.
     """
-    results: list[_CallResult] = []
-    ended = threading.Event()
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            if on_thread_start is not None:
-                on_thread_start()
-            results.append(_CallResult(kind="returned", value=reward.function(**arguments)))
+            future.set_result(reward.function(**arguments))
         except BaseException as error:  # SystemExit too: the thread would swallow it
-            results.append(_CallResult(kind="raised", value=error))
-        finally:
-            ended.set()
+            future.set_exception(error)
 
     _show_in_stacks(work, reward)
     thread = threading.Thread(target=work, name=f"reward {reward.name}", daemon=True)
     with _interpreter_watchdog(reward.timeout_s + _INTERPRETER_GRACE_S):
         thread.start()
-        stopping.wait_or_stop(ended.wait, reward.timeout_s)
-    result = results[0] if results else _CallResult(kind="late", value=_line_of_thread(thread))
-    return _value_of(reward, result)
+        finished = stopping.wait_or_stop(lambda s: bool(wait([future], s).done), reward.timeout_s)
+    if not finished:
+        raise _deadline_error(reward, _line_of_thread(thread))
+    if error := future.exception():
+        raise _function_error(reward, error) from error
+    return future.result()
 
 
 class AsyncCaller:
     """An event loop in a daemon thread, started at the first call and stopped with this object."""
 
-    def __init__(self, on_thread_start: Callable[[], None] | None = None) -> None:
-        """The loop is started later, by the first call.
-
-        Args:
-            on_thread_start: called first in the loop's thread.
-        """
-        self._on_thread_start = on_thread_start
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -100,12 +78,15 @@ class AsyncCaller:
                 # Every task has its own deadline, so one of them must be blocking the loop.
                 names = ", ".join(repr(reward.name) for reward, _ in calls)
                 raise UserError(
-                    f"async reward {names}: not finished within the deadline of {longest_s:g} s "
-                    f"(rewards[i].timeout_s), because the event loop is blocked{_at(_line_of_thread(thread))}. "
-                    "Await slow operations, or make the function a plain `def`."
+                    f"async reward {names} did not finish within the deadline of {longest_s:g} s "
+                    f"(rewards[i].timeout_s), because the event loop is blocked{_at(_line_of_thread(thread))}; await "
+                    f"slow operations, or make the function a plain `def`"
                 )
         results = future.result()
-        return [_value_of(reward, result) for (reward, _), result in zip(calls, results, strict=True)]
+        for result in results:
+            if isinstance(result, UserError):
+                raise result
+        return results
 
     def _running_loop(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
         if self._loop is None or self._thread is None:
@@ -113,11 +94,8 @@ class AsyncCaller:
             # Every result is collected below. The handler would only report late functions that ignored cancellation
             # and are pending at exit; they have already raised an error.
             loop.set_exception_handler(lambda _loop, _context: None)
-            on_thread_start = self._on_thread_start
 
             def work() -> None:
-                if on_thread_start is not None:
-                    on_thread_start()
                 loop.run_forever()
                 loop.close()
 
@@ -127,16 +105,18 @@ class AsyncCaller:
         return self._loop, self._thread
 
 
-async def _run_together(calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]]) -> list[_CallResult]:
+async def _run_together(calls: Sequence[tuple[RewardFunction, Mapping[str, Any]]]) -> list[Any]:
     return await asyncio.gather(*(_run_one(reward, arguments) for reward, arguments in calls))
 
 
-async def _run_one(reward: RewardFunction, arguments: Mapping[str, Any]) -> _CallResult:
-    async def guarded() -> _CallResult:
+async def _run_one(reward: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+    """Return the function's result, or the error to raise when the other functions are done."""
+
+    async def guarded() -> Any:
         try:
-            return _CallResult(kind="returned", value=await reward.function(**arguments))
+            return await reward.function(**arguments)
         except BaseException as error:  # SystemExit would end the loop
-            return _CallResult(kind="raised", value=error)
+            return _function_error(reward, error)
 
     _show_in_stacks(guarded, reward)
     task = asyncio.create_task(guarded())
@@ -147,25 +127,24 @@ async def _run_one(reward: RewardFunction, arguments: Mapping[str, Any]) -> _Cal
         return task.result()
     line = _line_of_coroutine(task.get_coro())
     task.cancel()
-    return _CallResult(kind="late", value=line)
+    return _deadline_error(reward, line)
 
 
-def _value_of(reward: RewardFunction, result: _CallResult) -> Any:
-    if result.kind == "returned":
-        return result.value
-    if result.kind == "late":
-        raise UserError(
-            f"reward {reward.name!r}: not finished within its deadline of {reward.timeout_s:g} s"
-            f"{_at(result.value)}. Make it faster, or increase rewards[i].timeout_s."
-        )
-    error = result.value
+def _deadline_error(reward: RewardFunction, line: str | None) -> UserError:
+    return UserError(
+        f"reward {reward.name!r} did not finish within its deadline of {reward.timeout_s:g} s{_at(line)}; make it "
+        f"faster, or raise rewards[i].timeout_s"
+    )
+
+
+def _function_error(reward: RewardFunction, error: BaseException) -> UserError:
     if isinstance(error, UserError):  # from a built-in reward: its message is complete
-        raise UserError(f"reward {reward.name!r}: {error}") from error
-    raise UserError(f"reward {reward.name!r} raised {describe_error(error)} (at {error_location(error)})") from error
+        return UserError(f"reward {reward.name!r}: {error}")
+    return UserError(f"reward {reward.name!r} raised {describe_error(error)} (at {error_location(error)})")
 
 
 def _at(line: str | None) -> str:
-    return f"; it was at {line}" if line else ""
+    return f" (at {line})" if line else ""
 
 
 def _show_in_stacks(caller: Any, reward: RewardFunction) -> None:

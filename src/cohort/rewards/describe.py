@@ -7,7 +7,7 @@ def completion_text(completion: Any) -> str:
     """Return the text of a completion, given as a string or a list of messages.
 
     Args:
-        completion: as passed to reward functions: a string, or `[{"role": "assistant", "content": text}]`.
+        completion: argument of a reward function: a string, or `[{"role": "assistant", "content": text}]`.
     """
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
@@ -19,7 +19,7 @@ def excerpt(value: object, limit: int = 80) -> str:
         value = value[:limit] + value[-limit:]
     try:
         text = repr(value)
-    except Exception as error:  # of a user's class
+    except Exception as error:  # in the __repr__ of a user's class
         return f"<its repr raises {type(error).__name__}>"
     if len(text) <= limit:
         return text

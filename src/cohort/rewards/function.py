@@ -14,7 +14,7 @@ class RewardFunction:
 
     name: str
     function: Callable[..., Any]  # sync or async; everything is passed by keyword
-    weight: float = 1.0  # of this part in the weighted sum; may be negative
+    weight: float = 1.0  # factor in the weighted sum; may be negative
     args: Mapping[str, Any] = field(default_factory=dict)  # extra keyword arguments
     timeout_s: float = 300.0  # deadline of one call, which covers all completions of a step
     shapes: bool = False  # reward shaping only: a completion scored by no other reward counts as not scored
@@ -66,7 +66,7 @@ def keyword_parameters(function: Callable[..., Any]) -> KeywordParameters:
 
 
 def reward_arguments(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the `args` of a reward that `ChecksArguments`; its other parameters are columns. Empty for others."""
+    """Return the names of a reward's own `args` if it implements `ChecksArguments`; else none."""
     return keyword_parameters(function.required_columns).names if isinstance(function, ChecksArguments) else frozenset()
 
 

@@ -1,7 +1,6 @@
 """Load the configured reward functions and check them before any model is loaded."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cohort.config import RewardConfig
@@ -21,18 +20,16 @@ from cohort.rewards.overlong import OverlongReward
 from cohort.user_code import load_function, suggest
 
 BUILTINS = ("exact", "format", "math", "overlong")
-_BUDGET_SHARE = 0.8  # of the deadline, after which the math reward leaves the rest unscored
-_FORMS = f"{', '.join(BUILTINS)}, path/to/file.py:function, or package.module:function"
+_BUDGET_SHARE = 0.8  # share of the deadline after which the math reward leaves the rest unscored
 
 
 def build_rewards(
-    configs: Sequence[RewardConfig], *, base_dir: Path, columns: Collection[str], max_completion_tokens: int
+    configs: Sequence[RewardConfig], *, columns: Collection[str], max_completion_tokens: int
 ) -> tuple[RewardFunction, ...]:
     """Load and check a run's reward functions. Imports neither torch nor transformers.
 
     Args:
         configs: the `rewards` section.
-        base_dir: folder of the configuration file; relative file names are resolved against it first.
         columns: names of the dataset's columns, including the prompt column.
         max_completion_tokens: maximum completion length of the run.
 
@@ -43,25 +40,17 @@ def build_rewards(
     rewards = []
     for i, config in enumerate(configs):
         field = f"rewards[{i}]"
-        function = load_reward(
-            config.use,
-            base_dir=base_dir,
-            field=f"{field}.use",
+        function = load_reward(config, field=f"{field}.use", max_completion_tokens=max_completion_tokens)
+        reward = RewardFunction(
+            name=config.name or _name_of(function),
+            function=function,
+            weight=config.weight,
+            args=config.args,
             timeout_s=config.timeout_s,
-            max_completion_tokens=max_completion_tokens,
+            shapes=bool(getattr(function, "shapes", False)),
         )
-        name = config.name or _name_of(function)
-        check_columns(function, name=name, args=config.args, columns=columns, field=field)
-        rewards.append(
-            RewardFunction(
-                name=name,
-                function=function,
-                weight=config.weight,
-                args=config.args,
-                timeout_s=config.timeout_s,
-                shapes=bool(getattr(function, "shapes", False)),
-            )
-        )
+        check_columns(reward, columns, field=field)
+        rewards.append(reward)
     if all(reward.shapes for reward in rewards):
         raise UserError(
             f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
@@ -70,54 +59,52 @@ def build_rewards(
     return tuple(rewards)
 
 
-def load_reward(
-    use: str,
-    *,
-    base_dir: Path,
-    field: str = "rewards[0].use",
-    timeout_s: float = 300.0,
-    max_completion_tokens: int = 0,
-) -> Callable[..., Any]:
-    """Return the callable named by `use`.
+def load_reward(config: RewardConfig, *, field: str, max_completion_tokens: int) -> Callable[..., Any]:
+    """Return the callable that `config.use` names.
 
     Args:
-        use: a built-in's name, `path/to/file.py:name`, or `package.module:name`.
-        base_dir: folder of the configuration file; files are resolved against it, then the working directory.
-        field: name of this setting in messages.
-        timeout_s: deadline of a call; the math reward keeps within it.
+        config: settings of the reward. The math reward keeps within their `timeout_s`.
+        field: name of `use` in messages.
         max_completion_tokens: maximum completion length of the run, for the overlong reward.
 
     Raises:
         UserError: no such built-in, file, module or name; an import error; or the object is not callable.
     """
-    if ":" not in use:
-        return _builtin(use, field=field, timeout_s=timeout_s, max_completion_tokens=max_completion_tokens)
-    return load_function(use, base_dir=base_dir, field=field)
+    use = config.use
+    if ":" in use:
+        return load_function(use, field=field)
+    match use:
+        case "exact":
+            return ExactReward()
+        case "format":
+            return FormatReward()
+        case "math":
+            return MathReward(budget_s=_BUDGET_SHARE * config.timeout_s)
+        case "overlong":
+            return OverlongReward(max_completion_tokens)
+    if use.endswith(".py"):
+        raise UserError(f"{field}: {use!r} names a file but no function; write '{use}:function'")
+    raise UserError(
+        f"{field}: no built-in reward {use!r}. {suggest(use, BUILTINS, 'Built in')} For your own, use "
+        f"path/to/file.py:function or package.module:function"
+    )
 
 
-def check_columns(
-    function: Callable[..., Any],
-    *,
-    name: str,
-    args: Mapping[str, Any],
-    columns: Collection[str],
-    field: str = "rewards[0]",
-) -> None:
+def check_columns(reward: RewardFunction, columns: Collection[str], *, field: str) -> None:
     """Check that a function can be called with rollouts, dataset columns and its own arguments.
 
     Args:
-        function: a reward function.
-        name: its name in messages.
-        args: its extra keyword arguments.
+        reward: the function with its settings.
         columns: names of the dataset's columns, including the prompt column.
-        field: name of its settings in messages.
+        field: name of the settings in messages.
 
     Raises:
         UserError: a required parameter that nothing provides, an unknown argument, an argument with the name of a
             column, or an invalid argument.
     """
+    name = reward.name
     try:
-        parameters = keyword_parameters(function)
+        parameters = keyword_parameters(reward.function)
     except ValueError as error:
         raise UserError(
             f"{field}.use: the signature of reward {name!r} cannot be read ({error}); wrap it in a `def`"
@@ -127,65 +114,39 @@ def check_columns(
             f"{field}.use: reward {name!r} takes {parameters.positional_only[0]!r} by position only, but arguments are "
             "passed by keyword"
         )
-    for arg in args:
+    own = reward_arguments(reward.function)
+    allowed = own or parameters.names - set(ROLLOUT_NAMES)
+    for arg in reward.args:
         if arg in ROLLOUT_NAMES:
             raise UserError(f"{field}.args: {arg!r} is always passed to reward {name!r}; remove it")
-        if arg in columns and arg not in reward_arguments(function):
+        if arg in columns and arg not in own:
             raise UserError(
                 f"{field}.args: {arg!r} is also a column of the dataset, so reward {name!r} would get two values for "
                 "it; rename one of them"
             )
-    _check_arguments_taken(function, parameters, name, args, field)
-    _check_filled(function, parameters, name, args, columns, field)
-
-
-def _builtin(use: str, *, field: str, timeout_s: float, max_completion_tokens: int) -> Callable[..., Any]:
-    match use:
-        case "exact":
-            return ExactReward()
-        case "format":
-            return FormatReward()
-        case "math":
-            return MathReward(budget_s=_BUDGET_SHARE * timeout_s)
-        case "overlong":
-            return OverlongReward(max_completion_tokens)
-    if use.endswith(".py"):
-        raise UserError(f"{field}: {use!r} names a file but no function; write '{use}:function'")
-    raise UserError(f"{field}: no built-in reward {use!r}. {suggest(use, BUILTINS, 'Built in')} What works: {_FORMS}")
-
-
-def _check_arguments_taken(
-    function: Callable[..., Any], parameters: KeywordParameters, name: str, args: Mapping[str, Any], field: str
-) -> None:
-    own = reward_arguments(function)
-    taken = own or parameters.names - set(ROLLOUT_NAMES)
-    for arg in args:
-        if arg not in taken and (own or not parameters.has_var_keyword):
+        if arg not in allowed and (own or not parameters.has_var_keyword):
             raise UserError(
-                f"{field}.args: reward {name!r} takes no argument {arg!r}. {suggest(arg, taken, 'It takes')}"
+                f"{field}.args: reward {name!r} takes no argument {arg!r}. {suggest(arg, allowed, 'It takes')}"
             )
+    _check_required(reward, parameters, columns, field)
 
 
-def _check_filled(
-    function: Callable[..., Any],
-    parameters: KeywordParameters,
-    name: str,
-    args: Mapping[str, Any],
-    columns: Collection[str],
-    field: str,
+def _check_required(
+    reward: RewardFunction, parameters: KeywordParameters, columns: Collection[str], field: str
 ) -> None:
+    """Check that everything the function requires is available."""
     required = [(p, f"its parameter {p!r}") for p in parameters.required]
-    if isinstance(function, ChecksArguments):
+    if isinstance(reward.function, ChecksArguments):
         try:
-            needed = function.required_columns(**args)
+            needed = reward.function.required_columns(**reward.args)
         except (ValueError, TypeError) as error:
-            raise UserError(f"{field}.args: reward {name!r}: {error}") from error
+            raise UserError(f"{field}.args: reward {reward.name!r}: {error}") from error
         required += [(column, f"the column {column!r}") for column in needed]
-    available = {*ROLLOUT_NAMES, *columns, *args}
+    available = {*ROLLOUT_NAMES, *columns, *reward.args}
     for parameter, described in required:
         if parameter not in available:
             raise UserError(
-                f"{field}: reward {name!r} needs {described}, which is neither a column of the dataset nor in "
+                f"{field}: reward {reward.name!r} needs {described}, which is neither a column of the dataset nor in "
                 f"{field}.args. {suggest(parameter, columns, 'Columns')} Also available: "
                 f"{', '.join(ROLLOUT_NAMES)}"
             )

@@ -21,11 +21,11 @@ class RewardMarker:
     """The marker file. It exists while a function runs, and remains if the process dies inside it."""
 
     def __init__(self, file: Path):
-        """`file` is in the run's folder."""
+        """Create a marker; `file` is in the run folder."""
         self._file = file
 
     def last_crash(self) -> str | None:
-        """Describe, once, the function in which the last process died; None if it did not."""
+        """Describe the function in which the last process died, and delete the file; None if there is no file."""
         try:
             data = self._file.read_bytes()
             self._file.unlink()
@@ -69,18 +69,18 @@ class _Watched(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for number, item in enumerate(super().__iter__(), start=1):
-            self._note(number)
+            self._record(number)
             yield item
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, SupportsIndex):
             number = at.__index__()
-            self._note(number + 1 if number >= 0 else len(self) + number + 1)
+            self._record(number + 1 if number >= 0 else len(self) + number + 1)
         return super().__getitem__(at)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(super().__iter__()),)  # for pickle and copy
 
-    def _note(self, number: int) -> None:
+    def _record(self, number: int) -> None:
         if not self._memory.closed:  # an abandoned thread may still be reading
             self._memory[:8] = struct.pack("<q", number)

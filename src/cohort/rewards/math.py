@@ -45,7 +45,7 @@ class MathReward:
     __name__ = "math"
 
     def __init__(self, *, worker: MathWorker | None = None, budget_s: float = 240.0) -> None:
-        """The worker process is started later, by the first call that needs it.
+        """Create the reward; the worker process starts with the first call that needs it.
 
         Args:
             worker: grades answers that are not plain integers; default a `MathWorker()`.
@@ -108,13 +108,13 @@ def gold_text(answer: Any, answer_column: str = "answer") -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise UserError(
             f"the column {answer_column!r} holds {excerpt(answer)} ({type(answer).__name__}); it must hold text or "
-            "numbers. Set args.answer_column to the column with the answer"
+            "numbers; set args.answer_column to the column with the answer"
         )
     return str(answer).rpartition("####")[2].strip()
 
 
 def plain_verdict(gold: str, text: str) -> Verdict | None:
-    """Return the verdict if both answers are plain integers, identical to the worker's; else None.
+    """Return the verdict if both answers are plain integers, for which the worker would find the same; else None.
 
     Integers below 10^12 without leading zeros are equal exactly if their texts are, and math-verify compares them
     exactly.

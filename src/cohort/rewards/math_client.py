@@ -29,10 +29,10 @@ class MathWorker:
     """
 
     def __init__(self, command: Sequence[str] = WORKER_COMMAND, *, start_timeout_s: float = 120.0) -> None:
-        """The child is started later, by the first answer.
+        """Create a client; the child starts with the first answer.
 
         Args:
-            command: speaks JSON lines as `math_worker` does.
+            command: command line of a program with the protocol of `math_worker`.
             start_timeout_s: deadline for the child's imports.
         """
         self._command = tuple(command)

@@ -18,7 +18,7 @@ from decimal import Decimal
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-_MEMORY_LIMIT_BYTES = 4 * 2**30  # a tower of powers must not exhaust the machine's memory
+_MEMORY_LIMIT_BYTES = 4 * 2**30  # so that a tower of powers does not exhaust the machine
 _ALARM_GRACE_S = 2.0  # after the parent's deadline: if alive, the parent kills first
 # A box takes precedence over other LaTeX, and that over a plain number.
 _ANSWER_CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -65,14 +65,14 @@ def grade(gold: str, text: str) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`, so that a number or box of the reasoning is not the answer; else all of it."""
+    """Return the text after the last `</think>`, if any: numbers and boxes of the reasoning are not the answer."""
     return text.rpartition("</think>")[2].strip() or text
 
 
 def latex_of_gold(gold: str) -> str:
-    """Puts dollars around a bare formula, without which math-verify reads `(1, 2)` as 2 and `x^2 + 1 = 0` as 0.
+    """Put dollars around a bare formula; without them math-verify reads `(1, 2)` as 2 and `x^2 + 1 = 0` as 0.
 
-    Prose stays as it is: between dollars its letters would become symbols.
+    Prose is not changed: between dollars its letters would become symbols.
     """
     if _SCIENTIFIC.fullmatch(gold):
         gold = f"{Decimal(gold):f}"

@@ -8,7 +8,7 @@ def compile_pattern(pattern: object, *, flags: int = 0, num_groups: int | None =
 
     Args:
         pattern: regular expression.
-        flags: of the `re` module.
+        flags: flags of the `re` module.
         num_groups: required number of groups; None means any.
 
     Raises:

@@ -35,16 +35,13 @@ class RewardRunner:
         *,
         columns: Collection[str] = (),
         prompt_column: str | None = None,
-        on_thread_start: Callable[[], None] | None = None,
     ) -> None:
-        """Functions with the same name get the suffixes `_2`, `_3`, ...
+        """Create a runner. Functions with the same name get the suffixes `_2`, `_3`, ...
 
         Args:
             functions: at least one.
             columns: names of the dataset's columns; one missing from all rows of a step is passed as all None.
             prompt_column: column with the prompts, passed as in the dataset.
-            on_thread_start: called first in each thread that runs functions, for thread-local state such as the current
-                CUDA device.
 
         Raises:
             UserError: there is no function.
@@ -55,10 +52,9 @@ class RewardRunner:
         self._parameters = {f.name: keyword_parameters(f.function) for f in self.functions}
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
-        self._on_thread_start = on_thread_start
-        self._async_caller = AsyncCaller(on_thread_start)
+        self._async_caller = AsyncCaller()
         self.marker: RewardMarker | None = None  # records crashes inside reward functions
-        self._has_called = False  # in the last `score`
+        self._has_called = False  # whether the last `score` called the functions
 
     @property
     def weights(self) -> dict[str, float]:
@@ -68,7 +64,7 @@ class RewardRunner:
     def score(
         self, groups: Sequence[RolloutGroup], *, require_scores: bool = True, during: str = ""
     ) -> list[ScoredGroup]:
-        """Score groups; returns them in the same order. Trajectories that infrastructure broke are not scored.
+        """Score groups and return them in the same order. Trajectories that infrastructure broke are not scored.
 
         Args:
             groups: groups of one or several prompts.
@@ -122,7 +118,7 @@ class RewardRunner:
                     arguments = self._arguments(f, samples)
                     if "completions" in arguments:
                         arguments["completions"] = watched(arguments["completions"])
-                    returned[f.name] = call_sync(f, arguments, self._on_thread_start)
+                    returned[f.name] = call_sync(f, arguments)
         together = [(f, self._arguments(f, samples)) for f in self.functions if is_async(f.function)]
         if together:
             names = " or ".join(repr(f.name) for f, _ in together)
@@ -162,14 +158,12 @@ class RewardRunner:
             raise UserError(
                 f"no reward scored any of the {parts_RN.shape[1]} completions of this step: "
                 f"{', '.join(repr(f.name) for f in self.functions if not f.shapes)} returned None for all of them, so "
-                "there is nothing to learn from. Is the answer column right?"
+                "there is nothing to learn from; check the answer column"
             )
         with np.errstate(over="ignore"):  # reported below
             sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
         if not (np.abs(sums_N) <= LARGEST).all():
-            raise UserError(
-                f"rewards: the weighted sum of the rewards is too large: above {LARGEST:g}; use smaller weights"
-            )
+            raise UserError(f"rewards: the weighted sum of the rewards exceeds {LARGEST:g}; use smaller weights")
         return np.where(scored_N, sums_N, UNSCORED)
 
 
@@ -178,7 +172,7 @@ def _in(during: str) -> str:
 
 
 def _for_members(members: Sequence[tuple[Prompt, Trajectory]], values: FloatArray) -> FloatArray:
-    """Values of the trajectories that were scored, in the place of each, and NaN for those that broke."""
+    """Align values of the unbroken trajectories with all members; NaN for broken ones."""
     aligned_N = np.full(len(members), UNSCORED)
     aligned_N[[not trajectory.is_broken for _, trajectory in members]] = values
     return aligned_N
@@ -194,7 +188,7 @@ def _completion(prompt: Prompt, trajectory: Trajectory) -> Any:
 
 
 def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
-    return trajectory.token_ids.tolist()
+    return trajectory.sampled_token_ids.tolist()
 
 
 _ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(

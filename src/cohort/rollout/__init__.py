@@ -1,36 +1,35 @@
-"""Sample completions for prompts: rollouts are coroutines over one engine protocol."""
+"""Sample groups of completions: one coroutine per trajectory, over one engine protocol."""
 
-from cohort.rollout.collector import Rollout, RolloutCollector
+from cohort.rollout.collector import RolloutCollector, RolloutFunction
 from cohort.rollout.engines.base import (
     CallKey,
+    Completion,
     Generate,
     Purpose,
     RolloutEngine,
-    Sampled,
     SampleRequest,
     SamplingParams,
     StreamKey,
 )
 from cohort.rollout.engines.local.local_engine import LocalEngine
-from cohort.rollout.engines.local.rank_shares import merge_shares, split_requests
+from cohort.rollout.engines.local.rank_shares import split_requests
 from cohort.rollout.engines.local.sampler import Sampler
 from cohort.rollout.prefetch import Prefetcher, Prompts
 
 __all__ = [
     "CallKey",
+    "Completion",
     "Generate",
     "LocalEngine",
     "Prefetcher",
     "Prompts",
     "Purpose",
-    "Rollout",
     "RolloutCollector",
     "RolloutEngine",
+    "RolloutFunction",
     "SampleRequest",
-    "Sampled",
     "Sampler",
     "SamplingParams",
     "StreamKey",
-    "merge_shares",
     "split_requests",
 ]

@@ -1,6 +1,6 @@
-"""Run rollouts as coroutines on one event loop, in the thread of the training loop.
+"""Collect groups: run one coroutine per group member on an event loop in the thread of the training loop.
 
-The event loop only runs while the training loop waits for rollouts; an engine's own threads and processes run all the
+The event loop only runs while the training loop waits for groups; an engine's own threads and processes run all the
 time. When no coroutine can run, the engine works on all waiting calls.
 """
 
@@ -21,39 +21,40 @@ _TICK_S = 0.5  # maximum wait between checks whether the run should stop
 _CLOSE_TIMEOUT_S = 10.0  # for cancelled coroutines to clean up
 
 
-# Coroutine of one group member. Takes the key of its first call; later calls use `replace(key, turn=...)`.
-Rollout = Callable[[Generate, Any, Prompt, SamplingParams, CallKey], Coroutine[Any, Any, Trajectory]]
+# Coroutine function that produces the trajectory of one group member, from `generate`, the tokenizer, the prompt, the
+# sampling parameters, and the key of its first call. Later calls use `replace(key, turn=...)`.
+RolloutFunction = Callable[[Generate, Any, Prompt, SamplingParams, CallKey], Coroutine[Any, Any, Trajectory]]
 
 
 class RolloutCollector:
-    """Collects groups of completions from an engine."""
+    """Collects groups of trajectories from an engine."""
 
     def __init__(
         self,
         engine: RolloutEngine,
         tokenizer: Any,
         *,
-        rollout: Rollout = answer_prompt,
+        rollout_function: RolloutFunction = answer_prompt,
         while_waiting: Callable[[], None] = lambda: None,
     ):
         """Create a collector without starting anything.
 
         Args:
             engine: answers model calls; closed with the collector.
-            tokenizer: passed to rollouts.
-            rollout: the coroutine function of one member of a group.
+            tokenizer: passed to the rollout function.
+            rollout_function: produces the trajectory of one member of a group.
             while_waiting: called about twice a second during waits.
         """
         self._while_waiting = while_waiting
         self._engine = engine
         self._tokenizer = tokenizer
-        self._rollout = rollout
+        self._rollout_function = rollout_function
         self._selector = _Selector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_exception_handler(self._callback_failed)
-        self._failures: list[BaseException] = []  # of callbacks
+        self._failures: list[BaseException] = []  # exceptions of callbacks
         self._selector.on_idle = self._loop.stop
-        self._rollouts: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
@@ -61,10 +62,10 @@ class RolloutCollector:
         """Start sampling one group per prompt and return their tasks, in order. `wait` lets them run."""
         return [self.start(self.group(self._engine.generate, prompt, sampling, key)) for prompt in prompts]
 
-    def start(self, rollout: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine. `wait` lets it run; it is cancelled when the collector is closed."""
-        task = self._loop.create_task(rollout)
-        self._rollouts.add(task)
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
 
@@ -78,16 +79,16 @@ class RolloutCollector:
             TrainingError: the engine failed.
             StopRequested: the run was asked to stop.
         """
-        patience_s = 0.0
+        max_wait_s = 0.0
         while True:
-            self._run(patience_s)
+            self._run(max_wait_s)
             advanced = self._engine.advance()
             self._run()
             if _num_done(tasks) >= count:
                 break
             stopping.check()
             self._while_waiting()
-            patience_s = 0.0 if advanced else _TICK_S
+            max_wait_s = 0.0 if advanced else _TICK_S
         self._engine.release_gpus()
 
     def collect(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[RolloutGroup]:
@@ -99,24 +100,26 @@ class RolloutCollector:
     async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey) -> RolloutGroup:
         """Roll out all members of one prompt's group concurrently."""
         keys = (key.call(prompt, index) for index in range(sampling.num_generations))
-        rollouts = (self._rollout(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys)
-        members = await asyncio.gather(*(self.start(rollout) for rollout in rollouts))
+        coroutines = (
+            self._rollout_function(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys
+        )
+        members = await asyncio.gather(*(self.start(coroutine) for coroutine in coroutines))
         return RolloutGroup(prompt=prompt, trajectories=tuple(members))
 
     def load_weights(self, *, policy_version: int) -> None:
-        """Sample from the trainer's current weights, labeled `policy_version`, from now on."""
+        """From now on, sample with the trainer's current weights and label tokens `policy_version`."""
         self._engine.load_weights(policy_version=policy_version)
 
     def close(self) -> None:
-        """Cancel all rollouts and close the engine. A second call does nothing."""
+        """Cancel all coroutines and close the engine. A second call does nothing."""
         if self._loop.is_closed():
             return
         deadline = self._loop.time() + _CLOSE_TIMEOUT_S
         try:
-            for task in self._rollouts:
+            for task in self._tasks:
                 task.cancel()
             self._run()
-            while self._rollouts and self._loop.time() < deadline:
+            while self._tasks and self._loop.time() < deadline:
                 self._run(_TICK_S)
         finally:
             try:
@@ -124,12 +127,12 @@ class RolloutCollector:
             finally:
                 self._loop.close()
 
-    def _run(self, patience_s: float = 0.0) -> None:
+    def _run(self, max_wait_s: float = 0.0) -> None:
         """Run coroutines until none can run, for at most one tick.
 
-        If none can run at once, wait up to `patience_s` for I/O and timers. Re-raises exceptions of callbacks.
+        If none can run at once, wait up to `max_wait_s` for I/O and timers. Re-raises exceptions of callbacks.
         """
-        self._selector.patience_s = patience_s
+        self._selector.max_wait_s = max_wait_s
         tick = self._loop.call_later(_TICK_S, self._loop.stop)
         with _no_running_loop():
             self._loop.run_forever()
@@ -146,7 +149,7 @@ class RolloutCollector:
         loop.stop()
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._rollouts.discard(task)
+        self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # retrieve it, or asyncio logs a warning if nobody awaits the task
 
@@ -155,14 +158,14 @@ class _Selector(selectors.DefaultSelector):
     """Calls `on_idle` when the event loop would block, that is, when no coroutine can run."""
 
     on_idle: Callable[[], None]
-    patience_s = 0.0  # how long the next call blocks before `on_idle`
+    max_wait_s = 0.0  # how long the next call blocks before `on_idle`
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for I/O as the event loop asks, but only once and for at most `patience_s`."""
+        """Wait for I/O as the event loop asks, but only once and for at most `max_wait_s`."""
         if timeout is not None and timeout <= 0:  # callbacks are ready, or a timer has expired
             return super().select(timeout)
-        patience_s, self.patience_s = self.patience_s, 0.0
-        events = super().select(patience_s if timeout is None else min(timeout, patience_s))
+        max_wait_s, self.max_wait_s = self.max_wait_s, 0.0
+        events = super().select(max_wait_s if timeout is None else min(timeout, max_wait_s))
         if not events:
             self.on_idle()
         return events

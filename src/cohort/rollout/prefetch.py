@@ -6,7 +6,7 @@ prompts were submitted in different steps.
 
 from asyncio import Task
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -32,59 +32,34 @@ class _Pending:
     """A submitted group that no step has taken yet."""
 
     number: int  # order of submission
-    step: int  # of its first submission; part of its random stream keys, also when it is resampled
+    step: int  # step of its first submission; part of its random stream keys, also when it is resampled
     prompt: Prompt
     group: Task[RolloutGroup]
 
 
+@dataclass(slots=True, eq=False)
 class Prefetcher:
     """Provides the groups of each step while the prompts of up to `max_staleness` more steps are sampled.
 
     With `max_staleness=0` a step submits its prompts, waits for all groups, and gets them in order of the prompts.
     """
 
-    def __init__(
-        self,
-        collector: RolloutCollector,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        prompts_per_step: int,
-        num_steps: int,
-        updates_per_step: int,
-        max_staleness: int = 0,
-        drop_stale: bool = False,
-    ):
-        """Create a prefetcher without starting rollouts.
-
-        Args:
-            collector: that samples.
-            prompts: source of prompts.
-            sampling: of every completion.
-            seed: random seed of the run.
-            prompts_per_step: groups per step.
-            num_steps: total steps of the run; nothing is sampled beyond them.
-            updates_per_step: optimizer steps (policy versions) per step.
-            max_staleness: maximum steps by which sampling runs ahead.
-            drop_stale: drop groups whose weights are older than `max_staleness` steps, with their prompts, and sample
-                new prompts instead.
-        """
-        self._collector = collector
-        self._prompts = prompts
-        self._sampling = sampling
-        self._seed = seed
-        self._prompts_per_step = prompts_per_step
-        self._num_steps = num_steps
-        self._updates_per_step = updates_per_step
-        self._max_staleness = max_staleness
-        self._drop_stale = drop_stale
-        self._pending: list[_Pending] = []  # sorted by number
-        self._to_resubmit: list[tuple[int, Prompt]] = []  # step and prompt, from a checkpoint
-        self._num_submitted = 0
-        self._step = -1  # of the last `take`; the next two are of this step
-        self._num_dropped = 0
-        self._newest_taken = -1
+    collector: RolloutCollector
+    prompts: Prompts
+    sampling: SamplingParams
+    _: KW_ONLY
+    seed: int
+    prompts_per_step: int
+    num_steps: int  # total steps of the run; nothing is sampled beyond them
+    updates_per_step: int  # optimizer steps (policy versions) per step
+    max_staleness: int = 0  # maximum steps by which sampling runs ahead
+    drop_stale: bool = False  # replace groups whose weights are older than `max_staleness` steps by new prompts
+    _pending: list[_Pending] = field(default_factory=list, init=False)  # sorted by number
+    _to_resubmit: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # step and prompt, of a checkpoint
+    _num_submitted: int = field(default=0, init=False)
+    _step: int = field(default=-1, init=False)  # step of the last `take`, to which the next two belong
+    _num_dropped: int = field(default=0, init=False)
+    _newest_taken: int = field(default=-1, init=False)
 
     def take(self, step: int, count: int) -> list[RolloutGroup]:
         """Return the first `count` groups to finish, in order of submission. May be called several times per step.
@@ -97,11 +72,11 @@ class Prefetcher:
         if step != self._step:
             self._step, self._num_dropped, self._newest_taken = step, 0, -1
         self._resubmit()
-        steps_ahead = max(0, min(self._max_staleness, self._num_steps - 1 - step))
+        steps_ahead = max(0, min(self.max_staleness, self.num_steps - 1 - step))
         while True:
-            wanted = count + steps_ahead * self._prompts_per_step
-            self._submit(step, self._prompts.take(max(0, wanted - len(self._pending))))
-            self._collector.wait([p.group for p in self._pending], count=count)
+            wanted = count + steps_ahead * self.prompts_per_step
+            self._submit(step, self.prompts.take(max(0, wanted - len(self._pending))))
+            self.collector.wait([p.group for p in self._pending], count=count)
             ready = [p for p in self._pending if p.group.done()]
             stale = [p for p in ready if self._is_stale(p.group.result())]
             if not stale:
@@ -116,10 +91,10 @@ class Prefetcher:
     def staleness(self, trajectories: Sequence[Trajectory]) -> float:
         """Return the steps between a group's oldest policy version and that of the current step."""
         versions = [t.policy_version for t in trajectories if t.policy_version is not None]
-        return self._step - min(versions) / self._updates_per_step if versions else 0.0
+        return self._step - min(versions) / self.updates_per_step if versions else 0.0
 
     def counts(self) -> dict[str, int]:
-        """Return the last step's numbers of dropped stale groups and of unfinished groups left to later steps."""
+        """Return how many stale groups the last step dropped, and how many unfinished ones it left to later steps."""
         return {
             "stale_dropped": self._num_dropped,
             "carried_over": sum(p.number < self._newest_taken for p in self._pending),
@@ -135,7 +110,7 @@ class Prefetcher:
 
         Call it before `take`, with `prompts` restored to the same position.
         """
-        prompts = self._prompts.again([(entry["prompt_id"], entry["epoch"]) for entry in state])
+        prompts = self.prompts.again([(entry["prompt_id"], entry["epoch"]) for entry in state])
         self._to_resubmit = [(entry["step"], prompt) for entry, prompt in zip(state, prompts, strict=True)]
 
     def _resubmit(self) -> None:
@@ -146,13 +121,13 @@ class Prefetcher:
     def _submit(self, step: int, prompts: Sequence[Prompt]) -> None:
         if not prompts:
             return
-        key = StreamKey(purpose="train", seed=self._seed, step=step)
-        for prompt, group in zip(prompts, self._collector.submit(prompts, self._sampling, key), strict=True):
+        key = StreamKey(purpose="train", seed=self.seed, step=step)
+        for prompt, group in zip(prompts, self.collector.submit(prompts, self.sampling, key), strict=True):
             self._pending.append(_Pending(number=self._num_submitted, step=step, prompt=prompt, group=group))
             self._num_submitted += 1
 
     def _is_stale(self, group: RolloutGroup) -> bool:
-        return self._drop_stale and self.staleness(group.trajectories) > self._max_staleness
+        return self.drop_stale and self.staleness(group.trajectories) > self.max_staleness
 
     def _remove(self, pending: Sequence[_Pending]) -> None:
         gone = {p.number for p in pending}

@@ -32,7 +32,7 @@ from cohort.trainer.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What the other ranks need from rank 0 to build their workers."""
+    """Everything that other ranks need from rank 0 to build their workers."""
 
     folder: Path  # run folder
     num_steps: int
@@ -196,7 +196,7 @@ def _learning_rate(train: TrainConfig, *, num_steps: int, waits: int = 0, update
 
 
 def _policy_request(request: LoadRequest, config: Config, algorithm: Algorithm, spec: WorkerSpec) -> LoadRequest:
-    """Request to load the policy from the checkpoint, else from `model.path`."""
+    """Return the request that loads the policy, from the checkpoint or else from `model.path`."""
     if config.model.adapter is None:
         path = config.model.path if spec.checkpoint is None else str(spec.checkpoint)
         return replace(request, config=config.model.model_copy(update={"path": path}))

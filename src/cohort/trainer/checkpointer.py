@@ -25,13 +25,13 @@ class Checkpointer:
         folder: RunFolder,
         *,
         state: TrainerState | None,
-        note: Callable[[str], None],
+        notify: Callable[[str], None],
     ):
         self.first_step = state.steps_done if state else 0
         self._config = config
         self._workers = workers
         self._folder = folder
-        self._note = note
+        self._notify = notify
         self._state = state  # after the last finished step; None before the first one
         self._saved_steps = self.first_step  # step of the last checkpoint
         self._is_updating = False  # weights may have changed since that step
@@ -96,5 +96,5 @@ class Checkpointer:
             kept = f"saved; {kept}"
         else:
             kept = f"already saved; {kept}"
-        self._note(f"stopped by {number.name} after step {steps_done}: {kept}")
+        self._notify(f"stopped by {number.name} after step {steps_done}: {kept}")
         raise stopping.RunStopped(number)

@@ -6,7 +6,7 @@ P prompts per step.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -34,37 +34,23 @@ class StepGroups:
     @property
     def num_completion_tokens(self) -> int:
         """Number of tokens sampled, replaced groups included."""
-        return sum(len(t.token_ids) for group in (*self.groups, *self.replaced) for t in group.trajectories)
+        return sum(len(t.sampled_token_ids) for group in (*self.groups, *self.replaced) for t in group.trajectories)
 
 
+@dataclass(frozen=True, slots=True)
 class GroupCollector:
-    """Collect scored groups, one step at a time."""
+    """Collects scored groups, one step at a time.
 
-    def __init__(
-        self,
-        prefetcher: Prefetcher,
-        rewards: RewardRunner,
-        *,
-        prompts_per_step: int,
-        max_rounds: int,
-        reward_parts: Sequence[str] = (),
-    ):
-        """Create the collector; nothing is sampled yet.
+    A step resamples groups whose rewards are all equal, at most `max_rounds` times (dynamic sampling: DAPO,
+    arXiv:2503.14476).
+    """
 
-        Args:
-            prefetcher: provides the groups.
-            rewards: scores the groups.
-            prompts_per_step: P.
-            max_rounds: maximum number of times that a step resamples groups whose rewards are all equal (dynamic
-                sampling: DAPO, arXiv:2503.14476). 0: train on every group.
-            reward_parts: individual rewards that must be equal too before a group is resampled, for an advantage that
-                compares them one by one.
-        """
-        self.prefetcher = prefetcher
-        self._rewards = rewards
-        self._prompts_per_step = prompts_per_step
-        self._max_rounds = max_rounds
-        self._reward_parts = reward_parts
+    prefetcher: Prefetcher
+    rewards: RewardRunner
+    _: KW_ONLY
+    prompts_per_step: int  # P
+    max_rounds: int
+    reward_parts: Sequence[str] = ()  # individual rewards that must be equal too, for advantages that compare them
 
     def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
         """Collect the groups of a step, always P of them, in order of completion.
@@ -79,15 +65,15 @@ class GroupCollector:
         """
         sampled: list[ScoredGroup] = []
         counts: Counter[str] = Counter()
-        for round_number in range(self._max_rounds + 1):
-            num_missing = self._prompts_per_step - sum(map(self._has_signal, sampled))
+        for round_number in range(self.max_rounds + 1):
+            num_missing = self.prompts_per_step - sum(map(self._has_signal, sampled))
             if num_missing == 0:
                 break
             with phase("rollout"):
                 groups = self.prefetcher.take(step, num_missing)
             with phase("reward"):  # a few resampled groups may all be unscored by chance; a whole step may not
-                sampled += self._rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
-            counts.update(self._rewards.counts())
+                sampled += self.rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
+            counts.update(self.rewards.counts())
         trained, replaced = self._select(sampled)
         return StepGroups(
             groups=trained,
@@ -100,11 +86,11 @@ class GroupCollector:
         )
 
     def _has_signal(self, group: ScoredGroup) -> bool:
-        return not has_equal_rewards(group, parts=self._reward_parts)
+        return not has_equal_rewards(group, parts=self.reward_parts)
 
     def _select(self, sampled: Sequence[ScoredGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
         """Split into groups to train on (those with signal, filled up to P with others) and replaced groups."""
-        num_missing = self._prompts_per_step - sum(map(self._has_signal, sampled))
+        num_missing = self.prompts_per_step - sum(map(self._has_signal, sampled))
         trained: list[ScoredGroup] = []
         replaced: list[ScoredGroup] = []
         for group in sampled:
@@ -134,7 +120,7 @@ def build_group_collector(
     prompts: Prompts,
     rewards: RewardRunner,
 ) -> GroupCollector:
-    """Create the group collector that `config` describes, with sampling ahead and dynamic sampling."""
+    """Build the group collector, with sampling ahead and dynamic sampling as configured."""
     rollout = config.rollout
     prefetcher = Prefetcher(
         collector,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 from cohort.config import Config
 from cohort.evaluation import EvalResult, evaluate
@@ -15,15 +14,9 @@ from cohort.models import (
     resolve_device,
     with_base,
 )
-from cohort.rewards import RewardRunner, build_rewards
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler
 from cohort.startup import resume_gc
-from cohort.trainer.run_inputs import (
-    check_eval_lengths,
-    column_names,
-    read_eval_rows,
-    read_evaluation,
-)
+from cohort.trainer.run_inputs import column_names, read_eval_rows, read_evaluation, read_rewards
 
 
 def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
@@ -39,17 +32,10 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     assert config.eval is not None, "config.eval is required"
     device = resolve_device(config.hardware.device)
     rows = read_eval_rows(config.eval)
-    columns = [*column_names(rows), config.data.prompt]  # rewards get prompts under this name, as in training
-    functions = build_rewards(
-        config.rewards,
-        base_dir=Path.cwd(),
-        columns=columns,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-    )
-    rewards = RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
+    # rewards get prompts under the name of the training column
+    rewards = read_rewards(config, [*column_names(rows), config.data.prompt])
     tokenizer = load_tokenizer(config.model)
     evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
-    check_eval_lengths(config, evaluation)
     policy = load_policy(LoadRequest(config.model, device=device, tokenizer=tokenizer, trainable=False))
     check_vocabulary(policy, evaluation.prompts)
     ends = end_token_ids(policy, tokenizer)

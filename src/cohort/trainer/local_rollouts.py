@@ -21,7 +21,7 @@ class LocalSetup:
     def __init__(self, config: Config, inputs: Inputs):
         """Nothing to prepare."""
 
-    def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
         """Create an engine that samples on all workers."""
         engine = LocalEngine(partial(sample, workers))
         engine.load_weights(policy_version=workers.local.engine.updates_done)

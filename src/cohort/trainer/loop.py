@@ -42,9 +42,9 @@ class Trainer:
         self.clock = PhaseClock()
         self.started = time.perf_counter()
         self.seconds_before = state.seconds if state else 0.0  # before the run was last interrupted
-        self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, note=display.note)
+        self.checkpointer = Checkpointer(config.run, components.workers, folder, state=state, notify=display.notify)
         self.first_step = self.checkpointer.first_step
-        self.warnings = StepWarnings(rollout=config.rollout, worker=worker, note=display.note)
+        self.warnings = StepWarnings(rollout=config.rollout, worker=worker, notify=display.notify)
         self.updater = Updater(
             config=config,
             workers=components.workers,
@@ -75,8 +75,8 @@ class Trainer:
     def train(self) -> None:
         """Run the remaining steps."""
         self.display.started(self.plan, steps_done=self.first_step)
-        find_auto_budget(self.config, self.inputs, self.workers, self.components.state, self.display.note)
-        check_first_parity(self.components.parity, self.first_step, self.display.note)
+        find_auto_budget(self.config, self.inputs, self.workers, self.components.state, self.display.notify)
+        check_first_parity(self.components.parity, self.first_step, self.display.notify)
         with self.checkpointer.saving_when_stopped():
             if self.first_step not in self.folder.metric_history("eval/accuracy"):
                 self._evaluate_if_due(self.first_step)
@@ -128,7 +128,7 @@ class Trainer:
             return
         start = time.perf_counter()
         result = evaluate(
-            evaluation, self.components.rollout, self.inputs.rewards, on_progress=self.display.eval_progress
+            evaluation, self.components.collector, self.inputs.rewards, on_progress=self.display.eval_progress
         )
         self._log(steps_done, {**result.metrics, "eval/time_s": time.perf_counter() - start}, kind="eval")
         self.folder.write_completions("eval", steps_done, result.groups)

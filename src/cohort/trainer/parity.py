@@ -1,7 +1,7 @@
 """Check that servers and trainer compute the same logprobs for the same completions (law 5).
 
 A server that missed an update, serves a different model or computes in a different precision samples from a
-distribution that is not the policy's. Without this check training would continue, with inconspicuous metrics.
+distribution that is not the policy's. Without this check training would continue, and the metrics would look normal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,39 +24,21 @@ SampleOnEach = Callable[[Sequence[Prompt], SamplingParams, StreamKey], Mapping[s
 _NUM_PROMPTS, _NUM_COMPLETIONS, _MAX_TOKENS = 4, 2, 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityProbe:
-    """Prompts and settings of the completions to compare. Includes the longest prompt, which stresses caches most."""
-
-    prompts: tuple[Prompt, ...]
-    sampling: SamplingParams
-    seed: int
-
-    def key(self, steps_done: int) -> StreamKey:
-        """Key of the random streams for the comparison after `steps_done` steps."""
-        return StreamKey(purpose="parity", seed=self.seed, step=steps_done)
-
-
-def make_probe(prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> ParityProbe:
-    """Choose the prompts and sampling parameters of the comparison.
-
-    Args:
-        prompts: training prompts.
-        sampling: sampling parameters of the run. The probe disables top-p and top-k, which change the distribution.
-        seed: seed of the run.
-    """
+def probe_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Choose a few training prompts of different lengths; the longest one stresses caches most."""
     by_length = sorted(prompts, key=lambda prompt: (-len(prompt.token_ids), prompt.id))
     places = np.linspace(0, len(by_length) - 1, min(_NUM_PROMPTS, len(by_length))).astype(int)
-    return ParityProbe(
-        prompts=tuple(by_length[place] for place in places),
-        sampling=replace(
-            sampling,
-            num_generations=_NUM_COMPLETIONS,
-            max_completion_tokens=min(_MAX_TOKENS, sampling.max_completion_tokens),
-            top_p=1.0,
-            top_k=0,
-        ),
-        seed=seed,
+    return [by_length[place] for place in places]
+
+
+def probe_sampling(sampling: SamplingParams) -> SamplingParams:
+    """Return sampling parameters for few, short completions without top-p and top-k, which change the distribution."""
+    return replace(
+        sampling,
+        num_generations=_NUM_COMPLETIONS,
+        max_completion_tokens=min(_MAX_TOKENS, sampling.max_completion_tokens),
+        top_p=1.0,
+        top_k=0,
     )
 
 
@@ -73,7 +55,7 @@ def check_parity(
         workers: compute logprobs with the current weights.
         sampled: groups by server, sampled from the weights published last.
         tolerance: maximum mean difference, in nats.
-        steps_done: for the error message.
+        steps_done: number of steps done, for the error message.
 
     Returns:
         Mean and maximum absolute difference, each of the server for which it is largest.
@@ -119,7 +101,9 @@ class ParityGate:
 
     sample_on_each: SampleOnEach
     workers: WorkerGroup[Worker]
-    probe: ParityProbe
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    seed: int
     every: int
     tolerance: float  # maximum mean difference, in nats
 
@@ -129,8 +113,8 @@ class ParityGate:
 
     def check(self, steps_done: int) -> dict[str, float]:
         """Sample on every server and compare. Raises as `check_parity` does."""
-        key = self.probe.key(steps_done)
-        sampled = self.sample_on_each(self.probe.prompts, self.probe.sampling, key)
+        key = StreamKey(purpose="parity", seed=self.seed, step=steps_done)
+        sampled = self.sample_on_each(self.prompts, self.sampling, key)
         return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)
 
 
@@ -155,7 +139,9 @@ def make_parity_gate(
     return ParityGate(
         sample_on_each=sample_on_each,
         workers=workers,
-        probe=make_probe(prompts, SamplingParams.for_training(rollout), seed=config.train.seed),
+        prompts=probe_prompts(prompts),
+        sampling=probe_sampling(SamplingParams.for_training(rollout)),
+        seed=config.train.seed,
         every=rollout.parity_every,
         tolerance=tolerance,
     )

@@ -26,7 +26,7 @@ def preflight(
     *,
     device: torch.device,
     world_size: int,
-    note: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Plan | None:
     """Plan the run like `cohort plan`, on this hardware; None if the shape of the model or its adapter is unknown.
 
@@ -34,11 +34,11 @@ def preflight(
 
     Args:
         config: configuration of the run.
-        inputs: give the longest prompt, which may be shorter than the configured maximum.
+        inputs: data of the run, whose longest prompt may be shorter than the configured maximum.
         setup: setup of the rollout engine, whose servers may share the training GPUs.
         device: device of this rank; all ranks have the same GPU model.
         world_size: number of training processes.
-        note: shows a message to the user.
+        notify: shows a message to the user.
 
     Raises:
         UserError: the run cannot fit, and `run.ignore_plan` is not set.
@@ -47,9 +47,9 @@ def preflight(
         config,
         _gpus(device, world_size) if device.type == "cuda" else local_cpu(world_size, resident_bytes=resident_now()),
         shared=setup.shares_gpus,
-        longest_prompt_tokens=inputs.longest_sequence_tokens - inputs.plan.max_completion_tokens + 1,
+        longest_prompt_tokens=inputs.longest_prompt_tokens,
         num_prompts=len(inputs.prompts.prompts),
-        note=note,
+        notify=notify,
     )
 
 
@@ -71,7 +71,7 @@ def preflight_on(
     shared: bool,
     longest_prompt_tokens: int,
     num_prompts: int,
-    note: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Plan | None:
     """Run the preflight check for given hardware; see `preflight`."""
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": longest_prompt_tokens})
@@ -91,7 +91,7 @@ def preflight_on(
         plan = predict_run(smallest, shape, hardware, num_prompts=num_prompts, layout=layout)
     except UserError as error:
         if hardware.on_gpu:
-            note(f"no memory plan: {error}")
+            notify(f"no memory plan: {error}")
         return None
     if not hardware.on_gpu or plan.memory.peak_bytes <= _MARGIN * hardware.gpu_memory_bytes:
         return plan
@@ -100,13 +100,12 @@ def preflight_on(
         f"{hardware.gpu_memory_bytes / 1e9:.1f} GB"
     )
     if config.run.ignore_plan:
-        note(f"warning: this run is predicted to need {needed}; continuing because of run.ignore_plan: true")
+        notify(f"warning: this run is predicted to need {needed}; continuing because of run.ignore_plan: true")
         return plan
     ways = [advice.as_arguments() for advice in advise(smallest, plan)][:3]
-    nearest = f": {' or '.join(ways)}" if ways else ""
     raise UserError(
-        f"hardware: this run needs {needed}, even with the smallest micro-batches. Nearest changes that fit"
-        f"{nearest or ': more GPUs or a smaller model'}; or set run.ignore_plan: true to try anyway"
+        f"hardware: this run needs {needed}, even with the smallest micro-batches; use "
+        f"{' or '.join(ways) or 'more GPUs or a smaller model'}, or set run.ignore_plan: true to try anyway"
     )
 
 

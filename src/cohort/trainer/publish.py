@@ -15,7 +15,7 @@ def publish_weights(components: RunComponents, steps_done: int) -> dict[str, flo
     """
     try:
         stopping.check()
-        components.rollout.load_weights(policy_version=components.workers.local.engine.updates_done)
+        components.collector.load_weights(policy_version=components.workers.local.engine.updates_done)
         if components.parity is None or not components.parity.is_due(steps_done):
             return {}
         return components.parity.check(steps_done)
@@ -27,11 +27,11 @@ def publish_weights(components: RunComponents, steps_done: int) -> dict[str, flo
         return {}
 
 
-def check_first_parity(gate: ParityGate | None, steps_done: int, note: Callable[[str], None]) -> None:
+def check_first_parity(gate: ParityGate | None, steps_done: int, notify: Callable[[str], None]) -> None:
     """Compare the servers' logprobs with the trainer's before the first step and report the result."""
     if gate is not None:
         metrics = gate.check(steps_done)
-        note(
+        notify(
             f"parity: the servers' logprobs match the trainer's (mean difference "
             f"{metrics['sampling/parity/mean']:.1e} nats, max {metrics['sampling/parity/max']:.1e})"
         )

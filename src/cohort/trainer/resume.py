@@ -25,7 +25,7 @@ class ChecksumTask:
         return ranks.gather(find_damage(self.folder, self.shares[ranks.rank]))
 
 
-def find_checkpoint(root: Path, ranks: Ranks, note: Callable[[str], None]) -> tuple[Path | None, TrainerState | None]:
+def find_checkpoint(root: Path, ranks: Ranks, notify: Callable[[str], None]) -> tuple[Path | None, TrainerState | None]:
     """Return the newest intact checkpoint and its state; both None if there is no checkpoint. Called on rank 0.
 
     Damaged checkpoints are reported and renamed to `damaged-step-N`. The other ranks help with `ChecksumTask`.
@@ -33,7 +33,7 @@ def find_checkpoint(root: Path, ranks: Ranks, note: Callable[[str], None]) -> tu
     Args:
         root: folder of the checkpoints.
         ranks: training processes.
-        note: shows a message to the user.
+        notify: shows a message to the user.
 
     Raises:
         UserError: all checkpoints are damaged, or the newest intact one has an unsupported version. None is renamed.
@@ -42,7 +42,7 @@ def find_checkpoint(root: Path, ranks: Ranks, note: Callable[[str], None]) -> tu
     found: Path | None = None
     state: TrainerState | None = None
     for path in reversed(checkpoints(root)):
-        problems = _verify(path, ranks, note)
+        problems = _verify(path, ranks, notify)
         if not problems:
             try:
                 found, state = path, load_trainer_state(path)
@@ -60,22 +60,22 @@ def find_checkpoint(root: Path, ranks: Ranks, note: Callable[[str], None]) -> tu
     for (path, _), message in zip(damaged, messages, strict=True):
         renamed = _rename_damaged(path)
         assert found is not None
-        note(f"{message}. Renamed to {renamed.name}; resuming from {found.name}")
+        notify(f"{message}. Renamed to {renamed.name}; resuming from {found.name}")
     return found, state
 
 
-def _verify(path: Path, ranks: Ranks, note: Callable[[str], None]) -> list[str]:
+def _verify(path: Path, ranks: Ranks, notify: Callable[[str], None]) -> list[str]:
     """Return the problems of a checkpoint; empty if it is intact."""
     try:
         manifest = read_manifest(path)
     except ValueError as error:
         return [str(error)]
     if manifest is None:
-        note(f"checkpoint {path.name} has no manifest (written by an earlier version): its files are not verified")
+        notify(f"checkpoint {path.name} has no manifest (written by an earlier version): its files are not verified")
         return []
     task = ChecksumTask(folder=path, shares=split_by_size(manifest, ranks.world_size))
     if (num_bytes := sum(size for size, _ in manifest.values())) >= _SLOW_BYTES:
-        note(f"verifying {path.name} ({num_bytes / 1e9:.0f} GB)")
+        notify(f"verifying {path.name} ({num_bytes / 1e9:.0f} GB)")
     ranks.command(task)
     problems = task.run(ranks)
     assert problems is not None, "rank 0 gathers"

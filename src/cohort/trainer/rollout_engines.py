@@ -24,20 +24,20 @@ class StartedEngine:
 
 
 class EngineSetup(Protocol):
-    """Rollout engine whose requirements were checked, before models are loaded and anything is started."""
+    """A rollout engine that can be started: its requirements are met. Created before models are loaded."""
 
     @property
     def shares_gpus(self) -> bool:
         """Whether servers and training take turns on the same GPUs."""
         ...
 
-    def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
         """Start the engine.
 
         Args:
             workers: provide the weights.
             folder: run folder.
-            note: shows a message to the user, now and during the run.
+            notify: shows a message to the user, now and during the run.
 
         Raises:
             TrainingError: the engine cannot be started.

@@ -55,22 +55,22 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
         with closing(RunFolder(config, resume=resume)) as folder:
             finished = folder.finished_steps()
             if finished is not None and finished >= inputs.plan.num_steps:
-                display.note(f"this run is already finished ({finished} steps): {folder.final_path}")
+                display.notify(f"this run is already finished ({finished} steps): {folder.final_path}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
             inputs.rewards.marker = marker = RewardMarker(folder.path / REWARD_MARKER)
             if (crash := marker.last_crash()) is not None:
-                display.note(crash)
+                display.notify(crash)
             for note in inputs.notes(config.rollout.max_prompt_tokens):
-                display.note(note)
-            checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.note)
+                display.notify(note)
+            checkpoint, state = find_checkpoint(folder.checkpoints_path, ranks, display.notify)
             check_steps(inputs.plan, state, folder.path)
-            plan = preflight(config, inputs, setup, device=device, world_size=ranks.world_size, note=display.note)
+            plan = preflight(config, inputs, setup, device=device, world_size=ranks.world_size, notify=display.notify)
             spec = WorkerSpec(
                 folder=folder.path,
                 num_steps=inputs.plan.num_steps,
                 checkpoint=checkpoint,
                 micro_batch_tokens=initial_budget(config, inputs, state, ranks),
-                longest_sequence_tokens=inputs.longest_path_tokens,
+                longest_sequence_tokens=inputs.longest_sequence_tokens,
             )
             stopping.check()
             with others.busy():
@@ -79,17 +79,17 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             workers = WorkerGroup(worker, ranks)
             check_disk_space(config, worker, folder.path)
             for note in worker.policy.notes():
-                display.note(note)
-            folder.rewind(state.steps_done if state else 0, display.note)
-            run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, note=display.note)
+                display.notify(note)
+            folder.rewind(state.steps_done if state else 0, display.notify)
+            run = build_run(config, inputs, workers, state, setup=setup, folder=folder.path, notify=display.notify)
             if plan is not None:
                 folder.write_plan(plan.as_json())
-            with closing(run.rollout):
+            with closing(run.collector):
                 result = Trainer(config, run, folder, display).run()
             if plan is not None:
                 peaks = folder.metric_history("memory/peak_bytes")
                 if (comparison := compare_memory(plan, peaks)) is not None:
-                    display.note(comparison)
+                    display.notify(comparison)
             return result
 
 
@@ -101,7 +101,7 @@ def _reporting_stop(config: Config, display: Display) -> Iterator[None]:
     except StopRequested:
         number = stopping.requested(within_s=10.0)  # another rank may have received it first
         assert number is not None, "StopRequested follows a signal"
-        display.note(f"stopped by {number.name}, with nothing new to save; {resume_hint(Path(config.run.dir))}")
+        display.notify(f"stopped by {number.name}, with nothing new to save; {resume_hint(Path(config.run.dir))}")
         raise RunStopped(number) from None
 
 
@@ -112,7 +112,7 @@ class _OtherRanks:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within the context all ranks work together. If that fails, the other ranks are not waiting."""
+        """Mark the other ranks as busy within the context, and after it if it fails."""
         self.waiting = False
         yield
         self.waiting = True

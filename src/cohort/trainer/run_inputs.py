@@ -40,28 +40,27 @@ class Inputs:
     plan: RunPlan
 
     @property
-    def longest_sequence_tokens(self) -> int:
-        """Input tokens of the longest possible training sequence."""
-        return self.largest_share(1).sequence_tokens
+    def longest_prompt_tokens(self) -> int:
+        """Tokens of the longest training prompt."""
+        return max(len(p.token_ids) for p in self.prompts.prompts)
 
     def largest_share(self, dp_size: int) -> LargestShare:
         """A rank's largest possible share of a step on `dp_size` ranks."""
         return LargestShare(
-            prompt_tokens=max(len(p.token_ids) for p in self.prompts.prompts),
+            prompt_tokens=self.longest_prompt_tokens,
             completion_tokens=self.plan.max_completion_tokens,
             num_generations=self.plan.num_generations,
             num_sequences=math.ceil(self.plan.completions_per_step / dp_size),
         )
 
     @property
-    def longest_path_tokens(self) -> int:
+    def longest_sequence_tokens(self) -> int:
         """Input tokens of the longest possible sequence in training or evaluation."""
-        if self.evaluation is None:
-            return self.longest_sequence_tokens
-        longest = (
-            max(len(p.token_ids) for p in self.evaluation.prompts) + self.evaluation.sampling.max_completion_tokens
-        )
-        return max(self.longest_sequence_tokens, longest - 1)
+        longest = self.longest_prompt_tokens + self.plan.max_completion_tokens
+        if self.evaluation is not None:
+            longest_prompt = max(len(p.token_ids) for p in self.evaluation.prompts)
+            longest = max(longest, longest_prompt + self.evaluation.sampling.max_completion_tokens)
+        return longest - 1  # the last token is never an input
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
         """Messages for the user about dropped prompts."""
@@ -91,14 +90,7 @@ def read_inputs(config: Config) -> Inputs:
     rows = read_rows(
         config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
     )
-    columns = column_names(rows)
-    functions = build_rewards(
-        config.rewards,
-        base_dir=Path.cwd(),
-        columns=columns,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-    )
-    rewards = RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
+    rewards = read_rewards(config, column_names(rows))
     eval_rows = read_eval_rows(config.eval) if config.eval else []
     if config.eval:
         # rewards get held-out prompts under the name of the training column
@@ -116,10 +108,8 @@ def read_inputs(config: Config) -> Inputs:
         overlong=config.data.overlong_prompts,
         field="data.path",
     )
-    evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
     check_lengths(config.model, prompts.prompts, max_completion_tokens=config.rollout.max_completion_tokens)
-    if evaluation is not None:
-        check_eval_lengths(config, evaluation)
+    evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
     return Inputs(
         tokenizer=tokenizer,
         prompts=prompts,
@@ -128,6 +118,17 @@ def read_inputs(config: Config) -> Inputs:
         adapter=adapter,
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
     )
+
+
+def read_rewards(config: Config, columns: Sequence[str]) -> RewardRunner:
+    """Load the reward functions, and check them against the dataset's columns.
+
+    Raises:
+        UserError: a function cannot be loaded or called.
+    """
+    limit = config.rollout.max_completion_tokens
+    functions = build_rewards(config.rewards, columns=columns, max_completion_tokens=limit)
+    return RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
 
 
 def _renderer(config: Config, tokenizer: Any, column: str) -> PromptRenderer:
@@ -146,7 +147,7 @@ def read_evaluation(
     """Read the held-out prompts and the settings of their evaluation.
 
     Raises:
-        UserError: a prompt or a setting is invalid.
+        UserError: a prompt or a setting is invalid, or prompts and completions do not fit into the model's context.
     """
     prompts = build_prompts(
         rows[: settings.max_prompts],
@@ -155,12 +156,14 @@ def read_evaluation(
         overlong=config.data.overlong_prompts,
         field="eval.path",
     )
+    limit = settings.max_completion_tokens or config.rollout.max_completion_tokens
+    check_lengths(config.model, prompts.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
     return Evaluation(
         prompts=prompts.prompts,
         num_dropped_overlong=prompts.num_dropped_overlong,
         sampling=SamplingParams(
             num_generations=settings.num_samples,
-            max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
+            max_completion_tokens=limit,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -175,16 +178,6 @@ def read_evaluation(
     )
 
 
-def check_eval_lengths(config: Config, evaluation: Evaluation) -> None:
-    """Check that held-out prompts and completions fit into the model's context.
-
-    Raises:
-        UserError: they do not.
-    """
-    limit = evaluation.sampling.max_completion_tokens
-    check_lengths(config.model, evaluation.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
-
-
 def read_eval_rows(settings: EvalConfig) -> Rows:
     """Read the rows of the held-out data."""
     return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
@@ -197,6 +190,4 @@ def column_names(rows: Rows) -> list[str]:
 
 def _check_eval_columns(columns: Sequence[str], rewards: RewardRunner) -> None:
     for i, function in enumerate(rewards.functions):
-        check_columns(
-            function.function, name=function.name, args=function.args, columns=columns, field=f"eval.path, rewards[{i}]"
-        )
+        check_columns(function, columns, field=f"eval.path, rewards[{i}]")

@@ -13,15 +13,10 @@ from cohort.errors import UserError
 from cohort.models import resolve_device
 from cohort.placement import server_placement
 from cohort.plan.defaults import serving_dtype
-from cohort.rollout.engines.servers import (
-    Client,
-    Fleet,
-    FleetLimits,
-    RemoteServer,
-    ServerEngine,
-    ServerError,
-    ServerHandle,
-)
+from cohort.rollout.engines.servers.fleet import Fleet
+from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer, ServerHandle
+from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.run_folder import LOGS
 from cohort.trainer.parity import make_parity_gate
 from cohort.trainer.rollout_engines import StartedEngine
@@ -74,7 +69,7 @@ class ServersSetup(ABC):
     @property
     def max_model_len(self) -> int:
         """Context length that the servers need. A smaller one leaves more room in the KV cache."""
-        return self.inputs.longest_path_tokens + 1
+        return self.inputs.longest_sequence_tokens + 1
 
     @abstractmethod
     def make_server(self, gpus: str, log_file: Path) -> ServerHandle:
@@ -91,34 +86,34 @@ class ServersSetup(ABC):
 
     @abstractmethod
     def make_channels(
-        self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
+        self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
     ) -> tuple[Connect, Publish]:
         """Return a function that connects to a server, and one that publishes weights.
 
         Args:
             workers: all of them take part in publishing.
             folder: run folder.
-            note: shows a message to the user.
+            notify: shows a message to the user.
         """
 
     def find_cause(self, log: str) -> str | None:
-        """Find the reason why a server exited in its log; None if there is none."""
+        """Return why a server exited, from its log; None if the log does not say."""
         return None
 
-    def start(self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]) -> StartedEngine:
+    def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
         """Start the servers and publish the weights to them.
 
         Raises:
             TrainingError: no server can be started.
         """
         for text in self._announcements(folder / LOGS):
-            note(text)
-        connect, publish = self.make_channels(workers, folder=folder, note=note)
+            notify(text)
+        connect, publish = self.make_channels(workers, folder=folder, notify=notify)
         engine = ServerEngine(
             self._start_fleet(workers.local, folder / LOGS),
             connect=connect,
             publish=publish,
-            note=note,
+            notify=notify,
             while_waiting=partial(keep_waiting, workers),
             sleeps=self.shares_gpus,
             make_room=partial(workers.call, Worker.empty_cache),

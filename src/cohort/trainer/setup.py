@@ -42,10 +42,10 @@ class RunComponents:
     inputs: Inputs
     workers: WorkerGroup[Worker]
     data: PromptStream
-    rollout: RolloutCollector
+    collector: RolloutCollector
     group_collector: GroupCollector
     parity: ParityGate | None  # None for the local engine, which shares the trainer's weights
-    state: TrainerState | None  # of the checkpoint to resume from
+    state: TrainerState | None  # state of the checkpoint to resume from
 
 
 def build_run(
@@ -56,18 +56,18 @@ def build_run(
     *,
     setup: EngineSetup,
     folder: Path,
-    note: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> RunComponents:
     """Start the rollout engine and restore the data order and pending prompts.
 
     Args:
         config: configuration of the run.
-        inputs: inputs of the run.
+        inputs: data, tokenizer, rewards and plan of the run.
         workers: workers of all ranks.
-        state: state of the checkpoint to resume from.
+        state: state of the checkpoint to resume from; None for a new run.
         setup: setup of the rollout engine.
         folder: run folder.
-        note: shows a message of the rollout engine to the user.
+        notify: shows a message to the user.
 
     Raises:
         UserError: the data do not match the model or the checkpoint.
@@ -80,7 +80,7 @@ def build_run(
     if state is not None:
         data.restore(state.data)
     with ExitStack() as on_failure:
-        started = setup.start(workers, folder=folder, note=note)
+        started = setup.start(workers, folder=folder, notify=notify)
         keep_ranks = partial(keep_waiting, workers)
         collector = RolloutCollector(started.engine, inputs.tokenizer, while_waiting=keep_ranks)
         on_failure.callback(collector.close)
@@ -93,7 +93,7 @@ def build_run(
         inputs=inputs,
         workers=workers,
         data=data,
-        rollout=collector,
+        collector=collector,
         group_collector=group_collector,
         parity=parity,
         state=state,

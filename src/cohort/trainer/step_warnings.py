@@ -14,7 +14,7 @@ class StepWarnings:
 
     rollout: RolloutConfig
     worker: Worker  # rank 0's
-    note: Callable[[str], None]
+    notify: Callable[[str], None]
     _warned_of_long_sequences: bool = field(default=False, init=False)
     _warned_of_different_logprobs: bool = field(default=False, init=False)
 
@@ -22,7 +22,7 @@ class StepWarnings:
         """Report micro-batches that ran out of memory and the reduced token budget."""
         if num_out_of_memory:
             budget = self.worker.engine.budget.tokens
-            self.note(
+            self.notify(
                 f"Out of memory in {num_out_of_memory} micro-batches: recomputed with micro_batch_tokens={budget}, "
                 f"which stays. Gradients are unaffected."
             )
@@ -32,7 +32,7 @@ class StepWarnings:
         if batch.num_over_budget and not self._warned_of_long_sequences:
             self._warned_of_long_sequences = True
             budget = self.worker.engine.budget.tokens
-            self.note(
+            self.notify(
                 f"warning: {batch.num_over_budget} sequences exceed train.micro_batch_tokens={budget}; each runs alone "
                 f"in an oversized micro-batch."
             )
@@ -47,7 +47,7 @@ class StepWarnings:
         tolerance = self.worker.policy.logprob_tolerance
         if largest > tolerance:
             self._warned_of_different_logprobs = True
-            self.note(
+            self.notify(
                 f"warning: logprobs of sampler and trainer differ by up to {largest:.2g} nats (expected at most "
                 f"{tolerance:g}); they may compute this model differently."
             )

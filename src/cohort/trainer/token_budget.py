@@ -31,7 +31,7 @@ def find_auto_budget(
     inputs: Inputs,
     workers: WorkerGroup[Worker],
     state: TrainerState | None,
-    note: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> None:
     """Find the token budget by trying, if `train.micro_batch_tokens` is `auto` and no checkpoint has one."""
     wanted, ranks = config.train.micro_batch_tokens, workers.ranks
@@ -40,4 +40,4 @@ def find_auto_budget(
     largest = workers.local.engine.budget.tokens
     found = workers.call(Worker.find_budget, inputs.largest_share(ranks.dp_size), largest)[0]
     reason = "one rank's share of a step fits" if found == largest else "the largest that fits"
-    note(f"Using micro_batch_tokens={found} ({reason}).")
+    notify(f"Using micro_batch_tokens={found} ({reason}).")

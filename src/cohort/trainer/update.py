@@ -26,12 +26,12 @@ class Updates:
 
 @dataclass(slots=True, kw_only=True)
 class Updater:
-    """Run the updates of each step on all workers."""
+    """Runs the updates of each step on all workers."""
 
     config: Config
     workers: WorkerGroup[Worker]
     clock: PhaseClock  # records the phases "train" and "optim"
-    coefficient_state: CoefficientState  # of adaptive KL and entropy coefficients
+    coefficient_state: CoefficientState  # state of adaptive KL and entropy coefficients
     before_update: Callable[[], None]  # called before weights change
     on_out_of_memory: Callable[[int], None]  # called with the number of micro-batches that ran out of memory
 
@@ -80,7 +80,7 @@ class Updater:
     def _update_once(
         self, batches: Batches, *, again: bool
     ) -> tuple[dict[TrainedModel, list[TrainResult]], dict[str, float]]:
-        """Update the critic, then the policy, once; `again`: on batches that the workers already have.
+        """Update the critic, then the policy. With `again`, the workers use the batches that they already have.
 
         The critic's gradient is freed before the policy's is computed, so that memory never holds both.
         """

@@ -14,29 +14,20 @@ from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.models import end_token_ids, weight_specs
 from cohort.plan.rollout_engine import vllm_sampling_limit
-from cohort.rollout.engines.servers import Client, ServerError
-from cohort.rollout.engines.vllm import (
-    POLICY_NAME,
-    AdapterChannel,
-    GenerateClient,
-    ServerProcess,
-    VllmApi,
-    WeightChannel,
-    check_version,
-    check_vllm,
-    publish,
-    publish_adapter,
-    server_options,
-    vllm_python,
-)
+from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.rollout.engines.vllm.api import VllmApi
+from cohort.rollout.engines.vllm.client import GenerateClient
+from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
 from cohort.rollout.engines.vllm.root_cause import root_cause
+from cohort.rollout.engines.vllm.server import POLICY_NAME, ServerProcess, check_version, check_vllm
+from cohort.rollout.engines.vllm.server_options import server_options, vllm_python
+from cohort.rollout.engines.vllm.weight_stream import publish
+from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
 from cohort.run_folder import ADAPTERS
 from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.server_rollouts import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
-
-_RENDEZVOUS_TIMEOUT_S = 60.0  # setting up and testing a transport takes seconds if it works
 
 
 class VllmSetup(ServersSetup):
@@ -64,14 +55,13 @@ class VllmSetup(ServersSetup):
         """Return a function that creates a client of vLLM's token endpoint."""
         return partial(
             GenerateClient,
-            model=POLICY_NAME,
             end_token_ids=end_token_ids(worker.policy, self.inputs.tokenizer),
             vocab_size=worker.policy.model.config.get_text_config().vocab_size,
             timeout_s=self.rollout.request_timeout_s,
         )
 
     def make_channels(
-        self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
+        self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
     ) -> tuple[Connect, Publish]:
         """Return functions that connect and publish: adapters if one is trained, else all weights."""
         policy = workers.local.policy
@@ -80,16 +70,18 @@ class VllmSetup(ServersSetup):
             share = partial(publish_adapter, save=save, folder=folder / ADAPTERS)
             return partial(_connect_adapter, self.config), share
         ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
-        connect = partial(_connect, self.config, policy.device, sleeps=self.shares_gpus, ipc_gpus=ipc_gpus, note=note)
-        return connect, partial(_publish, workers, self.dtype, note)
+        connect = partial(
+            _connect, self.config, policy.device, sleeps=self.shares_gpus, ipc_gpus=ipc_gpus, notify=notify
+        )
+        return connect, partial(_publish, workers, self.dtype, notify)
 
     def find_cause(self, log: str) -> str | None:
-        """Find the exception that ended a server in its log."""
+        """Return the exception that ended a server, from its log."""
         return root_cause(log)
 
 
 def _connect(
-    config: Config, device: torch.device, url: str, *, sleeps: bool, ipc_gpus: Set[str], note: Callable[[str], None]
+    config: Config, device: torch.device, url: str, *, sleeps: bool, ipc_gpus: Set[str], notify: Callable[[str], None]
 ) -> WeightChannel:
     """Open a channel that sends weights from rank 0 to a running server.
 
@@ -101,21 +93,15 @@ def _connect(
     with closing(VllmApi(url, timeout_s=timeout_s)) as api:
         check_version(api.version(), f"rollout.urls: {url}")  # known already for the run's own servers
         num_workers = api.world_size()
-        channel = WeightChannel(
-            api,
-            device=device,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            rendezvous_timeout_s=min(_RENDEZVOUS_TIMEOUT_S, timeout_s),
-            sleeps=sleeps,
-            ipc_gpus=ipc_gpus,
-        )
+    channel = WeightChannel(
+        url, device=device, num_workers=num_workers, timeout_s=timeout_s, sleeps=sleeps, ipc_gpus=ipc_gpus
+    )
     try:
         channel.open()
     except BaseException:
         channel.close()
         raise
-    _show_notes([channel], note)
+    _show_notes([channel], notify)
     return channel
 
 
@@ -143,7 +129,7 @@ def _connect_adapter(config: Config, url: str) -> AdapterChannel:
 def _publish(
     workers: WorkerGroup[Worker],
     dtype: torch.dtype,
-    note: Callable[[str], None],
+    notify: Callable[[str], None],
     channels: Sequence[WeightChannel],
     version: int,
 ) -> Mapping[WeightChannel, ServerError]:
@@ -156,12 +142,12 @@ def _publish(
 
     share = any(channel.may_use_ipc for channel in channels)
     workers.call_with_local(Worker.send_weights, send, dtype, share=share)
-    _show_notes(channels, note)
+    _show_notes(channels, notify)
     return failed
 
 
-def _show_notes(channels: Sequence[WeightChannel], note: Callable[[str], None]) -> None:
+def _show_notes(channels: Sequence[WeightChannel], notify: Callable[[str], None]) -> None:
     for channel in channels:
         for text in channel.notes:
-            note(text)
+            notify(text)
         channel.notes.clear()

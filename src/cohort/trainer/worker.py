@@ -27,7 +27,7 @@ from cohort.engine import (
 from cohort.metrics import PeakMemory
 from cohort.models import Policy, SaveOptions, stream_weights, weight_specs
 from cohort.records import FloatArray, ForwardOnlyOutput, TrainSequence, scatter
-from cohort.rollout import Purpose, Sampled, Sampler, SampleRequest
+from cohort.rollout import Completion, Purpose, Sampler, SampleRequest
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
 
 TrainedModel = Literal["policy", "critic"]
@@ -53,8 +53,8 @@ class Worker:
         """Engines of all trained models."""
         return {"policy": self.engine} if self.critic is None else {"policy": self.engine, "critic": self.critic}
 
-    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[tuple[Sampled, ...]]:
-        """Sample this rank's share of the completions of each request."""
+    def sample(self, requests: Sequence[SampleRequest], purpose: Purpose) -> list[Completion]:
+        """Sample this rank's share of the completions."""
         # evaluations are not part of a step
         phase = self.memory.phase("rollout") if purpose == "train" else nullcontext()
         with (

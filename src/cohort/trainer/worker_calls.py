@@ -6,15 +6,16 @@ from cohort.batch import TrainBatch
 from cohort.engine import TrainEngine
 from cohort.packing import pack
 from cohort.records import ForwardOnlyOutput, ForwardOnlyOutputs, TrainSequence
-from cohort.rollout import Sampled, SampleRequest, merge_shares, split_requests
+from cohort.rollout import Completion, SampleRequest, split_requests
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
 
-def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+def sample(workers: WorkerGroup[Worker], requests: Sequence[SampleRequest]) -> list[Completion]:
     """Sample completions in equal shares on all ranks. All requests have the same purpose."""
     shares = split_requests(requests, workers.ranks.dp_size)
-    return merge_shares(requests, workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose))
+    sampled = workers.scatter(Worker.sample, shares, requests[0].keys[0].purpose)
+    return [completion for share in sampled for completion in share]
 
 
 def pack_batches(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cohort.plan.defaults import server_memory_utilization
-from cohort.rollout.engines.base import Sampled
-from cohort.rollout.engines.servers import Client, GeneratedGroup, GenerateRequest, ServerError
+from cohort.records import ModelCall
+from cohort.rollout.engines.servers.requests import Client, GenerateRequest, ServerError
 from cohort.trainer.server_rollouts import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
@@ -49,7 +49,7 @@ class StubClient:
     async def max_model_len(self, url: str) -> int:
         return (await asyncio.to_thread(post, url, "limits"))["max_model_len"]
 
-    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
+    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> list[ModelCall]:
         answer = await asyncio.to_thread(
             post,
             url,
@@ -62,15 +62,16 @@ class StubClient:
         )
         if not allows(answer["version"]):
             raise ServerError(f"{url} has sampled with weights {answer['version']}")
-        completions = [
-            Sampled(
+        return [
+            ModelCall(
+                context_ids=request.token_ids,
                 token_ids=np.asarray(token_ids),
                 sampling_logprobs=np.full(len(token_ids), answer["logprob"]),
                 finish_reason="length",
+                policy_version=answer["version"],
             )
             for token_ids in answer["token_ids"]
         ]
-        return GeneratedGroup(completions=tuple(completions), policy_versions=(answer["version"],) * len(completions))
 
 
 class StubChannel:
@@ -136,6 +137,6 @@ class StubSetup(ServersSetup):
         return partial(StubClient, self.rollout.request_timeout_s)
 
     def make_channels(
-        self, workers: WorkerGroup[Worker], *, folder: Path, note: Callable[[str], None]
+        self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]
     ) -> tuple[Connect, Publish]:
         return StubChannel, partial(publish, workers, self.dtype)

@@ -11,8 +11,8 @@ from cohort.config import config_from_dict
 from cohort.errors import UserError
 from cohort.launch.serve import serve_command
 from cohort.plan.rollout_engine import plan_engine
-from cohort.rollout.engines.servers import ServerError
-from cohort.rollout.engines.vllm import AdapterChannel, publish_adapter
+from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
 from cohort.trainer import vllm_rollouts
 from cohort.trainer.run_inputs import read_inputs
 from configs import MINIMAL

@@ -45,7 +45,7 @@ def sampling(**changes) -> SamplingParams:
 
 
 def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[list[int]]]:
-    return [[c.token_ids.tolist() for c in g.trajectories] for g in groups]
+    return [[c.sampled_token_ids.tolist() for c in g.trajectories] for g in groups]
 
 
 def naive_log_p(policy: Policy, prompt: Prompt, completion_ids: np.ndarray, temperature: float) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_completions_equal_those_of_a_naive_loop(model, tolerance: float):
     for group in generate(make_engine(policy, max_num_seqs=9), prompts([70, 3, 20, 1, 100, 90, 11]), chosen, KEY):
         for index, completion in enumerate(group.trajectories):
             token_ids, logprobs = naive_completion(policy, group.prompt, index, 12)
-            assert completion.token_ids.tolist() == token_ids
+            assert completion.sampled_token_ids.tolist() == token_ids
             np.testing.assert_allclose(completion.sampling_logprobs, logprobs, atol=tolerance, rtol=0)
             longest = max(longest, len(token_ids))
     assert longest > 6
@@ -141,8 +141,8 @@ def test_completions_in_autocast_equal_those_of_a_naive_loop():
     for group in generate(make_engine(policy), prompts([3, 20]), sampling(), KEY):
         for completion in group.trajectories:
             with policy.autocast():
-                log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
-            expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+                log_p = naive_log_p(policy, group.prompt, completion.sampled_token_ids, 1.0)
+            expected = log_p.gather(-1, torch.from_numpy(completion.sampled_token_ids).unsqueeze(-1)).squeeze(-1)
             worst.append(np.abs(completion.sampling_logprobs - expected.float().numpy()).max())
     assert max(worst) < policy.logprob_tolerance
 
@@ -159,7 +159,9 @@ def test_requests_begin_as_soon_as_enough_rows_are_free(monkeypatch: pytest.Monk
     groups = generate(make_engine(make_policy(), max_num_seqs=16), prompts([4] * 16), sampling(), KEY)
     assert max(map(sum, in_flight)) == 16  # never more than it may
     assert max(map(len, in_flight)) > 1
-    longest = [max(len(c.token_ids) for g in groups[n : n + 4] for c in g.trajectories) for n in range(0, 16, 4)]
+    longest = [
+        max(len(c.sampled_token_ids) for g in groups[n : n + 4] for c in g.trajectories) for n in range(0, 16, 4)
+    ]
     assert len(in_flight) < sum(longest)  # in fewer steps than four at a time would take
 
 
@@ -235,8 +237,8 @@ def test_padding_between_prompts_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     group, _ = generate(make_engine(policy), prompts([3, 20]), sampling(), KEY)
     worst = 0.0
     for completion in group.trajectories:
-        log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
-        expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+        log_p = naive_log_p(policy, group.prompt, completion.sampled_token_ids, 1.0)
+        expected = log_p.gather(-1, torch.from_numpy(completion.sampled_token_ids).unsqueeze(-1)).squeeze(-1)
         worst = max(worst, np.abs(completion.sampling_logprobs - expected.numpy()).max())
     assert worst > 1e-2
 
@@ -270,10 +272,10 @@ def test_sampling_logprobs_equal_a_plain_forward_pass(kind: str, temperature: fl
     lengths = set()
     for group in groups:
         for completion in group.trajectories:
-            log_p = naive_log_p(policy, group.prompt, completion.token_ids, temperature)
-            expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+            log_p = naive_log_p(policy, group.prompt, completion.sampled_token_ids, temperature)
+            expected = log_p.gather(-1, torch.from_numpy(completion.sampled_token_ids).unsqueeze(-1)).squeeze(-1)
             np.testing.assert_allclose(completion.sampling_logprobs, expected.numpy(), atol=1e-5)
-            lengths.add(len(completion.token_ids))
+            lengths.add(len(completion.sampled_token_ids))
     assert len(lengths) > 3  # rows did leave the batch at different times
 
 
@@ -281,8 +283,8 @@ def test_a_model_with_a_sliding_window():
     policy = policy_of(make_gemma2())
     for group in generate(make_engine(policy), prompts([3, 17, 1]), sampling(), KEY):
         for completion in group.trajectories:
-            log_p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0)
-            expected = log_p.gather(-1, torch.from_numpy(completion.token_ids).unsqueeze(-1)).squeeze(-1)
+            log_p = naive_log_p(policy, group.prompt, completion.sampled_token_ids, 1.0)
+            expected = log_p.gather(-1, torch.from_numpy(completion.sampled_token_ids).unsqueeze(-1)).squeeze(-1)
             np.testing.assert_allclose(completion.sampling_logprobs, expected.numpy(), atol=1e-5)
 
 
@@ -294,7 +296,7 @@ def test_a_share_without_requests():
 def test_greedy_takes_the_likeliest_token():
     policy = make_policy()
     for group in generate(make_engine(policy), prompts([3, 9]), sampling(temperature=0.0, num_generations=1), KEY):
-        ids = group.trajectories[0].token_ids
+        ids = group.trajectories[0].sampled_token_ids
         assert naive_log_p(policy, group.prompt, ids, 1.0).argmax(-1).tolist() == ids.tolist()
 
 
@@ -304,8 +306,8 @@ def test_top_k_and_top_p_are_the_distribution_sampled_from():
     for settings_, keeps in (({"top_k": 3}, None), ({"top_p": 0.5}, 0.5)):
         for group in generate(engine, prompts([4, 6]), sampling(**settings_), KEY):
             for completion in group.trajectories:
-                p = naive_log_p(policy, group.prompt, completion.token_ids, 1.0).exp()
-                for t, token in enumerate(completion.token_ids):
+                p = naive_log_p(policy, group.prompt, completion.sampled_token_ids, 1.0).exp()
+                for t, token in enumerate(completion.sampled_token_ids):
                     order = p[t].argsort(descending=True)
                     size = 3 if keeps is None else int((p[t][order].cumsum(0) < keeps).sum()) + 1
                     kept = order[:size].tolist()
@@ -357,12 +359,18 @@ def test_streams_of_a_first_turn_stay_as_they_are():
 def test_every_end_token_ends_a_completion():
     policy = make_policy()
     (group,) = generate(make_engine(policy, ends=(1, 5, 9, 20, 30)), prompts([4]), sampling(num_generations=64), KEY)
-    ended_by = {int(c.token_ids[-1]) for c in group.trajectories if c.finish_reason == "stop"}
+    ended_by = {int(c.sampled_token_ids[-1]) for c in group.trajectories if c.finish_reason == "stop"}
     assert len(ended_by) >= 3
     for completion in group.trajectories:
-        assert not set(completion.token_ids[:-1].tolist()) & {1, 5, 9, 20, 30}
+        assert not set(completion.sampled_token_ids[:-1].tolist()) & {1, 5, 9, 20, 30}
         if completion.finish_reason == "length":
-            assert len(completion.token_ids) == 24 and int(completion.token_ids[-1]) not in {1, 5, 9, 20, 30}
+            assert len(completion.sampled_token_ids) == 24 and int(completion.sampled_token_ids[-1]) not in {
+                1,
+                5,
+                9,
+                20,
+                30,
+            }
 
 
 def test_end_tokens_come_from_tokenizer_config_and_generation_config():
@@ -408,6 +416,6 @@ def test_a_window_that_decoding_would_leave_is_refused():
     short = sampling(num_generations=2, max_completion_tokens=11)
     keys = (KEY.call(prompt, 0), KEY.call(prompt, 1))
     request = SampleRequest(token_ids=prompt.token_ids, sampling=short, keys=keys)
-    assert len(sampler.sample([request])[0]) == 2
+    assert len(sampler.sample([request])) == 2
     with pytest.raises(ValueError, match="a sequence of 17 tokens exceeds the sliding window of 16"):
         sampler.sample([replace(request, sampling=replace(short, max_completion_tokens=20))])

@@ -36,7 +36,7 @@ def test_greedy_completions_are_sampled_once():
         (group,) = run.generate(1, sampling)
     assert server.fakes[0].calls["/inference/v1/generate"] == 1
     tokens = sampled(group.prompt.token_ids.tolist(), 0, 8)
-    assert [c.token_ids.tolist() for c in group.trajectories] == [tokens] * 3
+    assert [c.sampled_token_ids.tolist() for c in group.trajectories] == [tokens] * 3
 
 
 def test_a_server_never_has_more_completions_in_flight_than_it_takes():

@@ -99,7 +99,7 @@ def test_options_of_the_user_come_last():
 def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):
     with pytest.raises(UserError, match=r"rollout\.vllm_python: .* has no vLLM.*pip install 'vllm==0\.32\.\*'"):
         check_vllm(sys.executable)
-    with pytest.raises(UserError, match=r"rollout\.vllm_python: '/no/python' cannot be run"):
+    with pytest.raises(UserError, match=r"rollout\.vllm_python: '/no/python' is not a working Python"):
         check_vllm("/no/python")
 
 
@@ -113,7 +113,7 @@ def test_only_one_line_of_vllm_is_known(tmp_path: Path, version: str, known: boo
     if known:
         assert check_vllm(str(python)) == version
     else:
-        with pytest.raises(UserError, match=rf"has vLLM {version}, and only 0\.32\.\* is known"):
+        with pytest.raises(UserError, match=rf"has vLLM {version}, but Cohort supports only 0\.32\.\*"):
             check_vllm(str(python))
 
 
@@ -164,14 +164,14 @@ def group_of(process: ServerProcess) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        ("pass", "it ended by itself with exit code 0"),
-        ("sys.exit(3)", "it ended by itself with exit code 3"),
-        ("os.kill(os.getpid(), 9)", "it was killed by SIGKILL"),
+        ("pass", "exited with code 0"),
+        ("sys.exit(3)", "exited with code 3"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     ],
 )
 def test_every_end_is_a_failure_and_leaves_nothing_behind(standin, then: str, said: str):
     process = standin(then)
-    assert process.poll() == "it was not started"
+    assert process.poll() == "not started"
     process.start()
     group = process._group
     until(lambda: process.poll() is not None)
@@ -208,7 +208,7 @@ def test_a_guard_that_is_killed_is_told_and_its_server_ended(standin):
     members = group_of(process)
     process._guard.kill()
     until(lambda: process.poll() is not None)
-    assert process.poll() == "its guard was killed by SIGKILL"
+    assert process.poll() == "guard killed by SIGKILL"
     assert not psutil.wait_procs(members, timeout=600)[1]
 
 

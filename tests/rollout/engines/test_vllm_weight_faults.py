@@ -14,7 +14,6 @@ import torch.distributed as dist
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm import weight_transfer as transfer
-from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.transports import GroupTransfer
 from cohort.rollout.engines.vllm.weight_stream import publish
 from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
@@ -80,13 +79,7 @@ class Place:
         return fake
 
     def channel(self, url: str, *, deadline_s: float = PATIENCE_S) -> WeightChannel:
-        made = WeightChannel(
-            VllmApi(url, timeout_s=deadline_s),
-            device=GPU,
-            num_workers=1,
-            timeout_s=deadline_s,
-            rendezvous_timeout_s=deadline_s,
-        )
+        made = WeightChannel(url, device=GPU, num_workers=1, timeout_s=deadline_s)
         self.channels.append(made)
         return made
 

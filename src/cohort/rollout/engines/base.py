@@ -37,7 +37,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamKey:
-    """The part of a `CallKey` that all calls of a step share."""
+    """The part of `CallKey` that all calls of a step share."""
 
     purpose: Purpose
     seed: int
@@ -47,9 +47,9 @@ class StreamKey:
         """Return the key of a model call.
 
         Args:
-            prompt: of the rollout.
-            index: of the rollout within its group.
-            turn: number of earlier calls of the rollout.
+            prompt: prompt of the trajectory.
+            index: number of the trajectory in its group.
+            turn: number of earlier calls of the trajectory.
         """
         return CallKey(
             purpose=self.purpose,
@@ -85,15 +85,25 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """The tokens of one completion."""
+class Completion:
+    """The sampled tokens of one model call."""
 
     token_ids: IntArray  # [C] includes the end-of-sequence token, if any
     sampling_logprobs: FloatArray  # [C]
     finish_reason: FinishReason
 
+    def model_call(self, context_ids: IntArray, *, policy_version: int) -> ModelCall:
+        """Return the model call with this completion."""
+        return ModelCall(
+            context_ids=context_ids,
+            token_ids=self.token_ids,
+            sampling_logprobs=self.sampling_logprobs,
+            finish_reason=self.finish_reason,
+            policy_version=policy_version,
+        )
 
-# Type of `RolloutEngine.generate`, all that a rollout needs of an engine.
+
+# Type of `RolloutEngine.generate`, the only method that rollout functions call.
 Generate = Callable[[IntArray, SamplingParams, CallKey], Awaitable[ModelCall]]
 
 
@@ -115,7 +125,7 @@ class RolloutEngine(Protocol):
         """Work on waiting calls. Called whenever no coroutine can run, and at least twice a second.
 
         Returns:
-            whether coroutines may be able to continue.
+            Whether coroutines may be able to continue.
 
         Raises:
             TrainingError: the engine failed.
@@ -127,9 +137,9 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, *, policy_version: int) -> None:
-        """Sample from the trainer's current weights, labeled `policy_version`, from now on."""
+        """From now on, sample with the trainer's current weights and label tokens `policy_version`."""
         ...
 
     def close(self) -> None:
-        """Stop everything the engine has started. Calls in flight are never answered."""
+        """Stop everything that the engine has started. Calls in flight are not answered."""
         ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cohort.records import IntArray, ModelCall
-from cohort.rollout.engines.base import CallKey, Sampled, SamplingParams
+from cohort.rollout.engines.base import CallKey, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,18 +18,10 @@ class PendingCall:
     key: CallKey
     result: "asyncio.Future[ModelCall]"
 
-    def answer(self, sampled: Sampled, *, policy_version: int) -> None:
-        """Return a completion to the coroutine, unless it was cancelled."""
+    def answer(self, result: ModelCall) -> None:
+        """Return the result to the coroutine, unless it was cancelled."""
         if not self.result.done():
-            self.result.set_result(
-                ModelCall(
-                    context_ids=self.token_ids,
-                    token_ids=sampled.token_ids,
-                    sampling_logprobs=sampled.sampling_logprobs,
-                    finish_reason=sampled.finish_reason,
-                    policy_version=policy_version,
-                )
-            )
+            self.result.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` in the coroutine, unless it was cancelled."""
@@ -41,7 +33,7 @@ class CallQueue:
     """First-in, first-out queue of model calls."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty queue."""
         self._calls: list[PendingCall] = []
 
     async def put(self, token_ids: IntArray, sampling: SamplingParams, key: CallKey) -> ModelCall:

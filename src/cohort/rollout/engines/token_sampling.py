@@ -14,7 +14,7 @@ _PURPOSES = {"train": 0, "eval": 1, "parity": 2}
 
 
 def prompt_entropy(key: CallKey) -> tuple[int, ...]:
-    """Return the part of a key that the prompt's rollouts share, as entropy for a `SeedSequence`."""
+    """Return the part of a key that the trajectories of a group share, as entropy for a `SeedSequence`."""
     return _PURPOSES[key.purpose], key.seed, key.step, key.epoch, key.prompt_id
 
 

@@ -1,4 +1,4 @@
-"""Decoders: one token per completion and step, with shared-prompt or library KV caches.
+"""Decode one token per completion and step, with KV caches that share prompts or with the cache of transformers.
 
 P prompts (contexts of calls), N completions, R of them in flight, S positions, V vocabulary.
 """
@@ -22,7 +22,7 @@ _PREFILL_TOKENS = 8192  # maximum prompt tokens prefilled in one row (more for a
 
 
 class Decoder(Protocol):
-    """Decodes completions in flight, in the order in which they were started."""
+    """Decodes the completions in flight, in the order in which they started."""
 
     can_join: bool  # whether completions can be started while others are in flight
 
@@ -31,7 +31,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [R, V] after one more token of each completion [R]."""
+        """Append a token to each completion [R]; return the next logits [R, V]."""
         ...
 
     def keep(self, rows: Tensor) -> None:
@@ -49,7 +49,7 @@ class SharedPromptDecoder:
         self._policy = policy
         self._limit = limit
         self.waves: list[DecodeBatch] = []
-        self._positions = torch.zeros(0, dtype=torch.int64, device=policy.device)  # [R] of the next token
+        self._positions = torch.zeros(0, dtype=torch.int64, device=policy.device)  # [R] positions of the next tokens
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
         """Start `counts` completions of each prompt; return logits [N, V] of their first tokens."""
@@ -58,7 +58,7 @@ class SharedPromptDecoder:
         rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
         members = group_by_length(lengths)
         blocks, logits = zip(*(self._prefill([prompts[n] for n in block]) for block in members), strict=True)
-        order = torch.tensor([n for block in members for n in block]).argsort()  # from the blocks' to the prompts'
+        order = torch.tensor([n for block in members for n in block]).argsort()  # back to the order of prompts
         counts_P = torch.tensor(counts)
         self.waves.append(
             DecodeBatch(blocks, [[rows[n] for n in b] for b in members], limit=self._limit, device=device)
@@ -67,7 +67,7 @@ class SharedPromptDecoder:
         return torch.cat(logits).index_select(0, order.repeat_interleave(counts_P).to(device))
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [R, V] after one more token of each completion [R]."""
+        """Append a token to each completion [R]; return the next logits [R, V]."""
         everything = torch.arange(len(tokens), device=tokens.device)
         logits = self._policy.packed_logits(tokens, self._positions, everything, decoding=self.waves)
         self._positions = self._positions + 1
@@ -118,7 +118,7 @@ class SharedPromptDecoder:
 
 
 class CacheDecoder:
-    """Uses the transformers cache, for models with custom attention: padded prompts, repeated per completion."""
+    """Uses the cache of transformers, for models with custom attention: prompts are padded and repeated."""
 
     can_join = False
 
@@ -127,7 +127,7 @@ class CacheDecoder:
         self._policy = policy
 
     def start(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> Tensor:
-        """As `Decoder.start`; nothing may be in flight."""
+        """Implement `Decoder.start`; nothing may be in flight."""
         device, width = self._policy.device, max(len(p) for p in prompts)
         input_ids = torch.full((len(prompts), width), self._policy.pad_token_id)
         self._mask = torch.zeros_like(input_ids)
@@ -136,14 +136,14 @@ class CacheDecoder:
             self._mask[i, width - len(prompt) :] = 1
         self._mask = self._mask.to(device)
         self._cache = make_cache(self._policy.model.config)
-        self._positions = self._mask.sum(dim=-1)  # of the next token
+        self._positions = self._mask.sum(dim=-1)  # positions of the next tokens
         logits = self._next_logits(input_ids.to(device), (self._mask.cumsum(dim=-1) - 1).clamp(min=0))
         rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
         self.keep(rows)
         return logits[rows]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [R, V] after one more token of each completion [R]."""
+        """Append a token to each completion [R]; return the next logits [R, V]."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._next_logits(tokens.unsqueeze(-1), self._positions.unsqueeze(-1))
         self._positions = self._positions + 1

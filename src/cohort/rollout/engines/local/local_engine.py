@@ -1,19 +1,20 @@
 """The `local` rollout engine: sample all waiting calls in one batch in the training processes."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from cohort.records import IntArray, ModelCall
-from cohort.rollout.engines.base import CallKey, Sampled, SampleRequest, SamplingParams
+from cohort.rollout.engines.base import CallKey, Completion, SampleRequest, SamplingParams
 from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 
-Sample = Callable[[Sequence[SampleRequest]], list[tuple[Sampled, ...]]]
+Sample = Callable[[Sequence[SampleRequest]], list[Completion]]  # one per call, in order
 
 
 class LocalEngine:
-    """Answers model calls with this process's sampler, or with those of all ranks."""
+    """Answers model calls with the sampler of this process, or with those of all ranks."""
 
     def __init__(self, sample: Sample):
-        """Use `sample`: `Sampler.sample`, or its counterpart over all ranks."""
+        """Create an engine from `Sampler.sample`, or from its counterpart on all ranks."""
         self._sample = sample
         self._calls = CallQueue()
         self._policy_version = 0
@@ -50,9 +51,8 @@ class LocalEngine:
             )
             for calls in groups
         ]
-        for calls, group in zip(groups, self._sample(requests), strict=True):
-            for call, sampled in zip(calls, group, strict=True):
-                call.answer(sampled, policy_version=self._policy_version)
+        for call, completion in zip(chain.from_iterable(groups), self._sample(requests), strict=True):
+            call.answer(completion.model_call(call.token_ids, policy_version=self._policy_version))
 
 
 def _by_context(calls: Sequence[PendingCall]) -> list[list[PendingCall]]:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cohort.rollout.engines.base import Sampled, SampleRequest
+from cohort.rollout.engines.base import SampleRequest
 
 
 def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[list[SampleRequest]]:
     """Return one list of requests per rank; their numbers of calls differ by at most one.
 
-    Consecutive calls stay together, so that few contexts are prefilled on two ranks.
+    Shares are consecutive: few contexts are prefilled on two ranks, and the ranks' completions only need concatenation.
     """
     total = sum(len(request.keys) for request in requests)
     bounds = [total * rank // world_size for rank in range(world_size + 1)]
@@ -25,15 +25,3 @@ def split_requests(requests: Sequence[SampleRequest], world_size: int) -> list[l
             position += len(taken)
             left = left[len(taken) :]
     return shares
-
-
-def merge_shares(
-    requests: Sequence[SampleRequest], shares: Sequence[Sequence[tuple[Sampled, ...]]]
-) -> list[tuple[Sampled, ...]]:
-    """Merge the completions sampled by each rank, in rank order, into one tuple per request."""
-    sampled = [completion for share in shares for part in share for completion in part]
-    merged, start = [], 0
-    for request in requests:
-        merged.append(tuple(sampled[start : start + len(request.keys)]))
-        start += len(request.keys)
-    return merged

@@ -16,7 +16,7 @@ from torch import Tensor
 from cohort import stopping
 from cohort.errors import UserError
 from cohort.models import Policy
-from cohort.rollout.engines.base import Sampled, SampleRequest
+from cohort.rollout.engines.base import Completion, SampleRequest
 from cohort.rollout.engines.local.decoders import CacheDecoder, Decoder, SharedPromptDecoder
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
 
@@ -39,15 +39,15 @@ class Sampler:
     """Samples tokens from the policy's own weights."""
 
     def __init__(self, policy: Policy, *, end_token_ids: frozenset[int], max_num_seqs: int):
-        """Sample from `policy`.
+        """Create a sampler; nothing is sampled yet.
 
         Args:
             policy: shared with the trainer, never copied.
             end_token_ids: each of them ends a completion.
-            max_num_seqs: maximum rows in flight; a prompt's completions start together, even if there are more.
+            max_num_seqs: maximum completions in flight; exceeded only if one group has more.
 
         Raises:
-            UserError: the model has no key/value cache.
+            UserError: the model has no KV cache.
         """
         if "past_key_values" not in inspect.signature(policy.model.base_model.forward).parameters:
             raise UserError(
@@ -57,11 +57,11 @@ class Sampler:
         self._end_ids = torch.tensor(sorted(end_token_ids), device=policy.device)
         self._max_num_seqs = max_num_seqs
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Sample a completion for each call of each request, in order.
 
         Args:
-            requests: with equal temperature, top-p and top-k.
+            requests: requests with the same temperature, top-p and top-k.
 
         Raises:
             StopRequested: the run was asked to end.
@@ -70,31 +70,29 @@ class Sampler:
         was_training = model.training
         model.eval()
         try:
-            # one autocast around everything casts the weights once. Not inference mode: tensors that the model caches,
-            # such as rotary embeddings, could not be used in training.
+            # One autocast around everything casts the weights once. No inference mode: training could not use tensors
+            # that the model caches, such as rotary embeddings.
             with torch.no_grad(), self._policy.unsharded(), self._policy.autocast():
                 return self._sample(requests)
         finally:
             model.train(was_training)
 
-    def _sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Sampled, ...]]:
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         if not requests:
             return []  # a rank may have no requests
         raw = self._decode([part for request in requests for part in self._split(request)])
         ends = frozenset(self._end_ids.tolist())
-        sampled = [
-            Sampled(
+        return [
+            Completion(
                 token_ids=tokens[:length],
                 sampling_logprobs=logprobs[:length],
                 finish_reason="stop" if int(tokens[length - 1]) in ends else "length",
             )
             for tokens, logprobs, length in zip(raw.tokens, raw.logprobs, raw.lengths, strict=True)
         ]
-        stops = np.cumsum([len(r.keys) for r in requests])
-        return [tuple(sampled[stop - len(r.keys) : stop]) for r, stop in zip(requests, stops, strict=True)]
 
     def _split(self, request: SampleRequest) -> Iterator[SampleRequest]:
-        """Split a request with more calls than one prompt's group if it exceeds `max_num_seqs`."""
+        """Split a request that exceeds both `max_num_seqs` and the size of a group."""
         most = max(self._max_num_seqs, request.sampling.num_generations)
         for start in range(0, len(request.keys), most):
             yield replace(request, keys=request.keys[start : start + most])
@@ -156,7 +154,7 @@ class Sampler:
         return _Rows(tokens=tokens.cpu().numpy(), logprobs=logprobs.cpu().numpy(), lengths=lengths.cpu().numpy())
 
     def _next_requests(self, waiting: deque[SampleRequest], num_rows: int, decoder: Decoder) -> list[SampleRequest]:
-        """Pop the requests that start now, as many as `max_num_seqs` allows besides the rows in flight."""
+        """Pop the requests that start now: those for which `max_num_seqs` leaves room."""
         free = self._max_num_seqs - num_rows
         if num_rows and not (decoder.can_join and free >= _JOIN_WHEN_FREE * self._max_num_seqs):
             return []

@@ -29,9 +29,9 @@ class IpcBuffer:
         """Allocate the buffer. Called on every rank.
 
         Args:
-            specs: of all tensors that will be shared.
-            ranks: of the run.
-            device: of this rank.
+            specs: all tensors that will be shared.
+            ranks: training processes.
+            device: device of this rank.
         """
         self._ranks = ranks
         self._device = device

@@ -1,7 +1,7 @@
 """Schedule requests over a run's servers, in a thread of its own.
 
-Every request is leased to one server with a timeout. Whatever happens to the server, the request is then either
-answered exactly once or back in the queue.
+Each request is leased to one server, with a timeout. Whatever happens to that server, the request is answered exactly
+once, or returns to the queue.
 """
 
 import asyncio
@@ -15,15 +15,16 @@ from itertools import count
 from typing import Any, TypeVar
 
 from cohort.errors import TrainingError, UserError
+from cohort.records import ModelCall
 from cohort.rollout.engines.servers.handles import FleetLimits, Job, RunningServer, Server, ServerHandle, State
-from cohort.rollout.engines.servers.requests import BusyError, Client, GeneratedGroup, GenerateRequest, ServerError
+from cohort.rollout.engines.servers.requests import BusyError, Client, GenerateRequest, ServerError
 from cohort.rollout.engines.servers.supervisor import Supervisor
 
 T = TypeVar("T")
 
 # If this many servers fail at one request, the request is the likely cause.
 _MAX_LEASES = 10
-_CALL_TIMEOUT_S = 60.0  # of quick calls in the fleet's thread
+_CALL_TIMEOUT_S = 60.0  # maximum time for a quick call in the fleet's thread
 _CLOSE_TIMEOUT_S = 60.0
 _CLOSED = "the rollout engine was closed before this was sampled"
 
@@ -43,10 +44,10 @@ class Fleet:
         """Start the servers without waiting for them.
 
         Args:
-            handles: of the servers.
-            client: makes the client, in the fleet's thread.
+            handles: handles of the servers.
+            client: creates the client; called in the fleet's thread.
             limits: timeouts and allowed failures.
-            server_name: in messages, such as "vLLM server".
+            server_name: what messages call a server, such as "vLLM server".
             find_cause: extracts why a server failed from its log; None if the log does not say.
         """
         self.limits = limits
@@ -57,7 +58,7 @@ class Fleet:
         self._servers: list[Server] = []
         self._queue: list[Job] = []  # sorted
         self._unfinished: set[Job] = set()
-        self._leases: dict[asyncio.Task[GeneratedGroup], tuple[Server, Job]] = {}
+        self._leases: dict[asyncio.Task[list[ModelCall]], tuple[Server, Job]] = {}
         self._numbers = count()
         self._target: int | None = None  # policy version that a server must have to get requests
         self._notes: deque[str] = deque()
@@ -68,7 +69,9 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
         if not self._started.wait(_CALL_TIMEOUT_S):
-            raise TrainingError(f"the thread of the {server_name}s did not start within {_CALL_TIMEOUT_S:g} s")
+            raise TrainingError(
+                f"the thread that manages the {server_name}s did not start within {_CALL_TIMEOUT_S:g} s"
+            )
         self.check()
 
     # Called from the training thread.
@@ -79,7 +82,7 @@ class Fleet:
             raise self._fatal
 
     def notes(self) -> Iterator[str]:
-        """Yield messages for the user since the last call."""
+        """Yield new messages for the user."""
         while self._notes:
             yield self._notes.popleft()
 
@@ -90,20 +93,18 @@ class Fleet:
 
     def submit(
         self,
-        requests: Iterable[tuple[GenerateRequest, Future[GeneratedGroup]]],
+        requests: Iterable[tuple[GenerateRequest, Future[list[ModelCall]]]],
         *,
-        urgent: bool = False,
         only: RunningServer | None = None,
     ) -> None:
         """Queue requests. The fleet's thread sets each future to the completions or an error.
 
         Args:
-            requests: with their futures, in order of preference.
-            urgent: run before all other queued requests.
+            requests: requests with their futures; the first ones are sent first.
             only: run on this server only; if it fails, the futures get its `ServerError`.
         """
         self.check()
-        jobs = [Job(number=next(self._numbers), request=r, result=f, urgent=urgent, only=only) for r, f in requests]
+        jobs = [Job(number=next(self._numbers), request=r, result=f, only=only) for r, f in requests]
 
         def enqueue() -> None:
             self._unfinished.update(jobs)
@@ -183,7 +184,7 @@ class Fleet:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(_CLOSE_TIMEOUT_S)
-        self._abort(TrainingError(_CLOSED))  # in case the thread could not
+        self._abort(TrainingError(_CLOSED))  # if the thread hangs
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run a quick function in the fleet's thread and return its result."""
@@ -202,7 +203,7 @@ class Fleet:
         except TimeoutError:
             self.check()
             raise TrainingError(
-                f"the thread of the {self.server_name}s did not answer within {_CALL_TIMEOUT_S:g} s"
+                f"the thread that manages the {self.server_name}s did not answer within {_CALL_TIMEOUT_S:g} s"
             ) from None
 
     # Runs in the fleet's thread.
@@ -211,7 +212,7 @@ class Fleet:
         try:
             asyncio.run(self._main())
         except BaseException as error:
-            self._abort(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
+            self._abort(TrainingError(f"the thread that manages the {self.server_name}s has failed: {error!r}"))
         finally:
             self._started.set()
             self._changed.set()
@@ -225,10 +226,10 @@ class Fleet:
         ]
         async with self._make_client() as self._client:
             self._supervisor = Supervisor(
-                self._client,
-                self.limits,
+                client=self._client,
+                limits=self.limits,
                 find_cause=self._find_cause,
-                note=self._note,
+                notify=self._notify,
                 on_up=self._signal_change,
                 on_down=self._release,
             )
@@ -249,7 +250,7 @@ class Fleet:
         if all(s.state is State.LOST for s in self._servers):
             self._abort(TrainingError(f"no {self.server_name} is left: {message}. {failure}"))
         else:
-            self._note(f"{message}; continuing without it. {failure}")
+            self._notify(f"{message}; continuing without it. {failure}")
 
     def _dispatch(self) -> None:
         """Lease queued requests in order while servers have room."""
@@ -284,22 +285,22 @@ class Fleet:
     def _room(self, server: Server) -> int:
         return self.limits.max_num_seqs - server.num_in_flight
 
-    async def _lease(self, server: Server, request: GenerateRequest) -> GeneratedGroup:
+    async def _lease(self, server: Server, request: GenerateRequest) -> list[ModelCall]:
         """Attempt a request once."""
         had = server.version
 
         def allows(version: int) -> bool:
             return had is not None and self._target is not None and had <= version <= self._target
 
-        group = await self._client.generate(server.handle.url, request, allows=allows)
-        if not len(group.completions) == len(group.policy_versions) == request.num_completions:
+        calls = await self._client.generate(server.handle.url, request, allows=allows)
+        if len(calls) != request.num_completions:
             raise ServerError(
-                f"{server} sent an invalid answer for prompt {request.prompt_id}: {len(group.completions)} completions "
-                f"with {len(group.policy_versions)} policy versions instead of {request.num_completions}"
+                f"{server} sent an invalid answer for prompt {request.prompt_id}: {len(calls)} completions instead of "
+                f"{request.num_completions}"
             )
-        return group
+        return calls
 
-    def _end_lease(self, task: "asyncio.Task[GeneratedGroup]") -> None:
+    def _end_lease(self, task: "asyncio.Task[list[ModelCall]]") -> None:
         """Handle the result of an attempt. A callback, since the task may be cancelled before it starts."""
         server, job = self._leases.pop(task)
         server.num_in_flight -= job.request.num_completions
@@ -331,7 +332,7 @@ class Fleet:
         elif job in self._unfinished:
             insort(self._queue, job)
 
-    def _finish(self, job: Job, outcome: GeneratedGroup | Exception) -> None:
+    def _finish(self, job: Job, outcome: list[ModelCall] | Exception) -> None:
         if job not in self._unfinished:
             return
         self._unfinished.remove(job)
@@ -366,10 +367,11 @@ class Fleet:
         self._dispatch()  # requests for this server only now fail
 
     def _same_start(self, running: RunningServer) -> Server | None:
+        """Return the server if it is up and has not been restarted since; else None."""
         server = self._servers[running.index]
         return server if server.state is State.UP and server.num_starts == running.num_starts else None
 
-    def _note(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self._notes.append(text)
         self._signal_change()
 
@@ -380,7 +382,7 @@ class Fleet:
     def _check_task(self, task: "asyncio.Task[Any]") -> None:
         """Abort if a task ended with an unexpected error."""
         if not task.cancelled() and (error := task.exception()):
-            self._abort(TrainingError(f"the thread of the {self.server_name}s has failed: {error!r}"))
+            self._abort(TrainingError(f"the thread that manages the {self.server_name}s has failed: {error!r}"))
 
     def _abort(self, error: TrainingError) -> None:
         """Fail all requests, now and later."""

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Protocol, TypeVar
 
 from cohort.errors import UserError
-from cohort.rollout.engines.servers.requests import GeneratedGroup, GenerateRequest, ServerError
+from cohort.records import ModelCall
+from cohort.rollout.engines.servers.requests import GenerateRequest, ServerError
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class ServerHandle(Protocol):
         ...
 
     def poll(self) -> str | None:
-        """Return None while the server runs, else how it exited."""
+        """Return None while the server runs, else how it ended, such as "exited with code 1"."""
         ...
 
     def log(self) -> str:
@@ -44,7 +45,7 @@ class ServerHandle(Protocol):
 
 
 class RemoteServer:
-    """A server that Cohort does not manage (`rollout.urls`)."""
+    """A server that the run does not manage (`rollout.urls`)."""
 
     def __init__(self, url: str):
         """Store the address."""
@@ -54,7 +55,7 @@ class RemoteServer:
         """Do nothing."""
 
     def poll(self) -> str | None:
-        """Return None: its process is not visible here."""
+        """Return None: the process is not visible here."""
         return None
 
     def log(self) -> str:
@@ -72,9 +73,9 @@ class FleetLimits:
     max_num_seqs: int  # completions in flight on one server
     start_timeout_s: float
     request_timeout_s: float  # per request; also how long a server may be busy
-    max_server_failures: int  # without a completion in between; 0 is like 1
+    max_server_failures: int  # consecutive, without a completion in between; 0 is like 1
     health_every_s: float = 1.0
-    health_timeout_s: float = 60.0  # without an answer; a busy server answers late
+    health_timeout_s: float = 60.0  # maximum time without an answer; a busy server answers late
     first_pause_s: float = 1.0  # before a restart; doubles with every failure
     longest_pause_s: float = 60.0
 
@@ -97,9 +98,9 @@ class Server:
     """A server and its state, which only the fleet's event loop changes."""
 
     index: int
-    name: str  # in messages
+    name: str  # shown in messages
     handle: ServerHandle
-    failure: "asyncio.Future[ServerError]"  # of its current start
+    failure: "asyncio.Future[ServerError]"  # set when its current start fails
     state: State = State.STARTING
     num_starts: int = 0
     num_failures: int = 0  # since its last completion
@@ -111,7 +112,7 @@ class Server:
     num_in_flight: int = 0  # completions
     backing_off: bool = False  # gets no requests for a while
     publishing: bool = False  # receiving weights, so it may not answer
-    lock: threading.Lock = field(default_factory=threading.Lock)  # serializes slow calls of the handle
+    lock: threading.Lock = field(default_factory=threading.Lock)  # serializes calls of the handle
 
     def __str__(self) -> str:
         return f"{self.name} ({self.handle.url})" if self.handle.url else self.name
@@ -127,10 +128,10 @@ class Server:
         if request.total_tokens <= limit:
             return None
         room = limit - num_prompt_tokens
-        advice = f"Use at most {room}" if room > 0 else "Leave such prompts out (rollout.max_prompt_tokens)"
+        advice = f"use at most {room}" if room > 0 else "drop such prompts (rollout.max_prompt_tokens)"
         return UserError(
             f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: prompt "
-            f"{request.prompt_id} has {num_prompt_tokens} tokens, and max_model_len of {self} is {limit}. "
+            f"{request.prompt_id} has {num_prompt_tokens} tokens, and max_model_len of {self} is {limit}; "
             f"{advice}, or servers with a larger max_model_len"
         )
 
@@ -141,7 +142,7 @@ class Server:
             self.failure.set_result(error)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Call the handle in a thread. A started call completes even if cancelled; the next one waits for it."""
+        """Call the handle in a thread. Once started, a call runs to its end, even if cancelled; the next one waits."""
 
         def alone() -> T:
             with self.lock:
@@ -157,7 +158,7 @@ class RunningServer:
     index: int
     num_starts: int
     url: str
-    version: int | None  # of the policy that was published to it
+    version: int | None  # policy version of its weights
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -166,10 +167,9 @@ class Job:
 
     number: int  # order of submission; requeued requests keep theirs
     request: GenerateRequest
-    result: Future[GeneratedGroup]
-    urgent: bool  # runs before requests that are not
+    result: Future[list[ModelCall]]
     only: RunningServer | None  # the only server that may run it
     num_leases: int = 0
 
     def __lt__(self, other: "Job") -> bool:
-        return (not self.urgent, self.number) < (not other.urgent, other.number)
+        return (not self.request.urgent, self.number) < (not other.request.urgent, other.number)

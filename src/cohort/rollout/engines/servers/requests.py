@@ -1,7 +1,4 @@
-"""Requests to sampling servers, and the client protocol.
-
-C tokens of a completion.
-"""
+"""Requests to sampling servers, and the client protocol."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +6,8 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from cohort.records import IntArray
-from cohort.rollout.engines.base import CallKey, Sampled, SamplingParams
+from cohort.records import IntArray, ModelCall
+from cohort.rollout.engines.base import CallKey, SamplingParams
 from cohort.rollout.engines.call_queue import PendingCall
 from cohort.rollout.engines.token_sampling import prompt_entropy, turn_entropy
 
@@ -27,24 +24,17 @@ class BusyError(ServerError):
 class GenerateRequest:
     """A request for several completions of one context."""
 
-    prompt_id: int  # of the first call, for messages
+    prompt_id: int  # shown in messages
     token_ids: IntArray  # [K] the context
     num_completions: int
     sampling: SamplingParams
     seed: int  # completion i is sampled with seed + i
+    urgent: bool  # a step waits for evaluation and parity checks; training samples may be for later steps
 
     @property
     def total_tokens(self) -> int:
         """Context tokens plus the maximum completion tokens."""
         return len(self.token_ids) + self.sampling.max_completion_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedGroup:
-    """The completions of one request."""
-
-    completions: tuple[Sampled, ...]  # [num_completions]
-    policy_versions: tuple[int, ...]  # [num_completions] oldest version among each completion's tokens
 
 
 def requests_for(calls: Sequence[PendingCall], *, max_num_seqs: int) -> list[tuple[GenerateRequest, list[PendingCall]]]:
@@ -55,8 +45,8 @@ def requests_for(calls: Sequence[PendingCall], *, max_num_seqs: int) -> list[tup
     """
     joined: dict[object, list[PendingCall]] = {}
     for call in calls:
-        rollouts = None if call.sampling.temperature == 0 else replace(call.key, index=0)
-        joined.setdefault((call.token_ids.tobytes(), call.sampling, rollouts), []).append(call)
+        group = None if call.sampling.temperature == 0 else replace(call.key, index=0)
+        joined.setdefault((call.token_ids.tobytes(), call.sampling, group), []).append(call)
     return [request for same in joined.values() for request in _requests_of(same, max_num_seqs)]
 
 
@@ -81,11 +71,12 @@ def _request(first: PendingCall, *, num_completions: int) -> GenerateRequest:
         num_completions=num_completions,
         sampling=first.sampling,
         seed=call_seed(first.key, first.sampling),
+        urgent=first.key.purpose != "train",
     )
 
 
 def call_seed(key: CallKey, sampling: SamplingParams) -> int:
-    """Return the random seed of a call, below 2^63. A prompt's rollouts have consecutive seeds.
+    """Return the random seed of a call, below 2^63. The trajectories of a group have consecutive seeds.
 
     The first seed is a multiple of the smallest power of two that keeps prompts apart. A larger one would waste bits:
     generators on the CPU only use the lowest 32.
@@ -116,20 +107,20 @@ class Client(Protocol):
         """Return the server's maximum tokens of prompt and completion.
 
         Raises:
-            ServerError: the server does not say.
+            ServerError: the server does not report it.
         """
         ...
 
-    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
-        """Sample the completions of a request on the server at `url`.
+    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> list[ModelCall]:
+        """Sample the completions of a request and return them in order of their seeds.
 
         Args:
-            url: of the server.
+            url: address of the server.
             request: what to sample.
-            allows: whether tokens of this policy version are acceptable; called when the answer arrives.
+            allows: whether tokens of a policy version are acceptable; called when the answer arrives.
 
         Raises:
             ServerError: no answer, or an invalid one; a `BusyError` if the server has no room.
-            UserError: the server rejects the request, as any other would.
+            UserError: the server rejects the request, and any other server would too.
         """
         ...

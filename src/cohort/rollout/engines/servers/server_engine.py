@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from cohort.rollout.engines.base import CallKey, SamplingParams, StreamKey
 from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import RunningServer
-from cohort.rollout.engines.servers.requests import GeneratedGroup, GenerateRequest, ServerError, requests_for
+from cohort.rollout.engines.servers.requests import GenerateRequest, ServerError, requests_for
 
 # How often to check that the fleet's thread is alive.
 _TICK_S = 0.5
@@ -28,7 +29,7 @@ class Channel(Protocol):
         """Have the server free its GPU memory, weights included, until it receives weights again.
 
         Raises:
-            ServerError: it did not.
+            ServerError: the server did not go to sleep.
         """
         ...
 
@@ -40,6 +41,7 @@ class Channel(Protocol):
 C = TypeVar("C", bound=Channel)
 
 
+@dataclass(slots=True, eq=False)
 class ServerEngine(Generic[C]):
     """Submits model calls to the fleet and sends weights to its servers.
 
@@ -47,63 +49,44 @@ class ServerEngine(Generic[C]):
     servers that have started since.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        connect: Callable[[str], C],
-        publish: Callable[[Sequence[C], int], Mapping[C, ServerError]],
-        note: Callable[[str], None],
-        while_waiting: Callable[[], None] = lambda: None,
-        sleeps: bool = False,
-        make_room: Callable[[], object] = lambda: None,
-    ):
-        """Use `fleet`, which is closed with the engine.
-
-        Args:
-            fleet: of servers.
-            connect: opens a channel to the server at an address; may raise `ServerError`.
-            publish: sends the trainer's weights, with this policy version, through channels; returns errors by channel.
-            note: receives messages for the user, in the calling thread.
-            while_waiting: called about twice a second during waits.
-            sleeps: whether servers share GPUs with training, and sleep while nothing is sampled.
-            make_room: called before they wake up, to free GPU memory that PyTorch has cached.
-        """
-        self._fleet = fleet
-        self._waiting: defaultdict[RunningServer | None, CallQueue] = defaultdict(CallQueue)  # by `only`
-        self._connect = connect
-        self._publish = publish
-        self._note = note
-        self._while_waiting = while_waiting
-        self._sleeps = sleeps
-        self._make_room = make_room
-        self._asleep = False
-        self._channels: dict[tuple[int, int], C] = {}  # by server and number of its start
-        self._policy_version: int | None = None
+    fleet: Fleet  # closed with the engine
+    _: KW_ONLY
+    connect: Callable[[str], C]  # opens a channel to the server at an address; may raise `ServerError`
+    publish: Callable[[Sequence[C], int], Mapping[C, ServerError]]  # sends weights of a policy version; returns errors
+    notify: Callable[[str], None]  # receives messages for the user, in the calling thread
+    while_waiting: Callable[[], None] = lambda: None  # called about twice a second during waits
+    sleeps: bool = False  # whether servers share GPUs with training and sleep while it runs
+    make_room: Callable[[], object] = lambda: None  # frees cached GPU memory before the servers wake up
+    _waiting: defaultdict[RunningServer | None, CallQueue] = field(  # by the `only` of `generate`
+        default_factory=lambda: defaultdict(CallQueue), init=False
+    )
+    _asleep: bool = field(default=False, init=False)
+    _channels: dict[tuple[int, int], C] = field(default_factory=dict, init=False)  # by server index and start number
+    _policy_version: int | None = field(default=None, init=False)
 
     async def generate(
         self, token_ids: IntArray, sampling: SamplingParams, key: CallKey, *, only: RunningServer | None = None
     ) -> ModelCall:
-        """Sample a continuation of `token_ids` [K], on this server `only` if one is given.
+        """Sample a continuation of `token_ids` [K], on any server or on `only` this one.
 
         Raises:
             UserError: the context cannot be sampled from.
             ServerError: `only` has failed.
-            TrainingError: no server is left, or a prompt makes one after the other fail.
+            TrainingError: no server is left, or many servers failed at the same prompt.
         """
-        self._fleet.on_change = partial(_wake_up, asyncio.get_running_loop())
+        self.fleet.on_change = partial(_wake_up, asyncio.get_running_loop())
         return await self._waiting[only].put(token_ids, sampling, key)
 
     def advance(self) -> bool:
         """Submit waiting calls to the servers. Newly started servers receive weights first.
 
         Raises:
-            TrainingError: no server is left, or a prompt makes one after the other fail.
+            TrainingError: no server is left, or many servers failed at the same prompt.
         """
         calls = {only: taken for only, queue in self._waiting.items() if (taken := queue.take())}
         self._waiting.clear()  # servers come and go
         if calls:
-            assert self._policy_version is not None, "nobody would ever be given work"
+            assert self._policy_version is not None, "load_weights comes first"
             self._wake()
         self._poll_fleet()
         for only, taken in calls.items():
@@ -117,7 +100,7 @@ class ServerEngine(Generic[C]):
             TrainingError: no server is left.
         """
         self._policy_version = policy_version
-        self._fleet.set_policy_version(policy_version)
+        self.fleet.set_policy_version(policy_version)
         self._wake()
         self._poll_fleet()
 
@@ -129,16 +112,16 @@ class ServerEngine(Generic[C]):
         Waits for servers in their first start. Servers that fail are left out; if all fail, sampling is retried.
 
         Args:
-            collector: of this engine.
-            prompts: to sample.
-            sampling: of every completion.
-            key: names the random streams, which are the same on every server.
+            collector: collects groups from this engine.
+            prompts: prompts to sample.
+            sampling: sampling parameters.
+            key: key of the random streams, which are the same on every server.
 
         Raises:
             TrainingError: no server is left, or all servers failed repeatedly.
         """
         failures: list[ServerError] = []
-        for _ in range(self._fleet.limits.max_server_failures + 1):
+        for _ in range(self.fleet.limits.max_server_failures + 1):
             self._wake()
             self._wait_until(self._all_serve)
             tasks = {}
@@ -151,76 +134,72 @@ class ServerEngine(Generic[C]):
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerError)]
             if sampled := {url: o for url, o in outcomes.items() if not isinstance(o, ServerError)}:
                 return sampled
-        raise TrainingError(f"every {self._fleet.server_name} failed repeatedly at the same prompts: {failures[0]}")
+        raise TrainingError(f"every {self.fleet.server_name} failed repeatedly at the same prompts: {failures[0]}")
 
     def close(self) -> None:
         """Close the fleet. Calls in flight fail with a `TrainingError`."""
-        self._fleet.close()
+        self.fleet.close()
         self._forward_notes()
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
 
     def _submit(self, calls: Sequence[PendingCall], only: RunningServer | None) -> None:
-        # a step waits for evaluation and parity checks; training samples may be for later steps
-        for urgent in (True, False):
-            chosen = [call for call in calls if (call.key.purpose != "train") == urgent]
-            parts: list[tuple[GenerateRequest, Future[GeneratedGroup]]] = []
-            for request, answered in requests_for(chosen, max_num_seqs=self._fleet.limits.max_num_seqs):
-                future: Future[GeneratedGroup] = Future()
-                future.add_done_callback(partial(_answer_soon, answered))
-                parts.append((request, future))
-            if parts:
-                self._fleet.submit(parts, urgent=urgent, only=only)
+        requests: list[tuple[GenerateRequest, Future[list[ModelCall]]]] = []
+        for request, answered in requests_for(calls, max_num_seqs=self.fleet.limits.max_num_seqs):
+            future: Future[list[ModelCall]] = Future()
+            future.add_done_callback(partial(_answer_soon, answered))
+            requests.append((request, future))
+        self.fleet.submit(requests, only=only)
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         self._poll_fleet()
         while not condition():
             stopping.check()
-            self._fleet.wait_for_change(_TICK_S)
-            self._while_waiting()
+            self.fleet.wait_for_change(_TICK_S)
+            self.while_waiting()
             self._poll_fleet()
 
     def _poll_fleet(self) -> None:
         """Forward messages, raise errors, and send weights to servers with old ones."""
         self._forward_notes()
-        self._fleet.check()
+        self.fleet.check()
         if self._policy_version is None or self._asleep:
             return
-        behind = [s for s in self._fleet.running() if s.version != self._policy_version]
+        behind = [s for s in self.fleet.running() if s.version != self._policy_version]
         if behind:
             self._update_weights(behind, self._policy_version)
             self._forward_notes()
 
     def _forward_notes(self) -> None:
-        for text in self._fleet.notes():
-            self._note(text)
+        for text in self.fleet.notes():
+            self.notify(text)
 
     def _all_serve(self) -> bool:
         """Whether no server is in its first start, and all that are up have the current weights."""
-        if self._fleet.num_starting(first_time=True):
+        if self.fleet.num_starting(first_time=True):
             return False
-        running = self._fleet.running()  # queried second, so that it includes servers that came up in between
+        running = self.fleet.running()  # queried second, so that it includes servers that came up in between
         return bool(running) and all(s.version == self._policy_version for s in running)
 
     def _serving(self) -> list[RunningServer]:
-        return [s for s in self._fleet.running() if s.version == self._policy_version]
+        return [s for s in self.fleet.running() if s.version == self._policy_version]
 
     def _update_weights(self, behind: Sequence[RunningServer], version: int) -> None:
-        with self._fleet.publishing(behind):
+        with self.fleet.publishing(behind):
             servers: dict[C, RunningServer] = {}
             for server in behind:
-                self._while_waiting()
+                self.while_waiting()
                 try:
                     servers[self._channel(server)] = server
                 except ServerError as error:
-                    self._fleet.fail(server, error)
-            failures = self._publish(list(servers), version) if servers else {}
+                    self.fleet.fail(server, error)
+            failures = self.publish(list(servers), version) if servers else {}
             for channel, server in servers.items():
                 if channel in failures:
-                    self._fleet.fail(server, failures[channel])
+                    self.fleet.fail(server, failures[channel])
                 else:
-                    self._fleet.set_version(server, version)
+                    self.fleet.set_version(server, version)
 
     def _channel(self, server: RunningServer) -> C:
         """Return the channel to this start of the server. May raise `ServerError`."""
@@ -228,51 +207,50 @@ class ServerEngine(Generic[C]):
         for other in [key for key in self._channels if key[0] == server.index and key != started]:
             self._channels.pop(other).close()
         if started not in self._channels:
-            self._channels[started] = self._connect(server.url)
+            self._channels[started] = self.connect(server.url)
         return self._channels[started]
 
     def release_gpus(self) -> None:
         """Put servers that share GPUs with training to sleep, unless requests are in flight."""
-        if not self._sleeps or self._asleep or self._fleet.num_unfinished():
+        if not self.sleeps or self._asleep or self.fleet.num_unfinished():
             return
         # a server that starts during training would take its memory
-        self._fleet.pause_starts(True)
-        self._wait_until(lambda: not self._fleet.num_starting())
-        for server in self._fleet.running():
+        self.fleet.pause_starts(True)
+        self._wait_until(lambda: not self.fleet.num_starting())
+        for server in self.fleet.running():
             try:
                 self._channel(server).sleep()
-                self._fleet.set_version(server, None)
+                self.fleet.set_version(server, None)
             except ServerError as error:
-                self._fleet.fail(server, error)
+                self.fleet.fail(server, error)
         self._asleep = True
 
     def _wake(self) -> None:
         """Prepare for servers to wake up, which they do when they next receive weights."""
         if self._asleep:
-            self._make_room()
+            self.make_room()
             self._asleep = False
-            self._fleet.pause_starts(False)
+            self.fleet.pause_starts(False)
 
 
-def _answer_soon(calls: Sequence[PendingCall], future: Future[GeneratedGroup]) -> None:
+def _answer_soon(calls: Sequence[PendingCall], future: Future[list[ModelCall]]) -> None:
     """Schedule `_answer` in the calls' event loop. Called in the fleet's thread."""
     loop = calls[0].result.get_loop()
     if not loop.is_closed():
         loop.call_soon_threadsafe(_answer, calls, future)
 
 
-def _answer(calls: Sequence[PendingCall], future: Future[GeneratedGroup]) -> None:
+def _answer(calls: Sequence[PendingCall], future: Future[list[ModelCall]]) -> None:
     error = future.exception()
     if error:
         for call in calls:
             call.fail(error)
         return
-    group = future.result()
-    completions = list(zip(group.completions, group.policy_versions, strict=True))
+    results = future.result()
     if calls[0].sampling.temperature == 0:  # one was requested, since all are equal
-        completions *= len(calls)
-    for call, (sampled, version) in zip(calls, completions, strict=True):
-        call.answer(sampled, policy_version=version)
+        results = results * len(calls)
+    for call, result in zip(calls, results, strict=True):
+        call.answer(result)
 
 
 def _wake_up(loop: asyncio.AbstractEventLoop) -> None:

@@ -3,48 +3,33 @@
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cohort.rollout.engines.servers.handles import FleetLimits, Server, State
 from cohort.rollout.engines.servers.requests import Client, ServerError
 
 _LOG_LINES = 20
-_FIRST_POLL_S = 0.05  # of a server that starts or stops; doubles up to `health_every_s` while it starts
+_FIRST_POLL_S = 0.05  # interval of the first polls; doubles up to `health_every_s` while a server starts
 
 
+@dataclass(kw_only=True, eq=False)
 class Supervisor:
     """Supervises servers, with one task per server. For one event loop."""
 
-    def __init__(
-        self,
-        client: Client,
-        limits: FleetLimits,
-        *,
-        find_cause: Callable[[str], str | None],
-        note: Callable[[str], None],
-        on_up: Callable[[], None],
-        on_down: Callable[[Server], None],
-    ):
-        """Create a supervisor without starting anything.
+    client: Client
+    limits: FleetLimits
+    find_cause: Callable[[str], str | None]  # extracts why a server failed from its log; None if the log does not say
+    notify: Callable[[str], None]  # receives messages for the user
+    on_up: Callable[[], None]  # called when a server has come up
+    on_down: Callable[[Server], None]  # called with a server that just failed
+    may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-        Args:
-            client: for health checks.
-            limits: timeouts and allowed failures.
-            find_cause: extracts why a server failed from its log; None if the log does not say.
-            note: receives messages for the user.
-            on_up: called when a server has come up.
-            on_down: called with a server that just failed.
-        """
-        self._client = client
-        self._limits = limits
-        self._find_cause = find_cause
-        self._note = note
-        self._on_up = on_up
-        self._on_down = on_down
-        self.may_start = asyncio.Event()
+    def __post_init__(self) -> None:
+        """Allow servers to start."""
         self.may_start.set()
 
     async def supervise(self, server: Server) -> str:
-        """Run the server, with restarts, until it is given up. Returns a description of its last failure."""
+        """Run the server and restart it until it has failed too often. Returns a description of its last failure."""
         while True:
             try:
                 await self._start(server)
@@ -54,8 +39,8 @@ class Supervisor:
                 if server.state is State.LOST:
                     return failure
                 action = "restarting" if server.restartable else "retrying"
-                pause_s = self._limits.pause_s(server.num_failures)
-                self._note(f"{failure}\n{action} in {pause_s:g} s; its prompts will be resampled")
+                pause_s = self.limits.pause_s(server.num_failures)
+                self.notify(f"{failure}\n{action} in {pause_s:g} s; its prompts will be resampled")
                 await asyncio.sleep(pause_s)
 
     async def _start(self, server: Server) -> None:
@@ -75,21 +60,21 @@ class Supervisor:
             await server.in_thread(server.handle.start)
         except OSError as error:
             raise ServerError(f"cannot start {server}: {error}") from error
-        self._note(
+        self.notify(
             f"{'starting' if server.restartable else 'waiting for'} {server} (at most "
-            f"{self._limits.start_timeout_s:g} s, rollout.start_timeout_s)"
+            f"{self.limits.start_timeout_s:g} s, rollout.start_timeout_s)"
         )
-        while not await self._client.healthy(server.handle.url):
+        while not await self.client.healthy(server.handle.url):
             _check_alive(server)
-            if loop.time() - started > self._limits.start_timeout_s:
-                limit = f"rollout.start_timeout_s: {self._limits.start_timeout_s:g}"
+            if loop.time() - started > self.limits.start_timeout_s:
+                limit = f"rollout.start_timeout_s: {self.limits.start_timeout_s:g}"
                 raise _StartTimeoutError(f"{server} has not answered within {limit}")
             await asyncio.sleep(poll_s)
-            poll_s = min(2 * poll_s, self._limits.health_every_s)
-        server.max_model_len = await self._client.max_model_len(server.handle.url)
+            poll_s = min(2 * poll_s, self.limits.health_every_s)
+        server.max_model_len = await self.client.max_model_len(server.handle.url)
         server.state = State.UP
-        self._note(f"{server} is up after {loop.time() - started:.1f} s")
-        self._on_up()
+        self.notify(f"{server} is up after {loop.time() - started:.1f} s")
+        self.on_up()
 
     async def _watch(self, server: Server) -> None:
         """Check the server's health until it fails; never returns.
@@ -97,7 +82,7 @@ class Supervisor:
         Raises:
             ServerError: why it failed.
         """
-        loop, every_s = asyncio.get_running_loop(), self._limits.health_every_s
+        loop, every_s = asyncio.get_running_loop(), self.limits.health_every_s
         last_answer = loop.time()
         while True:
             await asyncio.wait([server.failure], timeout=every_s)
@@ -105,19 +90,19 @@ class Supervisor:
                 raise server.failure.result()
             _check_alive(server)
             # it may not answer while it receives weights; their sender has its own timeout
-            if server.publishing or await self._client.healthy(server.handle.url):
+            if server.publishing or await self.client.healthy(server.handle.url):
                 last_answer = loop.time()
-            elif loop.time() - last_answer > self._limits.health_timeout_s:
-                raise ServerError(f"{server} has not answered for {self._limits.health_timeout_s:g} s")
+            elif loop.time() - last_answer > self.limits.health_timeout_s:
+                raise ServerError(f"{server} has not answered for {self.limits.health_timeout_s:g} s")
 
     async def _take_down(self, server: Server, error: ServerError) -> str:
-        """Take a server out of service, for good after too many failures. Returns a description of the failure."""
+        """Take a failed server out of service, permanently after too many failures. Returns a description."""
         server.state = State.FAILED
         server.num_failures += 1
-        self._on_down(server)
+        self.on_down(server)
         failure, kind = await self._describe_failure(server, error)
         await server.in_thread(server.handle.stop)
-        too_often = server.num_failures >= max(1, self._limits.max_server_failures)
+        too_often = server.num_failures >= max(1, self.limits.max_server_failures)
         # the same cause twice would occur a third time; an invalid answer might not
         again = kind is not None and kind == server.last_failure
         server.last_failure = kind
@@ -128,13 +113,13 @@ class Supervisor:
     async def _describe_failure(self, server: Server, error: ServerError) -> tuple[str, str | None]:
         """Describe a failure, with its cause or the last log lines; also return its kind, to compare failures."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.first_pause_s
+        deadline = loop.time() + self.limits.first_pause_s
         # a server that drops a connection is about to exit, and its exit status says more
         while (ended := server.handle.poll()) is None and server.restartable and loop.time() < deadline:
             await asyncio.sleep(_FIRST_POLL_S)
         how = str(error) if ended is None or ended in str(error) else f"{error} ({ended})"
         log = (await server.in_thread(server.handle.log)).rstrip()
-        cause = self._find_cause(log) if ended is not None else None
+        cause = self.find_cause(log) if ended is not None else None
         if cause:  # bytes, ids and addresses differ between failures
             return f"{how}; cause (from its log):\n{cause}", re.sub(r"\d+", "#", cause)
         last_lines = "\n".join(log.splitlines()[-_LOG_LINES:])
@@ -151,4 +136,4 @@ class _StartTimeoutError(ServerError):
 def _check_alive(server: Server) -> None:
     ended = server.handle.poll()
     if ended is not None:
-        raise ServerError(f"{server} exited: {ended}")
+        raise ServerError(f"{server} is down: {ended}")

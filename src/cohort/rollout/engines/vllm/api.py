@@ -23,7 +23,7 @@ class VllmApi:
         """Create a client without connecting.
 
         Args:
-            url: such as http://127.0.0.1:8000.
+            url: address of the server, such as http://127.0.0.1:8000.
             timeout_s: maximum time per call; None to wait until the server exits or `close` is called.
         """
         self.url = url.rstrip("/")
@@ -36,7 +36,7 @@ class VllmApi:
             trust_env=False,
             limits=httpx.Limits(max_keepalive_connections=0),  # a server closes a connection after some errors
         )
-        self._sockets: set[socket.socket] = set()  # of calls in progress
+        self._sockets: set[socket.socket] = set()  # sockets of calls in progress
         self._closed = False
         self._lock = threading.Lock()
 

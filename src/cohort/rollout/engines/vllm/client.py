@@ -11,12 +11,12 @@ import httpx2
 import numpy as np
 
 from cohort.errors import UserError
-from cohort.records import FinishReason, FloatArray
-from cohort.rollout.engines.base import Sampled
-from cohort.rollout.engines.servers.requests import BusyError, GeneratedGroup, GenerateRequest, ServerError
+from cohort.records import FinishReason, FloatArray, ModelCall
+from cohort.rollout.engines.servers.requests import BusyError, GenerateRequest, ServerError
+from cohort.rollout.engines.vllm.server import POLICY_NAME
 
 _CONNECT_TIMEOUT_S = 10.0
-_QUICK_TIMEOUT_S = 10.0  # of endpoints that answer at once
+_QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
 _REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
 # vLLM returns this for NaN and missing logprobs.
@@ -28,20 +28,18 @@ _LOGPROB_TOLERANCE = 1e-4
 class GenerateClient:
     """Requests completions from vLLM servers. For one event loop."""
 
-    def __init__(self, *, model: str, end_token_ids: frozenset[int], vocab_size: int, timeout_s: float):
-        """Store the settings that all requests share.
+    def __init__(self, *, end_token_ids: frozenset[int], vocab_size: int, timeout_s: float):
+        """Create a client; connections are opened per request.
 
         Args:
-            model: name under which the servers serve the model.
-            end_token_ids: tokens that end a completion; nothing else does before the token limit.
-            vocab_size: token ids are below it.
+            end_token_ids: tokens that end a completion. Nothing else does, except the token limit.
+            vocab_size: token ids must be smaller.
             timeout_s: maximum time per request.
         """
-        self._model = model
         self._end_token_ids = end_token_ids
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
-        self._http: dict[bool, httpx2.AsyncClient] = {}  # by whether certificates are verified
+        self._http: dict[bool, httpx2.AsyncClient] = {}  # key: whether certificates are verified
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,15 +60,15 @@ class GenerateClient:
         """Return the server's maximum tokens of prompt and completion.
 
         Raises:
-            ServerError: the server does not say.
+            ServerError: the server does not report it.
         """
         answer = await self._request(url, "GET", "/v1/models", timeout_s=_QUICK_TIMEOUT_S)
         try:
             return next(int(card["max_model_len"]) for card in answer["data"] if card.get("max_model_len"))
         except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ServerError(f"{url}/v1/models does not say what max_model_len is: {answer!r:.200}") from error
+            raise ServerError(f"{url}/v1/models reports no max_model_len: {answer!r:.200}") from error
 
-    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> GeneratedGroup:
+    async def generate(self, url: str, request: GenerateRequest, *, allows: Callable[[int], bool]) -> list[ModelCall]:
         """Implement `Client.generate`."""
         try:
             answer = await self._request(
@@ -103,7 +101,7 @@ class GenerateClient:
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
         return {
-            "model": self._model,
+            "model": POLICY_NAME,
             "token_ids": request.token_ids.tolist(),
             "sampling_params": {
                 "n": request.num_completions,
@@ -114,7 +112,7 @@ class GenerateClient:
                 "seed": request.seed,
                 "stop_token_ids": sorted(self._end_token_ids),
                 "ignore_eos": True,  # only the run's end tokens
-                "logprobs": 0,  # of the sampled token only
+                "logprobs": 0,  # only for the sampled token
                 "detokenize": False,
             },
         }
@@ -122,7 +120,7 @@ class GenerateClient:
     async def _request(self, url: str, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
         """Send a request and return the parsed body of its answer."""
         try:
-            async with asyncio.timeout(timeout_s):  # of the whole answer, however slowly it arrives
+            async with asyncio.timeout(timeout_s):  # for the whole answer, however slowly it arrives
                 response = await self._client(url).request(method, f"{url}{path}", json=json)
         except TimeoutError as error:
             raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
@@ -138,44 +136,43 @@ class GenerateClient:
         except ValueError as error:
             raise ServerError(f"{url}{path} sent an answer that is not JSON: {response.content[:80]!r}") from error
 
-    def _parse(self, answer: Any, request: GenerateRequest, allows: Callable[[int], bool]) -> GeneratedGroup:
+    def _parse(self, answer: Any, request: GenerateRequest, allows: Callable[[int], bool]) -> list[ModelCall]:
         if len(answer["choices"]) != request.num_completions:
             raise _InvalidAnswerError(f"{len(answer['choices'])} completions instead of {request.num_completions}")
         choices = {choice["index"]: choice for choice in answer["choices"]}
-        ordered = [choices[index] for index in range(request.num_completions)]
-        completions = tuple(self._completion(choice, request.sampling.max_completion_tokens) for choice in ordered)
-        return GeneratedGroup(
-            completions=completions,
-            policy_versions=tuple(
-                _oldest_version(choice["weight_versions"], len(completion.token_ids), allows)
-                for choice, completion in zip(ordered, completions, strict=True)
-            ),
-        )
+        return [self._model_call(choices[index], request, allows) for index in range(request.num_completions)]
 
-    def _completion(self, choice: Mapping[str, Any], limit: int) -> Sampled:
+    def _model_call(
+        self, choice: Mapping[str, Any], request: GenerateRequest, allows: Callable[[int], bool]
+    ) -> ModelCall:
+        limit = request.sampling.max_completion_tokens
         token_ids = np.asarray(choice["token_ids"])
         if token_ids.ndim != 1 or token_ids.dtype != np.int64 or not 0 < len(token_ids) <= limit:
-            raise _InvalidAnswerError(f"not between 1 and {limit} token ids: {choice['token_ids']!r:.100}")
+            raise _InvalidAnswerError(f"token_ids must be 1 to {limit} token ids, got {choice['token_ids']!r:.100}")
         if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise _InvalidAnswerError(f"a token id outside the vocabulary of {self._vocab_size}: {token_ids.max()}")
+            raise _InvalidAnswerError(
+                f"token ids outside the vocabulary of {self._vocab_size}: {token_ids.min()} to {token_ids.max()}"
+            )
         content = choice["logprobs"]["content"]
         if [entry["token_id"] for entry in content] != choice["token_ids"]:
-            raise _InvalidAnswerError(f"{len(content)} logprobs that are not those of the {len(token_ids)} tokens")
+            raise _InvalidAnswerError(f"the {len(content)} logprobs do not match the {len(token_ids)} tokens")
         ends = np.isin(token_ids, list(self._end_token_ids))
         if ends[:-1].any():
             raise _InvalidAnswerError("tokens after the end token")
         finish_reason: FinishReason = "stop" if ends[-1] else "length"
         if choice["finish_reason"] != finish_reason:
             raise _InvalidAnswerError(
-                f"finish reason {choice['finish_reason']!r} of a completion that does {'' if ends[-1] else 'not '}end "
+                f"finish reason {choice['finish_reason']!r}, but the completion does {'' if ends[-1] else 'not '}end "
                 "with an end token"
             )
         if finish_reason == "length" and len(token_ids) < limit:
             raise _InvalidAnswerError(f"cut off after {len(token_ids)} tokens instead of {limit}")
-        return Sampled(
+        return ModelCall(
+            context_ids=request.token_ids,
             token_ids=token_ids,
             sampling_logprobs=_logprobs([entry["logprob"] for entry in content]),
             finish_reason=finish_reason,
+            policy_version=_oldest_version(choice["weight_versions"], len(token_ids), allows),
         )
 
 
@@ -192,7 +189,7 @@ def _logprobs(values: list[Any]) -> FloatArray:
     logprobs = np.asarray(values, dtype=np.float64)
     wrong = ~((logprobs > _NO_LOGPROB) & (logprobs <= _LOGPROB_TOLERANCE))  # NaN is neither
     if wrong.any():
-        raise _InvalidAnswerError(f"a logprob of {logprobs[wrong][0]}")
+        raise _InvalidAnswerError(f"invalid logprob {logprobs[wrong][0]}")
     return logprobs
 
 
@@ -200,8 +197,8 @@ def _oldest_version(spans: list[Mapping[str, Any]], num_tokens: int, allows: Cal
     """Return the oldest policy version of a completion's tokens, whose spans must cover all of them."""
     bounds = [0, *(span["end"] for span in spans)]
     if [span["start"] for span in spans] != bounds[:-1] or bounds[-1] != num_tokens or sorted(bounds) != bounds:
-        raise _InvalidAnswerError(f"weight versions that are not those of {num_tokens} tokens: {spans}")
+        raise _InvalidAnswerError(f"the weight versions do not cover the {num_tokens} tokens: {spans}")
     labels = [str(span["version"]) for span in spans]
     if not all(label.isdecimal() and allows(int(label)) for label in labels):
-        raise _InvalidAnswerError(f"sampled by weights {labels}, which are not this run's now")
+        raise _InvalidAnswerError(f"sampled with unexpected weight versions {labels}")
     return min(int(label) for label in labels)

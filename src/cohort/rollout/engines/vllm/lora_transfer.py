@@ -13,7 +13,7 @@ class AdapterChannel:
     """Sends adapters to one server that was started with `ServerOptions.lora_rank`."""
 
     def __init__(self, api: VllmApi):
-        """Use `api`, which is closed with the channel."""
+        """Create a channel that closes `api` when it is closed."""
         self._api = api
         self._asleep = False
 
@@ -39,7 +39,7 @@ class AdapterChannel:
         """Have a server that shares its GPU offload its weights and free its KV cache until the next adapter.
 
         Raises:
-            ServerError: it did not.
+            ServerError: the server did not go to sleep.
         """
         self._api.sleep(1)
         self._asleep = True
@@ -55,10 +55,10 @@ def publish_adapter(
     """Write the adapter and have servers sample with it.
 
     Args:
-        channels: of servers that see `folder` under the same path.
-        version: policy version, with which servers label the tokens they sample.
+        channels: channels to servers that see `folder` under the same path.
+        version: policy version of the adapter; servers label the tokens they sample with it.
         save: writes the adapter as a folder; a collective if it is sharded.
-        folder: of the run's adapters; older versions in it are deleted.
+        folder: folder for adapters; older versions in it are deleted.
 
     Returns:
         Errors by channel.

@@ -2,7 +2,7 @@
 
 import re
 
-_MAX_LINES = 12  # of an exception's text
+_MAX_LINES = 12  # maximum lines of an exception
 _TRACEBACK = "Traceback (most recent call last):"
 # Separators of chained tracebacks. The original exception is more informative before _FROM, the later one after _WHILE.
 _FROM = "The above exception was the direct cause of the following exception:"
@@ -28,7 +28,7 @@ def root_cause(log: str) -> str | None:
     raised from, or the last one raised while handling another.
 
     Args:
-        log: of the server, since its last start.
+        log: the server's log since its last start.
 
     Returns:
         the exception with its message, at most 12 lines; None if there is no informative traceback.
@@ -61,7 +61,7 @@ class _Reader:
     def __init__(self) -> None:
         self._in_traceback = False
         self._record = ""  # prefix of the traceback; other records may be interleaved
-        self._text: list[str] | None = None  # of an exception whose message may continue
+        self._text: list[str] | None = None  # lines of an exception whose message may continue
         self._chain: list[list[str]] | None = None  # chain of the next traceback
         self._ignore = False  # the next traceback is not a root cause
 

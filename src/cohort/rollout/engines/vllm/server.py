@@ -17,7 +17,7 @@ from cohort.errors import UserError
 from cohort.rollout.engines.servers import guard
 
 VLLM_LINE = "0.32"
-POLICY_NAME = "policy"  # what requests give as `model`
+POLICY_NAME = "policy"  # the `model` of requests
 WORKER_FOLDER = Path(__file__).parent / "worker"
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _CPU_KV_CACHE_BYTES = 256 << 20
@@ -37,12 +37,12 @@ _NOT_INHERITED = {
 class ServerOptions:
     """Options of a vLLM server."""
 
-    python: str  # of the environment in which vLLM is installed
+    python: str  # Python of the environment in which vLLM is installed
     model: str  # folder or Hub id
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     max_model_len: int  # tokens of prompt and completion
-    max_num_seqs: int  # completions at the same time
+    max_num_seqs: int  # maximum completions in flight
     host: str = "127.0.0.1"  # address to listen on
     gpus: str = ""  # ids for CUDA_VISIBLE_DEVICES, such as "2,3"; "" on CPU
     tensor_parallel: int = 1  # GPUs over which the model is split
@@ -140,7 +140,7 @@ def check_vllm(python: str) -> str:
     try:
         done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"rollout.vllm_python: {python!r} cannot be run as a Python: {error}") from error
+        raise UserError(f"rollout.vllm_python: {python!r} is not a working Python: {error}") from error
     version = done.stdout.strip()
     if not version:
         raise UserError(f"rollout.vllm_python: {python!r} has no vLLM, which rollout.engine: vllm needs; {_ADVICE}")
@@ -152,21 +152,21 @@ def check_version(version: str, where: str) -> None:
     """Check that Cohort supports a version of vLLM.
 
     Args:
-        version: such as 0.32.0.
-        where: the key and value to blame.
+        version: a version such as 0.32.0.
+        where: key and value to name in the error.
 
     Raises:
         UserError: the version is not supported.
     """
     if not re.match(rf"{re.escape(VLLM_LINE)}(\.|$)", version):
-        raise UserError(f"{where} has vLLM {version}, and only {VLLM_LINE}.* is known here; {_ADVICE}")
+        raise UserError(f"{where} has vLLM {version}, but Cohort supports only {VLLM_LINE}.*; {_ADVICE}")
 
 
 def start_guarded(command: Sequence[str], added: Mapping[str, str], *, log: IO[bytes] | None) -> subprocess.Popen[str]:
     """Start a server that stops when this process dies, or when the standard input of its guard is closed.
 
     Args:
-        command: of the server.
+        command: the server's command line.
         added: additional environment variables.
         log: file for the server's output; None for this process's standard error.
 
@@ -191,8 +191,8 @@ class ServerProcess:
         """Create a server without starting it.
 
         Args:
-            options: of the server.
-            log_file: to which the server's output is appended.
+            options: options of the server.
+            log_file: receives the server's output, appended.
         """
         self.options = options
         self.log_file = log_file
@@ -215,18 +215,18 @@ class ServerProcess:
         self._group = int(self._guard.stdout.readline() or 0)
 
     def poll(self) -> str | None:
-        """Return None while the server runs, else how it exited. Exit code 0 is a failure too."""
+        """Return None while the server runs, else how it ended. Exit code 0 is a failure too."""
         if self._guard is None:
-            return "it was not started"
+            return "not started"
         code = self._guard.poll()
         if code is None:
             return None
         self._end_group()
         if code < 0:
-            return f"its guard was killed by {signal.Signals(-code).name}"
+            return f"guard killed by {signal.Signals(-code).name}"
         if code - 128 in set(signal.Signals):
-            return f"it was killed by {signal.Signals(code - 128).name}"
-        return f"it ended by itself with exit code {code}"
+            return f"killed by {signal.Signals(code - 128).name}"
+        return f"exited with code {code}"
 
     def log(self) -> str:
         """Return the log since the last start, at most its last 4 MiB."""

@@ -18,8 +18,8 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
     """Return the options of one server.
 
     Args:
-        config: of a run with `rollout.engine: vllm`.
-        gpus: of the server, in the format of CUDA_VISIBLE_DEVICES; "" on CPU.
+        config: configuration of a run with `rollout.engine: vllm`.
+        gpus: the server's GPUs in the format of CUDA_VISIBLE_DEVICES; "" on CPU.
         shared: whether the server shares its GPUs with training.
     """
     rollout = config.rollout

@@ -57,12 +57,12 @@ class WeightTransfer(Protocol):
 class GroupTransfer:
     """Broadcasts in a process group (gloo or NCCL) with the server's workers, which receive in one HTTP call."""
 
-    def __init__(self, transport: Literal["gloo", "nccl"], group: WeightGroup, api: VllmApi, *, timeout_s: float):
-        """Use a connected group and wait at most `timeout_s` per tensor."""
+    def __init__(self, transport: Literal["gloo", "nccl"], group: WeightGroup, url: str, *, timeout_s: float):
+        """Create a transfer over a connected group, with a timeout per tensor."""
         self.transport: Transport = transport
         self._group = group
         # no timeout: the call lasts until all tensors are sent, or `close`; a hung server is noticed at its next tensor
-        self._api = VllmApi(api.url, timeout_s=None)
+        self._api = VllmApi(url, timeout_s=None)
         self._timeout_s = timeout_s
         self._received: Future[None] | None = None
         self._sent: Future[None] | None = None
@@ -102,7 +102,7 @@ class IpcTransfer:
     transport: Transport = "ipc"
 
     def __init__(self, api: VllmApi):
-        """Use `api` and its timeout."""
+        """Create a transfer that calls the server through `api`."""
         self._api = api
         self._buckets: deque[Bucket] = deque()
         self._posted: Bucket = {}
@@ -113,7 +113,7 @@ class IpcTransfer:
         self._api.init_weight_transfer({"ipc_handles": dict(handles)})
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
-        """Compute the layout, which is the same on all ranks."""
+        """Compute the buffer's layout, which is the same on all ranks."""
         self._buckets = deque(make_buckets(specs))
 
     def post(self, name: str, tensor: Tensor) -> None:

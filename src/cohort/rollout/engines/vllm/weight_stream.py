@@ -21,14 +21,14 @@ def publish(
     version: int,
     handles: Mapping[str, Any] | None = None,
 ) -> dict[WeightChannel, ServerError]:
-    """Send one stream of weights to several servers at the same time.
+    """Send one stream of weights to several servers simultaneously.
 
     The stream is consumed to its end even if servers fail: producing it may be a collective of the training ranks.
 
     Args:
         channels: one per server.
-        weights: names and full (unsharded) tensors, as in `specs`.
-        specs: of all tensors.
+        weights: names and full (unsharded) tensors.
+        specs: all tensors, in the order of `weights`.
         version: policy version of the weights.
         handles: CUDA IPC handles of the ranks' buffers, by GPU; None if they share no memory.
 
@@ -45,12 +45,12 @@ def publish(
     # in parallel, so that several hung servers cost one timeout
     with ThreadPoolExecutor(max(1, len(channels))) as threads:
         try:
-            live = call_all(channels, methodcaller("begin", version, specs, handles))
+            live = call_all(channels, methodcaller("begin", specs, handles))
             for name, tensor in weights:
                 # in this thread, whose CUDA stream produces the tensor; does not block
                 live = _call_each(live, methodcaller("post", name, tensor), failed)
                 live = call_all(live, methodcaller("flush"))
-            call_all(live, methodcaller("finish"))
+            call_all(live, methodcaller("finish", version))
         except BaseException:
             call_all(channels, methodcaller("abort"))  # those that have begun and not finished
             raise

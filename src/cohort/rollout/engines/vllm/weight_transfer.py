@@ -34,7 +34,7 @@ from cohort.rollout.engines.vllm.worker.cohort_weight_group import (
 
 _WORKER_TIMEOUT_FACTOR = 8  # workers wait this many times longer than the trainer
 _ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
-_RENDEZVOUS_TIMEOUT_S = 60.0
+_RENDEZVOUS_TIMEOUT_S = 60.0  # setting up and testing a transport takes seconds if it works
 
 
 class WeightChannel:
@@ -42,41 +42,38 @@ class WeightChannel:
 
     def __init__(
         self,
-        api: VllmApi,
+        url: str,
         *,
         device: torch.device,
         num_workers: int,
         timeout_s: float,
-        rendezvous_timeout_s: float = _RENDEZVOUS_TIMEOUT_S,
         sleeps: bool = False,
         ipc_gpus: Collection[str] = (),
     ):
         """Create a channel without connecting.
 
         Args:
-            api: of the server.
-            device: of this process: its GPU with its index, or the CPU.
-            num_workers: of the server, one per GPU.
+            url: address of the server.
+            device: this process's GPU with its index, or the CPU.
+            num_workers: number of the server's workers, one per GPU.
             timeout_s: maximum time per call and per tensor.
-            rendezvous_timeout_s: maximum time for the workers to connect, and to set up and test a transport.
             sleeps: whether the server sleeps during training, and wakes to receive weights.
             ipc_gpus: UUIDs of the training ranks' GPUs. Their memory is shared with a sleeping server on the same GPUs.
         """
-        self.url = api.url
+        self.url = url
         self.version: int | None = None  # last version committed by this channel
-        self._dropped = False  # the server has slept since then and has no weights
         self.notes: list[str] = []  # messages for the user; cleared once they are shown
         self._last_note = ""  # last note of `choose_transport`
-        self._api = VllmApi(api.url, timeout_s=timeout_s)
+        self._api = VllmApi(url, timeout_s=timeout_s)
         self._device = device
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._meet_timeout_s = rendezvous_timeout_s
+        self._meet_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
         self._sleeps = sleeps
         self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
         self._ipc_opened = False  # the server has opened the shared buffers before
         self._transfer: WeightTransfer | None = None
-        self._update: _Update | None = None
+        self._unsent: Iterator[TensorSpec] | None = None  # declared tensors of the update in progress
 
     @property
     def transport(self) -> Transport | None:
@@ -86,7 +83,7 @@ class WeightChannel:
     @property
     def may_use_ipc(self) -> bool:
         """Whether the next update may use CUDA IPC, so that the ranks must allocate shared buffers."""
-        return bool(self._ipc_gpus) if self._transfer is None else self._transfer.transport == "ipc"
+        return bool(self._ipc_gpus) if self._transfer is None else self.transport == "ipc"
 
     def open(self) -> None:
         """Rendezvous with the server's workers, choose a transport and test it. `begin` does so if needed.
@@ -101,37 +98,24 @@ class WeightChannel:
             self._close_transfer()
             raise self._error(error, "weight transfer rendezvous") from error
 
-    def begin(self, version: int, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
+    def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
         """Begin an update. The server's requests are paused until `finish` or `abort`.
 
-        If this channel has committed the same or a newer version, the update is skipped and its calls do nothing.
-
         Args:
-            version: policy version of the weights, with which the server labels the tokens it samples.
-            specs: of the tensors that will be sent, in order.
+            specs: the tensors that will be sent, in order.
             handles: CUDA IPC handles of the ranks' buffers, by GPU.
 
         Raises:
             ServerError: the server cannot take the update, which was aborted.
         """
-        assert self._update is None, "an update is under way"
+        assert self._unsent is None, "an update is in progress"
         with self._abort_on_error("declaring weights"):
-            served_version = self._api.weight_version()
-            if (
-                self.version is not None
-                and self.version == served_version
-                and not self._dropped
-                and version <= self.version
-            ):
-                self._update = _Update(version, iter(()), skipped=True)
-                return
-            if (
-                served_version != self.version or self._transfer is None
-            ):  # the server has restarted, or there is no connection
+            has_restarted = self._api.weight_version() != self.version
+            if has_restarted or self._transfer is None:
                 self.version = None
                 self.open()
             transfer = self._prepare_transfer(handles or {})
-            self._update = _Update(version, iter(specs))
+            self._unsent = iter(specs)
             self._api.pause()
             if self._sleeps:
                 self._api.wake_up(["weights"])
@@ -143,66 +127,48 @@ class WeightChannel:
             self._api.update_weights({"step": "declare", "specs": [_spec_to_json(spec) for spec in specs]})
             transfer.begin(specs)
 
-    def send(self, name: str, tensor: Tensor) -> None:
-        """Send the next declared tensor, from any device. It is cast to the declared dtype.
+    def post(self, name: str, tensor: Tensor) -> None:
+        """Start sending the next declared tensor, cast to the declared dtype. Call `flush` before the next one.
 
         Raises:
             ServerError: the server is gone or too slow; the update was aborted.
         """
-        self.post(name, tensor)
-        self.flush()
-
-    def post(self, name: str, tensor: Tensor) -> None:
-        """Start sending a tensor as `send` does. Call `flush` before the next one."""
-        update = self._update
-        assert update is not None, "no update is under way"
-        if update.skipped:
-            return
+        assert self._unsent is not None, "no update is in progress"
         with self._abort_on_error(f"sending {name}"):
-            spec = next(update.specs, None)
+            spec = next(self._unsent, None)
             if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
                 raise ServerError(f"{self.url}: sent {name} {list(tensor.shape)}, but declared {spec}")
             assert self._transfer is not None
             self._transfer.post(name, tensor.detach().to(spec.dtype))
 
     def flush(self) -> None:
-        """Wait until posted tensors have arrived.
-
-        Raises:
-            ServerError: as `send`.
-        """
-        update = self._update
-        assert update is not None, "no update is under way"
-        if update.skipped:
-            return
+        """Wait until posted tensors have arrived. Raises as `post` does."""
         with self._abort_on_error("sending weights"):
             assert self._transfer is not None
             self._transfer.flush()
 
-    def finish(self) -> None:
+    def finish(self, version: int) -> None:
         """Have the server load the weights into its model and resume sampling.
 
+        Args:
+            version: policy version of the weights, with which the server labels the tokens it samples.
+
         Raises:
-            ServerError: it did not. If it failed during the commit, its process exits.
+            ServerError: it failed. If that happened during the commit, the server's process exits.
         """
-        update = self._update
-        assert update is not None, "no update is under way"
-        if update.skipped:
-            self._update = None
-            return
+        assert self._unsent is not None, "no update is in progress"
         with self._abort_on_error("committing weights"):
-            missing = next(update.specs, None)
+            missing = next(self._unsent, None)
             if missing is not None:
                 raise ServerError(f"{self.url}: {missing.name} was declared but not sent; the server keeps its weights")
             assert self._transfer is not None
             self._transfer.finish()
-            self._api.finish_weight_update(update.version)
+            self._api.finish_weight_update(version)
             if self._sleeps:
                 self._api.wake_up(["kv_cache"])
             self._api.reset_prefix_cache()
             self._api.resume()
-            self.version, self._dropped = update.version, False
-            self._update = None
+            self.version, self._unsent = version, None
 
     def abort(self) -> None:
         """Abort the update and have the server continue with its old weights. Never fails.
@@ -210,9 +176,9 @@ class WeightChannel:
         A server that sleeps between updates has no old weights: it stays paused until it is restarted, and exits if it
         has loaded part of the new ones.
         """
-        update, self._update = self._update, None
-        if update is None or update.skipped:
+        if self._unsent is None:
             return
+        self._unsent = None
         self._close_transfer()  # workers that wait for tensors notice
         self._discard()
         if not self._sleeps:
@@ -225,9 +191,8 @@ class WeightChannel:
         The server still reports the same version and keeps its connection; only its weights are gone.
 
         Raises:
-            ServerError: it did not.
+            ServerError: the server did not go to sleep.
         """
-        self._dropped = True  # whether it answers or not
         self._api.sleep(2)
 
     def close(self) -> None:
@@ -266,7 +231,7 @@ class WeightChannel:
             device = self._device if transport == "nccl" else torch.device("cpu")
             longest_s = max(worker_timeout_s, self._meet_timeout_s)
             group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
-            self._transfer = GroupTransfer(transport, group, self._api, timeout_s=self._timeout_s)
+            self._transfer = GroupTransfer(transport, group, self.url, timeout_s=self._timeout_s)
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
         result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
 
@@ -280,7 +245,7 @@ class WeightChannel:
             if self._ipc_opened or not handles:  # sharing worked before: something else is wrong
                 raise
             self._ipc_gpus = frozenset()
-            self.notes.append(f"its GPU memory cannot be shared; weights are sent another way: {error}")
+            self.notes.append(f"{self.url}: cannot share GPU memory, so weights are sent another way: {error}")
             self.open()
             assert self._transfer is not None
             return self._transfer
@@ -340,15 +305,6 @@ class WeightChannel:
             return error
         lines = str(error).splitlines()
         return ServerError(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
-
-
-class _Update:
-    """An update in progress."""
-
-    def __init__(self, version: int, specs: Iterator[TensorSpec], *, skipped: bool = False):
-        self.version = version
-        self.specs = specs  # not sent yet
-        self.skipped = skipped  # the server has this version already
 
 
 def choose_transport(

@@ -39,20 +39,20 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 logger = init_logger("vllm.cohort")
-SPARE_BYTES = 1 << 30  # of GPU memory to leave free when tensors are staged there
-ALIGNMENT_BYTES = 64  # of tensors staged in host memory
+SPARE_BYTES = 1 << 30  # GPU memory to leave free when tensors are staged there
+ALIGNMENT_BYTES = 64  # alignment of tensors staged in host memory
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where to rendezvous with the trainer or, after that, its CUDA IPC handles."""
+    """Address of the trainer for the rendezvous or, in a later call, its CUDA IPC handles."""
 
-    host: str = ""  # of the trainer's store
+    host: str = ""  # host of the trainer's store
     port: int = 0
     world_size: int = 1
     timeout_s: float = 0.0  # maximum time per tensor
     rendezvous_timeout_s: float = 0.0  # maximum time to set up and test a transport
-    ipc_handles: dict[str, Any] | None = None  # of the training ranks' buffers, by GPU
+    ipc_handles: dict[str, Any] | None = None  # handles of the training ranks' buffers, by GPU
 
 
 @dataclass
@@ -181,7 +181,7 @@ class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._specs = info.specs
 
     def _receive(self, info: UpdateInfo) -> None:
-        """Receive all declared tensors in order."""
+        """Receive all declared tensors, in order."""
         if self._specs is None or self._group is None:
             raise ValueError("no process group with the trainer, or no declared tensors")
         stage = self._make_stager(self._specs)
@@ -280,14 +280,14 @@ def check_specs(specs: list[dict[str, Any]], expected: dict[str, tuple[list[int]
     wrong += [f"{n} is missing" for n, (_, optional) in expected.items() if n not in given and not optional]
     for name, spec in given.items():
         if name in expected and list(spec["shape"]) != expected[name][0]:
-            wrong.append(f"{name} is {list(spec['shape'])} and has to be {expected[name][0]}")
+            wrong.append(f"{name} has shape {list(spec['shape'])} instead of {expected[name][0]}")
         if not isinstance(getattr(torch, str(spec["dtype"]), None), torch.dtype):
-            wrong.append(f"{name} has the dtype {spec['dtype']!r}, which torch does not know")
+            wrong.append(f"{name} has unknown dtype {spec['dtype']!r}")
     if len(given) < len(specs):
         wrong.append("a name is duplicated")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the update does not fit the server's model: {'; '.join(wrong[:3])}{more}")
+        raise ValueError(f"the update does not match the server's model: {'; '.join(wrong[:3])}{more}")
 
 
 def num_bytes(spec: dict[str, Any]) -> int:
@@ -330,7 +330,7 @@ def open_ipc_buffer(handles: dict[str, Any], device: torch.device) -> Tensor:
     """Open the shared buffer of the training rank on this GPU. Returns its bytes, [N].
 
     Args:
-        handles: from the ranks' `cuda_ipc.ipc_handle`, by GPU.
+        handles: results of the ranks' `cuda_ipc.ipc_handle`, by GPU.
         device: this worker's GPU.
 
     Raises:

@@ -83,12 +83,12 @@ class WeightGroup:
 
         Args:
             transport: gloo (through host memory) or nccl (from GPU to GPU).
-            store: for the rendezvous.
-            rank: of this process.
+            store: store for the rendezvous.
+            rank: rank of this process.
             size: number of processes.
-            device: of the tensors: the CPU for gloo, this process's GPU with its index for nccl.
+            device: device of the tensors: the CPU for gloo, this process's GPU with its index for nccl.
             host: this machine's address on the network that reaches the others.
-            timeout_s: after which an abandoned thread ends. Callers have their own timeouts.
+            timeout_s: time after which an abandoned thread ends. Callers have their own timeouts.
         """
         assert transport == "gloo" or device.index is not None, "threads need the index of this process's GPU"
         self.device = device
