@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.models import linear_logprobs
+from cohort.models import Operands, linear_logprobs
 from cohort.records import TrainSequence
 from harness import SkippedError
 
@@ -142,12 +142,8 @@ def padded_fused(model: Any, sequences: Sequence[TrainSequence]) -> None:
     """Padded rows and Cohort's head: what is left is padding and repeated prompts."""
     rows = pad(sequences, model.device)
     scored = rows.completion_mask.bool()
-    logprobs, _ = linear_logprobs(
-        _hidden(model, rows)[scored],
-        model.get_output_embeddings().weight,
-        rows.completion_ids[scored],
-        entropy=True,
-    )
+    operands = Operands(_hidden(model, rows)[scored], model.get_output_embeddings().weight)
+    logprobs, _ = linear_logprobs(operands, rows.completion_ids[scored], entropy=True)
     filled = torch.zeros(scored.shape, dtype=logprobs.dtype, device=logprobs.device).masked_scatter(scored, logprobs)
     _grpo_loss(filled, rows).backward()
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from cohort.config import AdamwConfig
 from cohort.engine.optimizer import Optimizers
 from cohort.host_to_device import to_device
-from cohort.models import Policy, linear_logprobs, linear_loss
+from cohort.models import Operands, Policy, linear_logprobs, linear_loss
 from cohort.models.attention import interface
 from cohort.models.lm_head import tiled_softmax
 from cohort.models.offload.master_weights import MasterWeights
@@ -127,9 +127,9 @@ def _head(device: torch.device, tiny: bool) -> Iterator[Check]:
         x, w = (t.to(dtype).detach().requires_grad_() for t in (x, w))
         y, f, size = targets.to(x.device), factors.to(x.device), tokens * vocab // 5
         if in_forward:
-            loss, logprobs, _ = linear_loss(x, w, y, lambda lp, _, span: lp * f[span], tile_elements=size)
+            loss, logprobs = linear_loss(Operands(x, w), y, lambda lp, _, span: lp * f[span], tile_elements=size)
         else:
-            logprobs, _ = linear_logprobs(x, w, y, tile_elements=size)
+            logprobs, _ = linear_logprobs(Operands(x, w), y, tile_elements=size)
             loss = (logprobs * f).sum()
         loss.backward()
         return logprobs.detach(), x.grad, w.grad

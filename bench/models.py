@@ -38,12 +38,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from cohort.batch import LossInputs, LossOutput
 from cohort.checkpoint import save_model
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
-from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
+from cohort.distributed import ALONE, Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
 from cohort.models import CollectiveCounter, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
 from cohort.packing import pack
 from cohort.records import Prompt, TrainSequence
+from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from families import FAMILIES, VOCABULARY, save_folder
 
@@ -275,11 +276,11 @@ def run_ranks(root: Path) -> str:
     for folder in sorted(path for path in root.iterdir() if (path / "gradient.pt").exists()):
         try:
             _, gradient = trained(load(folder, ranks=ranks), ranks)
-            if ranks.is_first:
+            if ranks.is_rank0:
                 errors[folder.name] = error(gradient, torch.load(folder / "gradient.pt"))
         except Exception as problem:  # on all ranks alike
             errors[folder.name] = f"{type(problem).__name__}: {problem}"
-    if ranks.is_first:
+    if ranks.is_rank0:
         (root / "ranks.json").write_text(json.dumps(errors))
     leave_ranks()
     return ""

@@ -26,13 +26,14 @@ import torch
 
 from allocations import Counted, Phase, counting
 from cohort.config import Config, config_from_dict
-from cohort.distributed import ALONE, Ranks, join_ranks, leave_ranks
+from cohort.distributed import ALONE, Ranks
 from cohort.engine import TrainEngine
 from cohort.engine.loss import PerTokenLoss
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import read_shape
 from cohort.records import TrainSequence
+from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches

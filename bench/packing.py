@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from cohort.packing.bins import Assignment, CostModel, assign_sequences
+from cohort.packing.bins import ATTENTION_COST, Assignment, assign_sequences
 from cohort.records import FloatArray, IntArray
 
 NUM_GENERATIONS = 8
@@ -86,7 +86,7 @@ def measure(
     assignment: Assignment, prompts: IntArray, completions: IntArray, groups: list[int]
 ) -> tuple[FloatArray, FloatArray]:
     """Computed tokens and cost, both [ranks, split groups and micro-batches], counted again from the sequences."""
-    quadratic = CostModel().quadratic
+    quadratic = ATTENTION_COST
     ranks = [
         [*(sum(parts, ()) for parts in split_groups), *micro_batches]
         for split_groups, micro_batches in zip(assignment.split_groups, assignment.micro_batches, strict=True)

@@ -31,7 +31,8 @@ from cohort.algorithms import assign_advantages
 from cohort.config import Config, load_config, to_yaml
 from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
-from cohort.distributed import Ranks, join_ranks, leave_ranks
+from cohort.distributed import Ranks
+from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
@@ -121,7 +122,7 @@ def start(folder: Path, processes: int, prompts: int) -> tuple[list[subprocess.P
 def run_rank(config: Config, out: Path) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(backend="gloo", timeout_s=120, command_timeout_s=120)
-    inputs = read_inputs(config) if ranks.is_first else None
+    inputs = read_inputs(config) if ranks.is_rank0 else None
     spec = WorkerSpec(
         folder=Path(config.run.dir),
         num_steps=STEPS,

@@ -327,7 +327,7 @@ sys.path[:0] = [sys.argv[2], sys.argv[2] + "/helpers"]
 import torch
 from test_checkpoint import TOKENIZER, make_policy, state
 from cohort.checkpoint import save_checkpoint
-from cohort.distributed import join_ranks, leave_ranks
+from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.errors import TrainingError
 
 ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600)
@@ -336,11 +336,11 @@ policy, root = make_policy(), Path(sys.argv[1])
 
 def save(steps_done):
     moments = {f"moments_{i}": torch.arange(1000.0) for i in range(4)}  # each is written by one of the ranks
-    save_checkpoint(root, policy=policy, tokenizer=TOKENIZER if ranks.is_first else None, engine_state=moments,
+    save_checkpoint(root, policy=policy, tokenizer=TOKENIZER if ranks.is_rank0 else None, engine_state=moments,
                     state=state(steps_done), keep=1, ranks=ranks)
 
 save(1)
-if ranks.is_first:
+if ranks.is_rank0:
     full = root / ".writing-step-2" / "optimizer" / "__1_0.distcp"
     real = Path.mkdir
     def mkdir(self, *args, **kwargs):

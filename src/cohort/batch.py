@@ -1,6 +1,6 @@
 """Records of a training step: batches, micro-batches, and the inputs and outputs of losses.
 
-S input tokens of a micro-batch, T loss tokens (those trained on), n trajectories of a micro-batch.
+S input tokens of a micro-batch, T loss tokens (those trained on), N trajectories of a micro-batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cohort.attention_mask import AttentionMetadata
 from cohort.records import TrainSequence
+
+Sequences = tuple[TrainSequence, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +33,15 @@ class MicroBatch:
     advantages: Tensor  # [T]
     loss_weights: Tensor  # [T] fixed for the whole step
     returns: Tensor  # [T], for a critic; [0] if the sequences have none
-    trajectory_ids: Tensor  # [T] int64, 0 .. n - 1: trajectory of the micro-batch that the token belongs to
+    trajectory_ids: Tensor  # [T] int64, 0 .. N - 1: trajectory of the micro-batch that the token belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """One rank's share of a step, on the host. All ranks have the same number of `micro_batches`."""
 
-    micro_batches: tuple[tuple[TrainSequence, ...], ...]  # each within the token budget; may be empty
-    split_groups: tuple[
-        tuple[tuple[TrainSequence, ...], ...], ...
-    ] = ()  # groups split into parts, each under the budget including its prompt
+    micro_batches: tuple[Sequences, ...]  # each within the token budget; may be empty
+    split_groups: tuple[tuple[Sequences, ...], ...] = ()  # groups in parts, each within the budget with its prompt
     micro_batch_tokens: int  # the budget
     num_trajectories: int  # in the step, over all ranks
     num_loss_tokens: int  # in the step, over all ranks
@@ -49,12 +49,12 @@ class TrainBatch:
     sequence_level: bool = True  # keep all sequences of a trajectory in one micro-batch
 
     @property
-    def all_micro_batches(self) -> tuple[tuple[TrainSequence, ...], ...]:
+    def all_micro_batches(self) -> tuple[Sequences, ...]:
         """All micro-batches, those of split groups included."""
         return (*(part for group in self.split_groups for part in group), *self.micro_batches)
 
     @property
-    def sequences(self) -> tuple[TrainSequence, ...]:
+    def sequences(self) -> Sequences:
         """All sequences of this rank."""
         return tuple(s for micro_batch in self.all_micro_batches for s in micro_batch)
 

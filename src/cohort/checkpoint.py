@@ -95,7 +95,7 @@ def save_checkpoint(
             save_model(policy, tokenizer, folder, ranks, save_options)
             if critic is not None:
                 save_model(critic, tokenizer, folder / CRITIC, ranks, save_options)
-            if ranks.is_first:
+            if ranks.is_rank0:
                 (folder / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
             checksums = ranks.gather(_flush_own_files(folder, ranks))
             if checksums is not None:
@@ -106,7 +106,7 @@ def save_checkpoint(
         write(folder)
 
     final = root / f"step-{state.steps_done}"
-    if not ranks.is_first:
+    if not ranks.is_rank0:
         folder: Path | None = ranks.broadcast()
         if folder is not None:
             write(folder)
@@ -283,7 +283,7 @@ def _flush_own_files(folder: Path, ranks: Ranks) -> Checksums:
     files = [
         path
         for path in folder.rglob("*")
-        if path.is_file() and (not others.fullmatch(path.name) if ranks.is_first else own.fullmatch(path.name))
+        if path.is_file() and (not others.fullmatch(path.name) if ranks.is_rank0 else own.fullmatch(path.name))
     ]
     with checksums_in_background(folder, files) as checksums:
         for file in files:

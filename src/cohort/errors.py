@@ -18,3 +18,7 @@ class StopRequested(TrainingError):  # noqa: N818
 
 class RankDesyncError(TrainingError):
     """This rank failed while other ranks may be waiting in a collective; the process must exit."""
+
+
+class DoesNotFitError(RankDesyncError):
+    """Memory ran out on this rank, and no smaller micro-batch would help."""

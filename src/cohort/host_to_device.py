@@ -18,7 +18,7 @@ def to_device(record: T, device: torch.device, dtype: torch.dtype | None = None)
     before the copy is done, so nothing waits.
 
     Args:
-        record: with tensors on the host.
+        record: record with tensors on the host.
         device: destination; for the CPU nothing is copied.
         dtype: cast floating-point tensors to it; None keeps theirs.
     """

@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["answer", "max_turns", "length", "timeout", "environment_error"]
 BROKEN: tuple[EndReason, ...] = ("timeout", "environment_error")  # ended by infrastructure
-ForwardOnlyOutput = Literal["logprobs", "entropies", "reference_logprobs", "values"]  # fields of `ForwardOnlyOutputs`
+ForwardOnlyField = Literal["logprobs", "entropies", "reference_logprobs", "values"]  # fields of `ForwardOnlyOutputs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

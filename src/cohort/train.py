@@ -42,8 +42,8 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.overrides)  # report configuration errors before importing torch
     set_run_dir(Path(config.run.dir))
 
-    from cohort.distributed import started_by_torchrun
     from cohort.launch import train
+    from cohort.rendezvous import started_by_torchrun
     from cohort.trainer import run_rank
 
     run = run_rank if started_by_torchrun() else train

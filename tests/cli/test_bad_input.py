@@ -93,7 +93,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
             ["error: eval.success_reward: 'acc' is not a reward; must be one of exact"],
         ),
         # the model
-        ({"model": {"path": "./modle"}}, ["error: model.path: './modle': no such folder."]),
+        ({"model": {"path": "./modle"}}, ["error: model.path: './modle': no such folder;"]),
         ({"model": {"path": "data.jsonl"}}, ["is a file; give the folder that holds config.json"]),
     ],
 )
@@ -123,7 +123,7 @@ def test_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, cohort, se
     [
         ("config.json", "is not a model folder: it has no config.json. It contains: chat_template.jinja"),
         ("model.safetensors", "has no weights (*.safetensors)"),
-        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json). Copy the model's tokeniz"),
+        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json); copy the model's tokeniz"),
         ("chat_template.jinja", "the tokenizer has no chat template. Put a chat_template.jinja into the model's"),
     ],
 )

@@ -53,6 +53,6 @@ def test_the_budget_is_found_with_prompts_that_are_shared(monkeypatch: pytest.Mo
         return fits(sequences, *args, **kwargs) and copies < 150
 
     monkeypatch.setattr(engine, "fits", no_room_for_copies)
-    assert 0.9 * 70 / 1.1 <= find_budget(engine, loss, share=SHARE, most_tokens=600) <= 70
+    assert 0.9 * 70 / 1.1 <= find_budget(engine, loss, share=SHARE, max_tokens=600) <= 70
     monkeypatch.setattr(engine, "fits", fits)
-    assert find_budget(engine, loss, share=SHARE, most_tokens=600) == 600
+    assert find_budget(engine, loss, share=SHARE, max_tokens=600) == 600

@@ -290,7 +290,7 @@ def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, m
     rooms = {("Policy", worker.critic.num_state_bytes), ("Critic", worker.engine.num_state_bytes)}
     assert rooms <= set(asked) <= rooms | {("Policy", 0), ("Critic", 0)}  # 0 where what is kept is measured
     assert all(p.grad is None for e in (worker.engine, worker.critic) for p in e.policy.model.parameters())
-    assert find_budget(worker.critic, worker.algorithm.critic.loss, share=SHARE, most_tokens=2000) == 2000
+    assert find_budget(worker.critic, worker.algorithm.critic.loss, share=SHARE, max_tokens=2000) == 2000
 
 
 def test_a_critic_learns_what_its_returns_are():

@@ -12,7 +12,7 @@ from cohort.algorithms import assign_advantages, build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.engine import TrainEngine
 from cohort.engine.forward_backward import Operation, StepSchedule
-from cohort.errors import RankDesyncError
+from cohort.errors import DoesNotFitError
 from cohort.models import SharedPrefix
 from cohort.models.offload.activation_checkpointing import enable_gradient_checkpointing
 from selection import examples, mostly_slow
@@ -199,7 +199,7 @@ def test_a_prompt_that_does_not_fit_ends_the_run():
         raise torch.OutOfMemoryError("injected")
 
     hook = engine.policy.model.model.layers[0].mlp.register_forward_hook(fail)
-    with pytest.raises(RankDesyncError, match=r"out of memory on a prompt of (29|30)\d tokens"):
+    with pytest.raises(DoesNotFitError, match=r"out of memory on a prompt of (29|30)\d tokens"):
         engine.forward_backward(batch, algorithm.policy_loss)
     hook.remove()
 
@@ -249,7 +249,7 @@ def test_a_rank_without_a_stream_keeps_step():
     proposals = iter([forward, compute, compute, backward, forward, compute, backward])  # of another rank
 
     class TwoRanks(type(engine.ranks)):
-        def largest(self, value: float) -> float:
+        def all_reduce_max(self, value: float) -> float:
             return max(value, next(proposals, Operation.DONE))
 
     engine.ranks = TwoRanks()

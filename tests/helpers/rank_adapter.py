@@ -46,7 +46,7 @@ def make_engine(
     request = LoadRequest(
         config,
         device=CPU,
-        tokenizer=load_tokenizer(config) if ranks.is_first else None,
+        tokenizer=load_tokenizer(config) if ranks.is_rank0 else None,
         ranks=ranks,
         collectives=CollectiveCounter(),
         adapter_checkpoint=None if current is None else Path(current),
@@ -131,7 +131,7 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
         state = engine.state_dict()
         load_engine_state(folder, state, ranks)
         engine.load_state_dict(state)
-    tokenizer = load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None
+    tokenizer = load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None
     for update in range(engine.updates_done, 4):
         algorithm, sequences = step_sequences("grpo_kl", *STEPS["uneven"], seed=update)
         engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)

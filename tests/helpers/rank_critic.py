@@ -59,7 +59,7 @@ def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint:
     model = str(checkpoint or model)
     collectives = CollectiveCounter()
     config = ModelConfig(path=model, dtype=dtype)
-    tokenizer = load_tokenizer(config) if ranks.is_first else None
+    tokenizer = load_tokenizer(config) if ranks.is_rank0 else None
     request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=collectives)
     of_critic = config.model_copy(update={"path": str(checkpoint / CRITIC)}) if checkpoint else config
     policy, critic = load_policy(request), load_critic(replace(request, config=of_critic))

@@ -73,7 +73,7 @@ def make_engine(
 
     def load(path: str, *, trainable: bool) -> Policy:
         config = ModelConfig(path=path, **(precision or {"dtype": "float64"}))
-        tokenizer = load_tokenizer(config) if ranks.is_first else None
+        tokenizer = load_tokenizer(config) if ranks.is_rank0 else None
         request = LoadRequest(
             config, device=CPU, tokenizer=tokenizer, trainable=trainable, ranks=ranks, collectives=collectives
         )
@@ -232,8 +232,8 @@ def run_out_of_memory_on_nothing(ranks: Ranks, model: str, reference: str) -> di
 
     def compute(budget: int) -> Computed:
         if budget == 310:
-            (batch,) = batches_of(engine, sequences if ranks.is_first else [], ALONE, budget)
-            assert len(batch.split_groups) == ranks.is_first and all(len(parts) == 3 for parts in batch.split_groups)
+            (batch,) = batches_of(engine, sequences if ranks.is_rank0 else [], ALONE, budget)
+            assert len(batch.split_groups) == ranks.is_rank0 and all(len(parts) == 3 for parts in batch.split_groups)
         else:
             batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]
         result = engine.forward_backward(batch, algorithm.policy_loss, old_logprobs=old)
@@ -404,7 +404,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
             save_checkpoint(
                 Path(root) / optim,
                 policy=engine.policy,
-                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
+                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None,
                 engine_state=engine.state_dict(),
                 state=trainer_state(ranks.world_size),
                 keep=1,
@@ -423,8 +423,8 @@ def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     before = {name: weight.clone() for name, weight in whole_weights(engine).items()}
     unlucky = ranks.world_size - 1
     with out_of_memory_over(300, "backward mlp 1", engine) if ranks.rank == unlucky else nothing():
-        limited = find_budget(engine, algorithm.policy_loss, share=SHARE, most_tokens=2000)
-    unlimited = find_budget(engine, algorithm.policy_loss, share=SHARE, most_tokens=2000)
+        limited = find_budget(engine, algorithm.policy_loss, share=SHARE, max_tokens=2000)
+    unlimited = find_budget(engine, algorithm.policy_loss, share=SHARE, max_tokens=2000)
     after = whole_weights(engine)
     return {
         "limited": limited,

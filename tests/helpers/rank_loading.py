@@ -29,7 +29,7 @@ def counted_load(ranks: Ranks, path: str, dtype: str, *, whole: bool = False) ->
         num_bytes = bytes_read() - before
 
     config = ModelConfig(path=path, dtype=dtype)
-    tokenizer = load_tokenizer(config) if ranks.is_first else None
+    tokenizer = load_tokenizer(config) if ranks.is_rank0 else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.models.loading.load_weights._read_tensors", count)
         if whole:
@@ -87,7 +87,7 @@ def run_loading_elsewhere(ranks: Ranks, path: str, without: str) -> dict[str, An
     """Only rank 0 sees the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.models.loading.load_model.load_sharded_weights", None)  # nobody reads its own rows
-        policy, _ = counted_load(ranks, path if ranks.is_first else without, "float32")
+        policy, _ = counted_load(ranks, path if ranks.is_rank0 else without, "float32")
     return {"weights": dict(stream_weights(policy))}
 
 

@@ -88,7 +88,7 @@ def load(path: str, ranks: Ranks = ALONE, **keys: Any) -> Policy:
         LoadRequest(
             config,
             device=CPU,
-            tokenizer=load_tokenizer(config) if ranks.is_first else None,
+            tokenizer=load_tokenizer(config) if ranks.is_rank0 else None,
             ranks=ranks,
             collectives=CollectiveCounter() if ranks.world_size > 1 else None,
         )

@@ -53,7 +53,7 @@ def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = Tr
     request = LoadRequest(
         config,
         device=CPU,
-        tokenizer=load_tokenizer(config) if ranks.is_first else None,
+        tokenizer=load_tokenizer(config) if ranks.is_rank0 else None,
         ranks=ranks,
         collectives=CollectiveCounter(),
         offload_master_weights=optim.offload,
@@ -99,7 +99,7 @@ def run_saved(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any]:
             save_checkpoint(
                 Path(root) / mode,
                 policy=engine.policy,
-                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_first else None,
+                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None,
                 engine_state=engine.state_dict(),
                 state=trainer_state(ranks.world_size),
                 keep=1,
@@ -167,8 +167,8 @@ def run_place(ranks: Ranks, model: str) -> dict[str, Any]:
     storages |= {local(p).untyped_storage().data_ptr() for p in engine.policy.model.parameters() if local(p).numel()}
     padded = sum(p._sharded_param_data.numel() > p.sharded_param._local_tensor.numel() for p in parameters)
     return {
-        "stay": ranks.smallest(storages == {taken[0].untyped_storage().data_ptr()}) == 1,
-        "padded": ranks.largest(padded),
+        "stay": ranks.all_reduce_min(storages == {taken[0].untyped_storage().data_ptr()}) == 1,
+        "padded": ranks.all_reduce_max(padded),
     }
 
 

@@ -77,7 +77,7 @@ def run_saving_fails(ranks: Ranks, folder: str, path: str) -> dict[str, Any]:
 
 
 def save(policy: Policy, path: str, folder: Path, ranks: Ranks, shard_bytes: int) -> None:
-    tokenizer = load_tokenizer(ModelConfig(path=path)) if ranks.is_first else None
+    tokenizer = load_tokenizer(ModelConfig(path=path)) if ranks.is_rank0 else None
     save_policy(policy, tokenizer, folder, ranks, SaveOptions(max_shard_bytes=shard_bytes))
 
 

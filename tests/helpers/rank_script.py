@@ -16,7 +16,7 @@ import rank_offload
 import rank_optimizer
 import rank_saving
 import rank_workers
-from cohort.distributed import join_ranks, leave_ranks
+from cohort.rendezvous import join_ranks, leave_ranks
 from waiting import PATIENCE_S
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -39,6 +39,6 @@ def do_jobs(jobs: list[str], out: Path) -> None:
     for job in jobs:
         name, *arguments = json.loads(job)
         done[job] = JOBS[name](this, *arguments)
-    if this.is_first:
+    if this.is_rank0:
         torch.save(done, out)
     leave_ranks()

@@ -46,7 +46,7 @@ def sequences() -> Any:
 
 def commanded(workers: WorkerGroup[Any], command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What rank 0 makes of its commands; {} on the others, which do them."""
-    if not workers.ranks.is_first:
+    if not workers.ranks.is_rank0:
         workers.serve()
         return {}
     try:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from cohort.models import linear_logprobs, linear_loss
+from cohort.models import Operands, linear_logprobs, linear_loss
 from cohort.models.lm_head import tiled_softmax, triton_kernels
 from cohort.models.lm_head.tiled_softmax import LogitTransform, OnlineSoftmax, RowGradients
 
@@ -62,23 +62,23 @@ def compare_heads(num_tokens: int, hidden_size: int, vocabulary: int, tile_eleme
     logprobs, entropy = whole(hidden, weight, targets)
     expected = torch.autograd.grad((logprobs * factors[0] + entropy * factors[1]).sum(), (hidden, weight))
 
-    def check(mine: Tensor, my_entropy: Tensor | None, loss: Tensor) -> None:
-        assert my_entropy is not None
+    def check(mine: Tensor, loss: Tensor) -> None:
         torch.testing.assert_close(mine.double(), logprobs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(my_entropy.double(), entropy, rtol=1e-5, atol=1e-5)
         actual = torch.autograd.grad(loss, (hidden, weight))
         # a hidden state's gradient is a sum over the vocabulary, and not of numbers of one sign
         for a, e, limit in zip(actual, expected, (1e-3, 1e-6), strict=True):
             assert (a - e).norm() < limit * e.norm()
 
-    def token_loss(logprobs: Tensor, entropy: Tensor | None, tokens: slice) -> Tensor:
-        assert entropy is not None
-        return logprobs * factors[0, tokens] + entropy * factors[1, tokens]
+    def token_loss(logprobs: Tensor, my_entropy: Tensor, tokens: slice) -> Tensor:
+        torch.testing.assert_close(my_entropy.double(), entropy[tokens], rtol=1e-5, atol=1e-5)
+        return logprobs * factors[0, tokens] + my_entropy * factors[1, tokens]
 
-    mine, my_entropy = linear_logprobs(hidden, weight, targets, entropy=True, tile_elements=tile_elements)
-    check(mine, my_entropy, token_loss(mine, my_entropy, slice(None)).sum())
-    of_loss = linear_loss(hidden, weight, targets, token_loss, entropy=True, tile_elements=tile_elements)
-    check(of_loss.logprobs, of_loss.entropy, of_loss.loss)
+    operands = Operands(hidden, weight)
+    mine, my_entropy = linear_logprobs(operands, targets, entropy=True, tile_elements=tile_elements)
+    assert my_entropy is not None
+    check(mine, token_loss(mine, my_entropy, slice(None)).sum())
+    loss, mine = linear_loss(operands, targets, token_loss, tile_elements=tile_elements)
+    check(mine, loss)
 
 
 def at_vocabularies() -> None:

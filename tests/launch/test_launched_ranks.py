@@ -122,7 +122,7 @@ def test_a_place_where_nobody_is(tmp_path):
     path, port = set_up(tmp_path, hardware={"timeout_s": 3}), free_port()
     assert_refused(
         LaunchedRank(path, RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port).end(),
-        f"error: rank 1 of 2 could not reach the rendezvous at 127.0.0.1:{port} within 3 s. Check that rank 0 runs",
+        f"error: rank 1 of 2 could not reach the rendezvous at 127.0.0.1:{port} within 3 s; check that rank 0 runs",
     )
 
 

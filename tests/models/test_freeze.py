@@ -73,7 +73,7 @@ def test_a_loss_of_routers_without_routers_is_refused(moe, dense, tmp_path):
         (ModelConfig(path=deepseek), "a correction bias"),
         (ModelConfig(path=moe, freeze=("*.mlp.gate.*",)), "freezes all routers"),
     ):
-        with pytest.raises(UserError, match=rf"train\.router_aux_loss_coef: 0\.01 has no effect: .*{why}.*. Remove it"):
+        with pytest.raises(UserError, match=rf"train\.router_aux_loss_coef: 0\.01 has no effect: .*{why}.*; remove it"):
             check_router_loss(config, 0.01)
 
 

@@ -287,13 +287,13 @@ def unrestarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def detached_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches send no gradient into the keys and values of their root."""
-    backward = cascade.attend_backward
+    backward = cascade._DenseKernel.backward
 
-    def cut(*args: Any, causal: bool = False, **kwargs: Any) -> tuple[Tensor, ...]:
-        grad_query, grad_key, grad_value = backward(*args, causal=causal, **kwargs)
-        return grad_query, grad_key * causal, grad_value * causal
+    def cut(*args: Any) -> tuple[Tensor, ...]:
+        grad_query, grad_key, grad_value = backward(*args)
+        return grad_query, grad_key * args[-1].causal, grad_value * args[-1].causal
 
-    monkeypatch.setattr(cascade, "attend_backward", cut)
+    monkeypatch.setattr(cascade._DenseKernel, "backward", cut)
 
 
 def wrong_root(monkeypatch: pytest.MonkeyPatch) -> None:

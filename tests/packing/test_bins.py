@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.packing.bins import Assignment, CostModel, assign_sequences
+from cohort.packing.bins import ATTENTION_COST, Assignment, assign_sequences
 from selection import examples
 
 GROUPS = st.lists(
@@ -39,7 +39,7 @@ def size(groups, rows, *, share_prompts: bool = True, padded: bool = False) -> i
 def rank_costs(groups, assignment: Assignment) -> np.ndarray:
     """Cost of each rank, by definition, prompts shared."""
     prompts, completions, numbers = arrays(groups)
-    quadratic = CostModel().quadratic
+    quadratic = ATTENTION_COST
 
     def cost(rows) -> float:
         p = np.array(list({numbers[n]: prompts[n] for n in rows}.values()), dtype=np.int64)

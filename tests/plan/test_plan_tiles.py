@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.models import linear_loss
+from cohort.models import Operands, linear_loss
 from cohort.models.lm_head import tiled_softmax
 from cohort.plan.backward import CPU_BLOCK, _loss_head_bytes
 from live_bytes import LiveBytes
@@ -34,7 +34,7 @@ def test_memory_of_a_loss_differentiated_in_forward_is_what_the_plan_says(
         return logprobs
 
     with LiveBytes() as live:
-        linear_loss(hidden, weight, torch.arange(num_tokens), token_loss)
+        linear_loss(Operands(hidden, weight), torch.arange(num_tokens), token_loss)
     expected = planned(num_tokens, vocabulary, width, compute_bytes=dtype.itemsize, on_gpu=False)
     assert live.most - 4 * weight.numel() == pytest.approx(expected, rel=0.02)
 

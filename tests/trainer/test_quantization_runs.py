@@ -147,7 +147,7 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_does_not_go_with_the_model(tmp_path: Path):
     config = run_config(tmp_path, model={"adapter": {"rank": 2, "dora": True}, "quantization": "int8"})
-    with pytest.raises(UserError, match=r"model.quantization: int8 .*dora: true.* Use dora: false"):
+    with pytest.raises(UserError, match=r"model.quantization: int8 .*dora: true.* use dora: false"):
         read_inputs(config_from_dict(config))
     path = save_model_folder(tmp_path / "done")
     own = json.loads((path / "config.json").read_text())

@@ -58,9 +58,8 @@ def per_reward_mean_std(x: AdvantageInputs, *, std_epsilon: float) -> Tensor:
     A reward that did not score a completion contributes 0.
     """
     unscored_PG = x.rewards.isnan()
-    parts_PGK = x.reward_parts.masked_fill(
-        unscored_PG.unsqueeze(-1), math.nan
-    )  # shaping rewards have a number even here
+    # shaping rewards have a number even for a completion that was not scored
+    parts_PGK = x.reward_parts.masked_fill(unscored_PG.unsqueeze(-1), math.nan)
     each_PGK = whiten(parts_PGK, dim=1, std_epsilon=std_epsilon).where(~parts_PGK.isnan(), 0.0)
     sums_PG = (each_PGK * x.reward_weights).sum(dim=-1).masked_fill(unscored_PG, math.nan)
     return whiten(sums_PG.flatten(), dim=0, std_epsilon=std_epsilon).view_as(x.rewards)

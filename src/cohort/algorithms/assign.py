@@ -180,10 +180,10 @@ def advantage_inputs(
 
     Args:
         groups: scored.
-        sequences: of all completions.
-        outputs: of the sequences, if the algorithm asks for them.
-        reward_weights: of each part of the reward.
-        penalties: by index of the sequence, taken from the reward of each token.
+        sequences: sequences of all completions.
+        outputs: forward-only outputs of the sequences, if the algorithm needs them.
+        reward_weights: weight of each part of the reward.
+        penalties: penalty on the reward of each token, by sequence index.
 
     Raises:
         TrainingError: there are no groups, or they are not of one size.
@@ -216,7 +216,7 @@ def advantage_inputs(
 
 
 def _places(sequences: Sequence[TrainSequence]) -> list[tuple[int, slice]]:
-    """The place [N, L] of each sequence's loss tokens: those of a trajectory's sequences follow each other."""
+    """Return where in [N, L] the loss tokens of each sequence are: a trajectory's sequences follow each other."""
     filled: dict[int, int] = {}
     places = []
     for s in sequences:
@@ -235,18 +235,12 @@ def _padded(values: Mapping[int, FloatArray], sequences: Sequence[TrainSequence]
 
 
 def _checked(advantages: Tensor, x: AdvantageInputs) -> Tensor:
-    """Advantages as [P, G, L].
+    """Expand advantages [P, G] or [P, G, L] to [P, G, L].
 
     Raises:
-        TrainingError: they have another shape, or that of a scored completion is NaN or infinite.
+        TrainingError: that of a scored completion is NaN or infinite.
     """
-    shape, dim = tuple(x.token_rewards.shape), advantages.dim()
-    if tuple(advantages.shape) not in (shape[:2], shape):
-        raise TrainingError(
-            f"algorithm.advantage: gave a tensor of shape {tuple(advantages.shape)}; it must be {shape[:2]}, one for "
-            f"each completion, or {shape}, one for each of its tokens"
-        )
-    scored = ~x.rewards.isnan() if dim == 2 else x.token_mask
-    if not advantages[scored].isfinite().all():
+    is_per_token = advantages.dim() == 3
+    if not advantages[x.token_mask if is_per_token else ~x.rewards.isnan()].isfinite().all():
         raise TrainingError("algorithm.advantage: the advantage of a scored completion is NaN or infinite")
-    return (advantages.unsqueeze(-1) if dim == 2 else advantages).expand(shape).double()
+    return (advantages if is_per_token else advantages.unsqueeze(-1)).expand(x.token_rewards.shape).double()

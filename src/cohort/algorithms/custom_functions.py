@@ -42,6 +42,12 @@ def load_advantage(choice: CustomFunction) -> Callable[[AdvantageInputs], Tensor
         advantages = function(_copied(x))  # it may modify its inputs
         if not isinstance(advantages, Tensor) or not advantages.is_floating_point():
             raise function.error(f"returned {_kind(advantages)}; must be a float tensor, [P, G] or [P, G, L]")
+        shape = tuple(x.token_rewards.shape)
+        if tuple(advantages.shape) not in (shape[:2], shape):
+            raise function.error(
+                f"returned {_kind(advantages)} for rewards {shape[:2]}; must be {shape[:2]}, one per completion, or "
+                f"{shape}, one per token"
+            )
         return advantages.detach()
 
     return advantage
@@ -125,12 +131,6 @@ def try_advantage(choice: CustomFunction, *, num_generations: int, num_rewards: 
     for rewards in (rewards_PG, one_unscored_PG, no_signal_PG):
         x = _advantage_inputs(rewards, lengths_PG, num_rewards)
         advantages = advantage(x)
-        shape = tuple(x.token_rewards.shape)
-        if tuple(advantages.shape) not in (shape[:2], shape):
-            raise UserError(
-                f"{field}: returned a tensor of shape {tuple(advantages.shape)} for rewards {shape[:2]}; must be "
-                f"{shape[:2]}, one per completion, or {shape}, one per token"
-            )
         scored = advantages[~rewards.isnan() if advantages.dim() == 2 else x.token_mask]
         if not scored.isfinite().all():
             raise UserError(f"{field}: returned NaN or infinity for a scored completion (rewards {rewards.tolist()})")

@@ -1,4 +1,7 @@
-"""Build an algorithm's functions from the `algorithm` section. No other code branches on algorithm names."""
+"""Build an algorithm's functions from the `algorithm` section. No other code branches on algorithm names.
+
+P prompts, G generations, L tokens of the longest completion, N completions of the step.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from cohort.algorithms.rollout_correction import Correction, with_correction
 from cohort.batch import PolicyLoss
 from cohort.config import COMPONENTS, AlgorithmConfig, Component, CustomFunction
 from cohort.errors import UserError
-from cohort.records import FloatArray, ForwardOnlyOutput, IntArray
+from cohort.records import FloatArray, ForwardOnlyField, IntArray
 
 Advantage = Callable[[AdvantageInputs], Tensor]  # -> [P, G], or [P, G, L]
 LossWeight = Callable[[IntArray, np.ndarray], FloatArray]  # lengths [N], included [N] -> weights [N]
@@ -45,7 +48,7 @@ class Algorithm:
     loss_weight: LossWeight
     critic: CriticFunctions | None  # None: no critic is trained
     mask_truncated: bool
-    forward_only_outputs: frozenset[ForwardOnlyOutput]  # computed before the first update
+    forward_only_outputs: frozenset[ForwardOnlyField]  # computed before the first update
     needs_reference: bool  # in the loss
     learns_without_advantage: bool  # the loss has terms that the advantage does not multiply
     sequence_level: bool  # a token's loss depends on the other tokens of its trajectory
@@ -54,9 +57,8 @@ class Algorithm:
     initial_coefficients: CoefficientState  # at the start of a run
     coefficients: Callable[[CoefficientState], Coefficients]
     coefficient_metrics: Callable[[Coefficients], dict[str, float]]
-    update_coefficients: Callable[
-        [CoefficientState, Mapping[str, float], int], CoefficientState
-    ]  # by an update's metrics and its completions
+    # state, metrics of an update, number of its completions -> next state
+    update_coefficients: Callable[[CoefficientState, Mapping[str, float], int], CoefficientState]
 
     @property
     def policy_loss(self) -> PolicyLoss:
@@ -88,7 +90,7 @@ def build_algorithm(
     correction = auto_correction if config.sampling_correction == "auto" else config.sampling_correction
     traits = _loss_traits(config, parts["policy_loss"])
     kl_in_reward = config.kl_in == "reward"
-    needed: dict[ForwardOnlyOutput, bool] = {
+    needed: dict[ForwardOnlyField, bool] = {
         "logprobs": kl_in_reward,
         "reference_logprobs": kl_in_reward,
         "entropies": config.top_entropy_quantile < 1,
@@ -153,7 +155,7 @@ def _function(config: AlgorithmConfig, kind: str) -> Any:
 
 
 def _loss_traits(config: AlgorithmConfig, policy_loss: PolicyLoss) -> Component | custom_functions.LossTraits:
-    """What a built-in loss declares, and what is found of a user's own by trying it."""
+    """Return the declared traits of a built-in policy loss, or those found by trying a custom one."""
     if isinstance(config.policy_loss, CustomFunction):
         return custom_functions.loss_traits(policy_loss, has_reference=config.kl_in == "loss")
     return COMPONENTS["policy_loss"][config.policy_loss]

@@ -5,8 +5,8 @@ from cohort.engine.critic_engine import CriticEngine
 from cohort.engine.loss import PerTokenLoss
 from cohort.engine.lr_schedule import learning_rate_factor
 from cohort.engine.optimizer import check_optimizer, check_weights
-from cohort.engine.out_of_memory import must_fit
-from cohort.engine.train_engine import OptimResult, TokenBudget, TrainEngine, TrainResult
+from cohort.engine.out_of_memory import TokenBudget, must_fit
+from cohort.engine.train_engine import OptimResult, TrainEngine, TrainResult
 
 __all__ = [
     "CriticEngine",

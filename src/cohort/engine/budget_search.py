@@ -39,7 +39,7 @@ def find_budget(
     per_token_loss: PerTokenLoss,
     *,
     share: LargestShare,
-    most_tokens: int,
+    max_tokens: int,
     reserved_bytes: int = 0,
 ) -> int:
     """Find the largest token budget that fits on every rank, and set it. Every rank calls this and gets the same.
@@ -50,20 +50,20 @@ def find_budget(
 
     Args:
         engine: before its first step.
-        per_token_loss: of the run.
+        per_token_loss: loss of the run.
         share: the trials consist of its groups.
-        most_tokens: upper bound: a micro-batch never needs more tokens.
+        max_tokens: upper bound: a micro-batch never needs more tokens.
         reserved_bytes: memory to leave free on this rank for something that is not allocated yet.
     """
     longest = share.sequence_tokens
     if engine.policy.device.type == "cpu":
-        most_tokens = max(longest, min(most_tokens, _most_on_host(engine, per_token_loss, share)))
-    most_tokens = int(engine.ranks.smallest(most_tokens))
+        max_tokens = max(longest, min(max_tokens, _most_on_host(engine, per_token_loss, share)))
+    max_tokens = int(engine.ranks.all_reduce_min(max_tokens))
 
     def fits(tokens: int) -> bool:
         return engine.fits(_trial(tokens, share, engine.policy), per_token_loss, reserved_bytes=reserved_bytes)
 
-    engine.budget.tokens = _largest(fits, longest, most_tokens)
+    engine.budget.tokens = _largest(fits, longest, max_tokens)
     return engine.budget.tokens
 
 

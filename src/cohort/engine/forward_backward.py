@@ -7,21 +7,21 @@ meanwhile.
 
 If a backward pass runs out of memory, some parameters have its gradient and others do not. All ranks then discard their
 gradients and retry the step with smaller micro-batches.
+
+C loss tokens of one sequence.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cohort import stopping
-from cohort.batch import MicroBatch, TrainBatch
+from cohort.batch import MicroBatch, Sequences, TrainBatch
 from cohort.distributed import Ranks
 from cohort.engine.loss import AnyStepLoss, StepMetrics, per_sequence
 from cohort.engine.out_of_memory import (
@@ -36,17 +36,16 @@ from cohort.engine.router_aux_loss import RouterAuxLoss
 from cohort.host_to_device import to_device
 from cohort.models import CollectiveCounter, Policy, SharedPrefix
 from cohort.packing import collate, collate_part, collate_prompt
-from cohort.records import IntArray, TrainSequence
+from cohort.records import TrainSequence
 
 
-class GradientAccumulation(Protocol):
-    """Gradient accumulation over the passes of a step."""
+class GradientAccumulation:
+    """Accumulate gradients over the passes of a step. This base class is for a process without collectives."""
 
-    scale: float  # factor of the loss that undoes the mean over ranks
+    scale = 1.0  # factor of the loss that undoes the mean over ranks
 
     def begin_pass(self) -> None:
         """Prepare for a pass."""
-        ...
 
     def recover(self, run_empty: Callable[[], object]) -> None:
         """Free what a failed pass held, and complete its collectives.
@@ -54,26 +53,23 @@ class GradientAccumulation(Protocol):
         Args:
             run_empty: runs the same pass without sequences.
         """
-        ...
+        torch.cuda.empty_cache()
 
     def skip_collectives(self) -> AbstractContextManager[None]:
         """Context inside `run_empty`: repeat an earlier pass without the collectives that all ranks have completed."""
-        ...
+        return nullcontext()
 
     def reset(self) -> None:
         """Discard unfinished passes, on all ranks."""
-        ...
 
 
-class LocalAccumulation:
+class LocalAccumulation(GradientAccumulation):
     """Accumulate gradients in a single process, with sparse embedding gradients.
 
     The gradient of an embedding table is 0 except in the rows of a micro-batch's tokens. Only these rows are computed
     and added. Dense gradients of the whole table in every backward pass would dominate the time of small models with
     large vocabularies.
     """
-
-    scale = 1.0
 
     def __init__(self, tables: Sequence[nn.Embedding], head: Tensor | None):
         """Make the gradients of the embeddings sparse.
@@ -93,19 +89,8 @@ class LocalAccumulation:
             if weight.grad is None:  # otherwise the sparse gradient itself would become the gradient
                 weight.grad = zero_gradient(weight)
 
-    def recover(self, run_empty: Callable[[], object]) -> None:
-        """Free cached memory; there are no collectives to complete."""
-        torch.cuda.empty_cache()
 
-    def skip_collectives(self) -> AbstractContextManager[None]:
-        """Do nothing: there are no collectives."""
-        return nullcontext()
-
-    def reset(self) -> None:
-        """Do nothing: no state is kept between passes."""
-
-
-class ShardedAccumulation:
+class ShardedAccumulation(GradientAccumulation):
     """Accumulate gradients with FSDP2, which averages them over the mesh axis `dp` (possibly of size 1)."""
 
     def __init__(self, collectives: CollectiveCounter, dp_size: int):
@@ -140,12 +125,12 @@ def try_pass(accumulation: GradientAccumulation, run: Callable[[], object], run_
     """Run a pass; return whether it fit into memory. If not, discard its results.
 
     Args:
-        accumulation: of the gradients.
+        accumulation: gradient accumulation of the step.
         run: the pass.
         run_empty: the same pass without sequences, for the collectives that other ranks are waiting for.
 
     Raises:
-        RankDesyncError: not even the empty pass fits.
+        DoesNotFitError: not even the empty pass fits.
     """
     accumulation.begin_pass()
     try:
@@ -161,11 +146,8 @@ def try_pass(accumulation: GradientAccumulation, run: Callable[[], object], run_
     return False
 
 
-Sequences = tuple[TrainSequence, ...]
-
-
 class Operation(IntEnum):
-    """What all ranks do next. Ranks propose an operation each; the largest proposal wins."""
+    """The next operation of all ranks. Each rank proposes one; the largest proposal wins."""
 
     DONE = 0
     PREFIX_BACKWARD = 1
@@ -175,38 +157,16 @@ class Operation(IntEnum):
     STOP = 5  # the run was asked to stop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledMicroBatch:
-    """Sequences to compute together; empty if this rank only takes part in collectives."""
-
-    sequences: Sequences = ()
-    continues_prefix: bool = False  # continues the open prefix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitGroup:
-    """A group over several micro-batches, with its shared prefix computed once."""
-
-    prefix: IntArray  # [P] token ids
-    parts: tuple[Sequences, ...]  # one micro-batch each
-
-    @classmethod
-    def from_parts(cls, parts: tuple[Sequences, ...]) -> "SplitGroup":
-        """Make a split group; the prefix is the one that all its sequences share."""
-        first = parts[0][0]
-        return cls(prefix=first.token_ids[: first.shared_prefix_tokens], parts=parts)
-
-
 class StepSchedule:
     """Schedule of a rank's micro-batches and split groups, with the order of operations agreed among ranks."""
 
     def __init__(self, batch: TrainBatch):
         self.out_of_memory = False  # on this rank
         self._micro_batches = deque(batch.micro_batches)
-        self._split_groups = deque(map(SplitGroup.from_parts, batch.split_groups))
+        self._split_groups = deque(batch.split_groups)
         self._prefix_open = False  # on all ranks or none
         self._has_prefix = False  # whether the open prefix of this rank is not empty
-        self._parts: deque[Sequences] = deque()  # of the open split group
+        self._parts: deque[Sequences] = deque()  # parts of the open split group that are still to run
 
     def next_operation(self, ranks: Ranks, *, may_stop: bool = False) -> Operation:
         """Agree with the other ranks on the next operation.
@@ -225,26 +185,29 @@ class StepSchedule:
             proposal = Operation.PREFIX_FORWARD
         else:
             proposal = Operation.MICRO_BATCH if self._micro_batches else Operation.DONE
-        return Operation(int(ranks.largest(proposal)))
+        return Operation(int(ranks.all_reduce_max(proposal)))
 
-    def open_prefix(self) -> SplitGroup | None:
-        """Return the split group whose prefix is next; None if this rank has none left."""
-        group = self._split_groups.popleft() if self._split_groups else None
-        self._prefix_open, self._has_prefix = True, group is not None
-        self._parts = deque(group.parts if group else ())
-        return group
+    def open_prefix(self) -> tuple[Sequences, ...]:
+        """Return the parts of the split group whose prefix is next; none if this rank has no split group left."""
+        parts = self._split_groups.popleft() if self._split_groups else ()
+        self._prefix_open, self._has_prefix = True, bool(parts)
+        self._parts = deque(parts)
+        return parts
 
     def close_prefix(self) -> None:
         """Mark the open prefix as finished."""
         self._prefix_open = self._has_prefix = False
 
-    def next_micro_batch(self) -> ScheduledMicroBatch:
-        """Return this rank's next micro-batch."""
+    def next_micro_batch(self) -> tuple[Sequences, bool]:
+        """Return the sequences of this rank's next micro-batch, and whether they continue the open prefix.
+
+        There are none if this rank only takes part in collectives.
+        """
         if self._parts:
-            return ScheduledMicroBatch(sequences=self._parts.popleft(), continues_prefix=True)
+            return self._parts.popleft(), True
         if self._has_prefix or not self._micro_batches:  # the open prefix leaves no room for other micro-batches
-            return ScheduledMicroBatch()
-        return ScheduledMicroBatch(sequences=self._micro_batches.popleft())
+            return (), False
+        return self._micro_batches.popleft(), False
 
 
 class ForwardBackward:
@@ -259,32 +222,29 @@ class ForwardBackward:
         """Start one pass through a step.
 
         Args:
-            loss: of the step's tokens.
-            accumulation: of the gradients.
+            loss: loss of the step's micro-batches.
+            accumulation: gradient accumulation of the step.
             router_aux_loss: load-balancing loss of the routers, if any.
         """
         self.metrics = StepMetrics()
-        self.outputs: dict[int, torch.Tensor] = {}  # sequence index -> [C], of the old model
+        self.outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the old model
         self._loss = loss
         self._policy = loss.policy
         self._accumulation = accumulation
         self._router_aux_loss = router_aux_loss
         self._prefix: SharedPrefix | None = None
         self._prefix_tokens = 0  # of the open prefix; 0 if it is empty
-        self._prefix_loss: torch.Tensor | None = None  # router loss of the open prefix
+        self._prefix_loss: Tensor | None = None  # router loss of the open prefix
 
-    def micro_batch(self, micro_batch: ScheduledMicroBatch) -> OutOfMemory | None:
+    def micro_batch(self, sequences: Sequences, *, continues_prefix: bool = False) -> OutOfMemory | None:
         """Run forward and backward of a micro-batch; an empty one only takes part in collectives."""
-        sequences = micro_batch.sequences
-        fits = self._try(
-            lambda: self._micro_batch(sequences, self._prefix if micro_batch.continues_prefix else None),
-            lambda empty: empty._micro_batch((), None),
-        )
+        prefix = self._prefix if continues_prefix else None
+        fits = self._try(lambda: self._micro_batch(sequences, prefix), lambda empty: empty._micro_batch((), None))
         return None if fits else micro_batch_out_of_memory(num_positions(sequences, self._policy), sequences)
 
-    def prefix_forward(self, group: SplitGroup | None) -> OutOfMemory | None:
-        """Run the forward pass of a split group's prefix; of an empty prefix if this rank has no group."""
-        fits = self._try(lambda: self._prefix_forward(group), lambda empty: empty._prefix_forward(None))
+    def prefix_forward(self, parts: tuple[Sequences, ...]) -> OutOfMemory | None:
+        """Run the forward pass of the prefix of a split group; of an empty prefix without parts."""
+        fits = self._try(lambda: self._prefix_forward(parts), lambda empty: empty._prefix_forward(()))
         return None if fits else prefix_out_of_memory(self._prefix_tokens)
 
     def prefix_backward(self) -> OutOfMemory | None:
@@ -292,7 +252,7 @@ class ForwardBackward:
 
         def forward_and_backward(empty: ForwardBackward) -> None:
             with self._accumulation.skip_collectives():
-                empty._prefix_forward(None)
+                empty._prefix_forward(())
             empty._prefix_backward()
 
         fits = self._try(self._prefix_backward, forward_and_backward)
@@ -303,8 +263,10 @@ class ForwardBackward:
         empty = ForwardBackward(self._loss, self._accumulation, self._router_aux_loss)
         return try_pass(self._accumulation, run, lambda: run_empty(empty))
 
-    def _prefix_forward(self, group: SplitGroup | None) -> None:
-        token_ids = group.prefix if group else np.zeros(0, dtype=np.int64)
+    def _prefix_forward(self, parts: tuple[Sequences, ...]) -> None:
+        token_ids = np.zeros(0, dtype=np.int64)
+        if parts:
+            token_ids = parts[0][0].token_ids[: parts[0][0].shared_prefix_tokens]
         num_tokens = self._prefix_tokens = len(token_ids)
         self.metrics.count(
             {
@@ -314,8 +276,8 @@ class ForwardBackward:
                 "attention_pairs": num_tokens * (num_tokens + 1) // 2,
             }
         )
-        num_completions = sum(map(len, group.parts)) if group else 0
-        micro_batch = on_device(collate_prompt(token_ids, num_completions=num_completions), self._policy)
+        prompt = collate_prompt(token_ids, num_completions=sum(map(len, parts)))
+        micro_batch = on_device(prompt, self._policy)
         with self._collect_router_loss(micro_batch) as losses:
             self._prefix = self._policy.forward_prefix(micro_batch)
         self._prefix_loss = losses[0] * self._accumulation.scale if losses else None
@@ -336,13 +298,13 @@ class ForwardBackward:
         if loss.requires_grad:
             (loss * self._accumulation.scale).backward()
         self.outputs |= per_sequence(out.outputs, sequences)
-        self.metrics.add(out.sums, largest=out.largest)
+        self.metrics.add(out.sums, maxima=out.maxima)
         if sequences:
             self.metrics.count(_counts(on_host, sequences, self._policy))
         if shared is not None and prefix is not None:
             shared.add(prefix)
 
-    def _collect_router_loss(self, micro_batch: MicroBatch) -> AbstractContextManager[list[torch.Tensor]]:
+    def _collect_router_loss(self, micro_batch: MicroBatch) -> AbstractContextManager[list[Tensor]]:
         """Collect the routers' auxiliary loss of the forward pass inside; an empty list if there is none."""
         return nullcontext([]) if self._router_aux_loss is None else self._router_aux_loss.collect(micro_batch)
 

@@ -1,4 +1,7 @@
-"""Forward-only passes: logprobs and entropies of the policy or the reference, without gradients."""
+"""Forward-only passes: logprobs and entropies of the policy or the reference, without gradients.
+
+T loss tokens of a micro-batch, C of one sequence.
+"""
 
 import math
 from collections import deque
@@ -11,11 +14,11 @@ import torch
 from torch import Tensor
 
 from cohort import stopping
-from cohort.batch import MicroBatch, TrainBatch
+from cohort.batch import MicroBatch, Sequences
 from cohort.distributed import Ranks
-from cohort.engine.forward_backward import GradientAccumulation, Sequences, num_positions, on_device, try_pass
+from cohort.engine.forward_backward import GradientAccumulation, num_positions, on_device, try_pass
 from cohort.engine.loss import PerSequence, per_sequence
-from cohort.engine.out_of_memory import micro_batch_out_of_memory, must_fit
+from cohort.engine.out_of_memory import TokenBudget, micro_batch_out_of_memory, must_fit
 from cohort.errors import StopRequested
 from cohort.models import Policy
 from cohort.packing import collate, pack
@@ -37,17 +40,27 @@ class ForwardResult:
 class ForwardOnly:
     """Compute logprobs of sequences, in larger micro-batches than those of training."""
 
-    def __init__(self, policy: Policy, accumulation: GradientAccumulation, *, ranks: Ranks, temperature: float):
+    def __init__(
+        self,
+        policy: Policy,
+        accumulation: GradientAccumulation,
+        *,
+        budget: TokenBudget,
+        ranks: Ranks,
+        temperature: float,
+    ):
         """Wrap a model.
 
         Args:
             policy: policy or reference.
             accumulation: used only to recover from out-of-memory.
+            budget: token budget of training.
             ranks: all ranks call the same methods at the same time.
             temperature: divides the logits.
         """
         self.policy = policy
         self._accumulation = accumulation
+        self._training_budget = budget
         self._ranks = ranks
         self._temperature = temperature
         self._factor = _BUDGET_FACTOR  # lower after out-of-memory
@@ -56,7 +69,6 @@ class ForwardOnly:
         self,
         sequences: Sequence[TrainSequence],
         *,
-        micro_batch_tokens: int,
         entropy: bool = False,
         may_stop: bool = True,
         context: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
@@ -64,20 +76,19 @@ class ForwardOnly:
         """Compute the logprobs of this rank's sequences. Every rank calls this.
 
         Args:
-            sequences: of this rank; ranks may have different numbers of them.
-            micro_batch_tokens: token budget of training.
+            sequences: sequences of this rank; ranks may have different numbers of them.
             entropy: also compute entropies.
             may_stop: whether the step can be abandoned without losing anything.
             context: context manager for each forward pass. A pass that runs out of memory raises in it, and is retried.
 
         Raises:
-            RankDesyncError: a single sequence does not fit into memory.
+            DoesNotFitError: a single sequence does not fit into memory.
             StopRequested: the run was asked to stop, and `may_stop`. Every rank raises it.
         """
         logprobs: dict[int, Tensor] = {}
         entropies: dict[int, Tensor] = {}
 
-        def compute(some: Sequences) -> None:
+        def forward(some: Sequences) -> None:
             micro_batch = on_device(collate(some, share_prompts=self.policy.shares_prompts), self.policy)
             with torch.no_grad(), context(micro_batch):
                 values, entropy_T = self.policy.logprobs(micro_batch, temperature=self._temperature, entropy=entropy)
@@ -85,48 +96,36 @@ class ForwardOnly:
             if entropy_T is not None:
                 entropies.update(per_sequence(entropy_T, some))
 
-        def packed(some: Sequence[TrainSequence]) -> deque[Sequences]:
-            return deque(pack_for_one_rank(some, self.policy, self._budget(micro_batch_tokens)).all_micro_batches)
-
         with ExitStack() as stack:
             with must_fit("while copying the reference to the GPU; use reference.device: auto with more processes"):
                 stack.enter_context(self.policy.on_device())
-            num_out_of_memory = self._run(compute, packed, packed(sequences), micro_batch_tokens, may_stop)
+            num_out_of_memory = self._run(forward, self._pack(sequences), may_stop)
         return ForwardResult(logprobs=logprobs, entropies=entropies, num_out_of_memory=num_out_of_memory)
 
-    def _run(
-        self,
-        compute: Callable[[Sequences], None],
-        packed: Callable[[Sequence[TrainSequence]], deque[Sequences]],
-        pending: deque[Sequences],
-        micro_batch_tokens: int,
-        may_stop: bool,
-    ) -> int:
+    def _run(self, forward: Callable[[Sequences], None], pending: deque[Sequences], may_stop: bool) -> int:
         """Run the pending micro-batches, together with the other ranks; return the number of out-of-memory errors."""
         num_out_of_memory = 0
-        while (most := self._ranks.largest(math.inf if stopping.requested() and may_stop else len(pending))) > 0:
+        while (most := self._ranks.all_reduce_max(math.inf if stopping.requested() and may_stop else len(pending))) > 0:
             if most == math.inf:
-                raise StopRequested("before anything was learned of the step")
+                raise StopRequested("before the step changed anything")
             sequences = pending.popleft() if pending else ()
-            if not try_pass(self._accumulation, partial(compute, sequences), partial(compute, ())):
+            if not try_pass(self._accumulation, partial(forward, sequences), partial(forward, ())):
                 num_out_of_memory += 1
                 failure = micro_batch_out_of_memory(num_positions(sequences, self.policy), sequences)
-                budget = failure.halve(self._budget(micro_batch_tokens))
-                self._factor = budget / micro_batch_tokens
-                pending = packed([s for micro_batch in (sequences, *pending) for s in micro_batch])
+                self._factor = failure.halve(self._max_tokens) / self._training_budget.tokens
+                pending = self._pack([s for micro_batch in (sequences, *pending) for s in micro_batch])
         return num_out_of_memory
 
-    def _budget(self, micro_batch_tokens: int) -> int:
-        return max(1, round(self._factor * micro_batch_tokens))
+    def _pack(self, sequences: Sequence[TrainSequence]) -> deque[Sequences]:
+        (batch,) = pack(
+            sequences,
+            micro_batch_tokens=self._max_tokens,
+            share_prompts=self.policy.shares_prompts,
+            padded=self.policy.layout == "padded",
+            sequence_level=False,  # there is no loss
+        )
+        return deque(batch.all_micro_batches)
 
-
-def pack_for_one_rank(sequences: Sequence[TrainSequence], policy: Policy, micro_batch_tokens: int) -> TrainBatch:
-    """Pack sequences for one rank."""
-    (batch,) = pack(
-        sequences,
-        micro_batch_tokens=micro_batch_tokens,
-        share_prompts=policy.shares_prompts,
-        padded=policy.layout == "padded",
-        sequence_level=False,  # there is no loss
-    )
-    return batch
+    @property
+    def _max_tokens(self) -> int:
+        return max(1, round(self._factor * self._training_budget.tokens))

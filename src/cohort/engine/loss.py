@@ -4,26 +4,16 @@ T loss tokens of a micro-batch, C of one sequence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cohort.batch import LossInputs, LossOutput, MicroBatch, PolicyLoss
+from cohort.batch import LossInputs, LossOutput, MicroBatch, PolicyLoss, ValueInputs
 from cohort.distributed import Ranks
-from cohort.models import Policy, PrefixState
+from cohort.models import Critic, Policy, PrefixState
 from cohort.records import TrainSequence
-
-# Counted fields of `TrainResult`.
-COUNTS = (
-    "num_inputs",
-    "num_positions",
-    "num_unshared_inputs",
-    "num_prompt_inputs",
-    "attention_pairs",
-    "num_out_of_memory",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +30,15 @@ class TrainResult:
     num_out_of_memory: int  # micro-batches that did not fit
 
 
+COUNTS = tuple(f.name for f in fields(TrainResult) if f.name not in ("metrics", "num_micro_batches"))
+
+
 class StepMetrics:
     """Sums, maxima and counts over a step's micro-batches."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._largest: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
         self._counts = dict.fromkeys(COUNTS, 0)
 
     def count(self, counts: Mapping[str, int]) -> None:
@@ -53,17 +46,17 @@ class StepMetrics:
         for name, count in counts.items():
             self._counts[name] += count
 
-    def add(self, sums: Mapping[str, Tensor], *, largest: Mapping[str, Tensor]) -> None:
+    def add(self, sums: Mapping[str, Tensor], *, maxima: Mapping[str, Tensor]) -> None:
         """Add the metrics of a micro-batch.
 
         Args:
             sums: name -> sum over its loss tokens; `loss` is a weighted sum.
-            largest: name -> maximum over its loss tokens, at least 0.
+            maxima: name -> maximum over its loss tokens, at least 0.
         """
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
-        for name, value in largest.items():
-            self._largest[name] = torch.maximum(self._largest.get(name, value), value)
+        for name, value in maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def reduce(self, ranks: Ranks, *, num_tokens: int) -> tuple[dict[str, float], dict[str, int]]:
         """Reduce over all ranks.
@@ -76,11 +69,11 @@ class StepMetrics:
             Metrics as means over the step's tokens, or as maxima; and counts.
         """
         names = sorted(self._sums)
-        added = ranks.sums([*(self._sums[name].item() for name in names), *self._counts.values()])
+        added = ranks.all_reduce_sum([*(self._sums[name].item() for name in names), *self._counts.values()])
         sums = dict(zip(names, added, strict=False))
         metrics = {name: value / num_tokens for name, value in sums.items() if name != "loss"} if num_tokens else {}
         metrics["loss"] = sums.get("loss", 0.0)
-        metrics |= {name: ranks.largest(self._largest[name].item()) for name in sorted(self._largest)}
+        metrics |= {name: ranks.all_reduce_max(self._maxima[name].item()) for name in sorted(self._maxima)}
         return metrics, dict(zip(COUNTS, map(int, added[len(names) :]), strict=True))
 
 
@@ -96,22 +89,7 @@ class MicroBatchLoss:
     loss: Tensor  # [] sum of loss weight times per-token loss; carries the gradient
     outputs: Tensor  # [T] of the old model: logprobs of a policy, values of a critic
     sums: Mapping[str, Tensor]  # metric name -> [] sum over its tokens
-    largest: Mapping[str, Tensor]  # metric name -> [] maximum over its tokens; 0 if it has none
-
-
-class AnyStepLoss(Protocol):
-    """Interface of the loss of a step's micro-batches."""
-
-    @property
-    def policy(self) -> Policy:
-        """The model to train."""
-        ...
-
-    def __call__(
-        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
-    ) -> MicroBatchLoss:
-        """Run the forward pass of a micro-batch, which may continue a prefix."""
-        ...
+    maxima: Mapping[str, Tensor]  # metric name -> [] maximum over its tokens; 0 if it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +109,7 @@ class StepLoss:
         """Run the forward pass of a micro-batch.
 
         Args:
-            micro_batch: on the policy's device.
+            micro_batch: micro-batch on the policy's device.
             sequences: its sequences.
             prefix: computed prefix that all its sequences continue, if any.
         """
@@ -139,9 +117,8 @@ class StepLoss:
         reference = concat_sequences(self.reference_logprobs, sequences, micro_batch.loss_weights)
         sums: dict[str, Tensor] = {}
 
-        def token_loss(logprobs: Tensor, entropy: Tensor | None, tokens: slice) -> Tensor:
+        def token_loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
             """Return the weighted loss of consecutive tokens."""
-            assert entropy is not None
             out = self.policy_loss(
                 LossInputs(
                     logprobs=logprobs,
@@ -161,6 +138,7 @@ class StepLoss:
             loss, logprobs = self.policy.loss(micro_batch, token_loss, temperature=self.temperature, prefix=prefix)
         else:
             logprobs, entropy = self.policy.logprobs(micro_batch, temperature=self.temperature, prefix=prefix)
+            assert entropy is not None
             loss = token_loss(logprobs, entropy, slice(None)).sum()
         old = logprobs.detach() if old is None else old
         differences = (old - micro_batch.sampling_logprobs).abs()
@@ -168,8 +146,33 @@ class StepLoss:
             loss=loss,
             outputs=old,
             sums={"loss": loss.detach(), **sums, f"{_DIFFERENCE}/mean": differences.sum()},
-            largest={f"{_DIFFERENCE}/max": torch.cat([differences, differences.new_zeros(1)]).max()},
+            maxima={f"{_DIFFERENCE}/max": torch.cat([differences, differences.new_zeros(1)]).max()},
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueStepLoss:
+    """Value loss `sum(loss_weight * per_token_loss)` of a step's micro-batches."""
+
+    policy: Critic
+    value_loss: PerTokenLoss  # takes `ValueInputs`
+    old_values: PerSequence | None  # None if the current critic is the old one
+
+    def __call__(
+        self, micro_batch: MicroBatch, sequences: Sequence[TrainSequence], prefix: PrefixState | None
+    ) -> MicroBatchLoss:
+        """Run the forward pass of a micro-batch; see `StepLoss`."""
+        values = self.policy.values(micro_batch, prefix=prefix)
+        old = concat_sequences(self.old_values, sequences, micro_batch.loss_weights)
+        if old is None:
+            old = values.detach()
+        out = self.value_loss(ValueInputs(values=values, old_values=old, returns=micro_batch.returns.to(values)))
+        loss = (micro_batch.loss_weights * out.per_token_loss).sum()
+        sums = {name: metric.sum() for name, metric in out.token_metrics.items()}
+        return MicroBatchLoss(loss=loss, outputs=old, sums={"loss": loss.detach(), **sums}, maxima={})
+
+
+AnyStepLoss = StepLoss | ValueStepLoss
 
 
 def per_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:

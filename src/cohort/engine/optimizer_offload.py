@@ -10,7 +10,6 @@ keyed by name, so another number of ranks could not resume from it. And it needs
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +21,22 @@ Pair = tuple[nn.Parameter, nn.Parameter]  # weight on the device, and its master
 _SLOTS = 2  # buffers per direction: one is filled while the other is used
 
 
-class CopyStream(Protocol):
-    """Ordered copies between host and device in one direction."""
+class CopyStream:
+    """Ordered copies between host and device in one direction; this base class copies synchronously on the host."""
 
     def begin(self) -> None:
         """Make later copies wait for the work that is queued on the device."""
-        ...
 
     def copy(self, into: Tensor, source: Tensor) -> Callable[[], object]:
-        """Start a copy.
-
-        Returns:
-            Function that waits until it is done.
-        """
-        ...
+        """Start a copy; return a function that waits until it is done."""
+        into.copy_(source)
+        return bool
 
     def end(self) -> None:
         """Make later work on the device wait for the copies so far."""
-        ...
 
 
-class _CudaCopyStream:
+class _CudaCopyStream(CopyStream):
     """Asynchronous copies on a CUDA stream of their own."""
 
     def __init__(self, device: torch.device):
@@ -61,23 +55,9 @@ class _CudaCopyStream:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class _SynchronousCopies:
-    """Synchronous copies within host memory."""
-
-    def begin(self) -> None:
-        pass
-
-    def copy(self, into: Tensor, source: Tensor) -> Callable[[], object]:
-        into.copy_(source)
-        return bool
-
-    def end(self) -> None:
-        pass
-
-
 def copy_stream(device: torch.device) -> CopyStream:
     """Make a stream of copies between the host and a device."""
-    return _CudaCopyStream(device) if device.type == "cuda" else _SynchronousCopies()
+    return _CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 
 class OffloadedUpdates:

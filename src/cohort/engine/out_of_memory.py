@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 
-from cohort.errors import RankDesyncError, TrainingError
+from cohort.errors import DoesNotFitError, TrainingError
 from cohort.records import TrainSequence
 
 # Failed allocations, as reported by PyTorch and the libraries that it calls.
@@ -32,40 +31,35 @@ _NCCL = ("NCCL error", "NCCL Error", "ncclUnhandledCudaError", "ncclSystemError"
 _INSIDE_NCCL = ("out of memory", "Failed to CUDA", "Failed to malloc", "Cannot allocate memory")
 
 
-class MemoryFailure(Enum):
-    """How an exception relates to memory."""
+@dataclass(slots=True)
+class TokenBudget:
+    """Maximum tokens of a micro-batch (`train.micro_batch_tokens`), shared by all models trained on a device."""
 
-    RECOVERABLE = auto()  # an allocation failed; a smaller batch may fit
-    DEAD_COMMUNICATOR = auto()  # an allocation failed inside a collective, which cannot be completed
-    NONE = auto()  # a smaller batch does not help
-
-
-def classify_error(error: BaseException) -> MemoryFailure:
-    """Classify an exception of PyTorch, a CUDA library, NCCL or the host's allocator."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return MemoryFailure.RECOVERABLE
-    if not isinstance(error, RuntimeError) or isinstance(error, TrainingError):
-        return MemoryFailure.NONE
-    text = str(error)
-    if any(sign in text for sign in _NCCL):
-        ran_out = any(sign in text for sign in _INSIDE_NCCL)
-        return MemoryFailure.DEAD_COMMUNICATOR if ran_out else MemoryFailure.NONE
-    return MemoryFailure.RECOVERABLE if any(sign in text for sign in _FAILED_ALLOCATIONS) else MemoryFailure.NONE
+    tokens: int
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out and a smaller batch may fit.
 
+    Args:
+        error: exception of PyTorch, a CUDA library, NCCL or the host's allocator.
+
     Raises:
-        RankDesyncError: memory ran out inside NCCL.
+        DoesNotFitError: memory ran out inside a collective of NCCL, which cannot be completed.
     """
-    failure = classify_error(error)
-    if failure is MemoryFailure.DEAD_COMMUNICATOR:
-        raise RankDesyncError(
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, TrainingError):
+        return False
+    text = str(error)
+    if not any(sign in text for sign in _NCCL):
+        return any(sign in text for sign in _FAILED_ALLOCATIONS)
+    if any(sign in text for sign in _INSIDE_NCCL):
+        raise DoesNotFitError(
             "out of memory inside NCCL, which allocates outside PyTorch. Its communicator is unusable, so this process "
-            "exits. Lower train.micro_batch_tokens or use more processes (docs/memory.md)"
+            "exits; lower train.micro_batch_tokens or use more processes (docs/memory.md)"
         ) from error
-    return failure is MemoryFailure.RECOVERABLE
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +76,10 @@ class OutOfMemory:
         micro-batches leave memory less fragmented.
 
         Raises:
-            RankDesyncError: a smaller budget does not help.
+            DoesNotFitError: a smaller budget does not help.
         """
         if self.indivisible is not None and budget < max(2, self.num_tokens):
-            raise RankDesyncError(f"out of memory {self.indivisible} (docs/memory.md)")
+            raise DoesNotFitError(f"out of memory {self.indivisible} (docs/memory.md)")
         return max(1, min(budget, self.num_tokens or budget) // 2)
 
 
@@ -115,7 +109,7 @@ def prefix_out_of_memory(num_tokens: int) -> OutOfMemory:
 
 def _cannot_split(what: str, num_tokens: int, key: str) -> str:
     return (
-        f"on {what} of {num_tokens} tokens, which cannot be split. Set model.gradient_checkpointing: true if it is "
+        f"on {what} of {num_tokens} tokens, which cannot be split; set model.gradient_checkpointing: true if it is "
         f"off, or lower {key}"
     )
 
@@ -125,11 +119,11 @@ def must_fit(what: str) -> Iterator[None]:
     """Context in which running out of memory is fatal.
 
     Raises:
-        RankDesyncError: memory ran out; the message is "out of memory" and `what`.
+        DoesNotFitError: memory ran out; the message is "out of memory" and `what`.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise RankDesyncError(f"out of memory {what} (docs/memory.md)") from error
+        raise DoesNotFitError(f"out of memory {what} (docs/memory.md)") from error

@@ -1,4 +1,4 @@
-"""Repack a step on all ranks under another token budget."""
+"""Repack a step on all ranks under another token budget. C loss tokens of one sequence."""
 
 from collections.abc import Mapping, Sequence
 

@@ -39,10 +39,10 @@ class RouterAuxLoss:
         self._coefficient = coefficient
         self._logits = RouterLogits(policy.model)
         self._num_chosen: int = config.num_experts_per_tok
-        self._reset()
+        self.begin_count()
 
-    def _reset(self) -> None:
-        """Clear all counts."""
+    def begin_count(self) -> None:
+        """Clear all counts, before the counting passes over a step."""
         self._choices: dict[int, Tensor] = {}  # router -> [E]
         self._probabilities: dict[int, Tensor] = {}  # router -> [E], sums over positions
         self._factors: Tensor | None = None  # [E], factor of each expert's probabilities in the loss
@@ -67,33 +67,36 @@ class RouterAuxLoss:
             for router, sums in new.items():
                 total[router] = total[router] + sums if router in total else sums
 
-    @contextmanager
-    def count_step(self, sequences: Sequence[TrainSequence], ranks: Ranks, metrics: dict[str, float]) -> Iterator[None]:
-        """Context for the counting passes over a step; afterwards `collect` computes its loss. Every rank enters.
+    def finish_count(self, sequences: Sequence[TrainSequence], ranks: Ranks) -> dict[str, float]:
+        """Reduce the counts of a step, so that `collect` computes its loss. Every rank calls this.
 
         Args:
-            sequences: of this rank.
-            ranks: all ranks.
-            metrics: gets the auxiliary loss and the experts' load.
+            sequences: sequences of this rank.
+            ranks: ranks of the run.
+
+        Returns:
+            Metrics: the auxiliary loss and the experts' load.
         """
-        self._reset()
-        yield
-        num_inputs = ranks.sums([float(sum(len(s.token_ids) - 1 for s in sequences))])[0]
+        num_inputs = ranks.all_reduce_sum([float(sum(len(s.token_ids) - 1 for s in sequences))])[0]
         if num_inputs == 0:
-            return
+            return {}
         choices_RE = self._reduce(self._choices, ranks)
-        mean = self._reduce(self._probabilities, ranks).sum(0)
+        mean_E = self._reduce(self._probabilities, ranks).sum(0)
         num_routers, num_experts = choices_RE.shape
         num_positions = num_inputs * num_routers
         self._factors = num_experts * choices_RE.sum(0) / num_positions**2
-        metrics[AUX_LOSS] = (self._factors * mean).sum().item()
         load_RE = choices_RE * num_experts / (num_inputs * self._num_chosen)
-        metrics[f"{LOAD}/max"], metrics[f"{LOAD}/min"] = load_RE.max().item(), load_RE.min().item()
+        return {
+            AUX_LOSS: (self._factors * mean_E).sum().item(),
+            f"{LOAD}/max": load_RE.max().item(),
+            f"{LOAD}/min": load_RE.min().item(),
+        }
 
     def _reduce(self, sums: dict[int, Tensor], ranks: Ranks) -> Tensor:
         """Add sums over all ranks, [R, E]."""
         own = torch.stack([sums[router] for router in sorted(sums)])
-        return torch.tensor(ranks.sums(own.flatten().tolist()), dtype=own.dtype, device=own.device).view_as(own)
+        total = torch.tensor(ranks.all_reduce_sum(own.flatten().tolist()), dtype=own.dtype, device=own.device)
+        return total.view_as(own)
 
     @contextmanager
     def collect(self, micro_batch: MicroBatch) -> Iterator[list[Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from cohort.batch import TrainBatch
+from cohort.batch import Sequences, TrainBatch
 from cohort.config import AdamwConfig, OptimConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine.forward_backward import (
@@ -23,8 +23,6 @@ from cohort.engine.forward_backward import (
     GradientAccumulation,
     LocalAccumulation,
     Operation,
-    ScheduledMicroBatch,
-    Sequences,
     ShardedAccumulation,
     StepSchedule,
     zero_gradient,
@@ -33,12 +31,12 @@ from cohort.engine.forward_only import ForwardOnly
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, TrainResult, per_sequence
 from cohort.engine.optimizer import Optimizers
 from cohort.engine.optimizer_offload import local
-from cohort.engine.out_of_memory import is_out_of_memory
+from cohort.engine.out_of_memory import TokenBudget, must_fit
 from cohort.engine.repack import repack
 from cohort.engine.router_aux_loss import RouterAuxLoss
-from cohort.errors import RankDesyncError, StopRequested, TrainingError
+from cohort.errors import StopRequested, TrainingError
 from cohort.models import Policy
-from cohort.records import ForwardOnlyOutput, TrainSequence
+from cohort.records import ForwardOnlyField, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +47,7 @@ class OptimResult:
     learning_rate: float
 
 
-@dataclass(slots=True)
-class TokenBudget:
-    """Maximum tokens of a micro-batch (`train.micro_batch_tokens`), shared by all models trained on a device."""
-
-    tokens: int
+_NO_BATCH = TrainBatch(micro_batches=(), micro_batch_tokens=0, num_trajectories=0, num_loss_tokens=0, num_over_budget=0)
 
 
 class TrainEngine:
@@ -94,13 +88,7 @@ class TrainEngine:
         self._learning_rate = learning_rate
         self._temperature = temperature
         self.ranks = ranks
-        self._batch = TrainBatch(
-            micro_batches=(),
-            micro_batch_tokens=budget.tokens,
-            num_trajectories=0,
-            num_loss_tokens=0,
-            num_over_budget=0,
-        )
+        self._batch = _NO_BATCH
         self.old_outputs: dict[int, Tensor] = {}  # sequence index -> [C], of the first pass over the batch
         self._reference_logprobs: dict[int, Tensor] | None = None
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -109,7 +97,9 @@ class TrainEngine:
             if policy.sharding is None
             else ShardedAccumulation(policy.sharding.collectives, ranks.dp_size)
         )
-        forward_only = partial(ForwardOnly, accumulation=self._accumulation, ranks=ranks, temperature=temperature)
+        forward_only = partial(
+            ForwardOnly, accumulation=self._accumulation, budget=budget, ranks=ranks, temperature=temperature
+        )
         self._policy_forward = forward_only(policy)
         self._reference = reference
         self._reference_changes = reference_changes
@@ -141,7 +131,7 @@ class TrainEngine:
             may_stop: whether the step can be abandoned without losing anything.
 
         Raises:
-            RankDesyncError: a single sequence does not fit into memory.
+            DoesNotFitError: a single sequence does not fit into memory.
             StopRequested: the run was asked to stop, and `may_stop`. Every rank raises it.
         """
         if batch is not None:
@@ -162,7 +152,7 @@ class TrainEngine:
                 break
             del passes  # with its open prefix
             self._accumulation.reset()
-            self.budget.tokens = int(self.ranks.smallest(self.budget.tokens))
+            self.budget.tokens = int(self.ranks.all_reduce_min(self.budget.tokens))
             self._repack()
         if is_old:
             self.old_outputs = passes.outputs
@@ -173,9 +163,7 @@ class TrainEngine:
     def _compute_reference_logprobs(self, may_stop: bool) -> int:
         """Compute the reference's logprobs of the batch; return the number of out-of-memory errors."""
         assert self._reference_forward is not None, "the loss needs a reference"
-        result = self._reference_forward.compute(
-            self._batch.sequences, micro_batch_tokens=self.budget.tokens, may_stop=may_stop
-        )
+        result = self._reference_forward.compute(self._batch.sequences, may_stop=may_stop)
         self._reference_logprobs = dict(result.logprobs)
         return result.num_out_of_memory
 
@@ -194,19 +182,14 @@ class TrainEngine:
         Returns:
             Metrics of the routers, and the number of out-of-memory errors.
         """
-        metrics: dict[str, float] = {}
-        if self._router_aux_loss is None:
-            return metrics, 0
-        self.policy.model.eval()
+        routers = self._router_aux_loss
+        if routers is None:
+            return {}, 0
         sequences = self._batch.sequences
-        with self._router_aux_loss.count_step(sequences, self.ranks, metrics):
-            result = self._policy_forward.compute(
-                sequences,
-                micro_batch_tokens=self.budget.tokens,
-                may_stop=may_stop,
-                context=self._router_aux_loss.count_pass,
-            )
-        return metrics, result.num_out_of_memory
+        self.policy.model.eval()
+        routers.begin_count()
+        result = self._policy_forward.compute(sequences, may_stop=may_stop, context=routers.count_pass)
+        return routers.finish_count(sequences, self.ranks), result.num_out_of_memory
 
     def _run_schedule(self, passes: ForwardBackward, *, may_stop: bool) -> tuple[int | None, int]:
         """Run all operations of the batch together with the other ranks.
@@ -224,14 +207,15 @@ class TrainEngine:
             match operation:
                 case Operation.STOP:  # between passes no weights are gathered and no collectives are pending
                     self.policy.model.zero_grad()
-                    raise StopRequested("before anything was learned of the step")
+                    raise StopRequested("before the step changed anything")
                 case Operation.RETRY:
                     return None, int(schedule.out_of_memory)
                 case Operation.PREFIX_FORWARD:
                     failure = passes.prefix_forward(schedule.open_prefix())
                 case Operation.MICRO_BATCH:
                     num_micro_batches += 1
-                    failure = passes.micro_batch(schedule.next_micro_batch())
+                    sequences, continues_prefix = schedule.next_micro_batch()
+                    failure = passes.micro_batch(sequences, continues_prefix=continues_prefix)
                 case Operation.PREFIX_BACKWARD:
                     schedule.close_prefix()
                     failure = passes.prefix_backward()
@@ -267,61 +251,53 @@ class TrainEngine:
         Every rank calls this, before the first step.
 
         Args:
-            sequences: of the micro-batch, with loss weight 0.
-            per_token_loss: of the run.
+            sequences: sequences of the micro-batch, with loss weight 0.
+            per_token_loss: loss of the run.
             reserved_bytes: memory to leave free for something that is not allocated yet.
         """
         self.policy.model.train()
         state_bytes = self.num_device_state_bytes + reserved_bytes
-        try:
+        gigabytes = f"{state_bytes / 1e9:.1f} GB for the optimizer's state alone"
+        with must_fit(f"for model, gradients and optimizer ({gigabytes}); use more processes"):
             # every micro-batch but the first finds gradients, and every step but the first the optimizer's state
             reserved = torch.empty(state_bytes, dtype=torch.uint8, device=self.policy.device)
             for parameter in self._parameters:
                 parameter.grad = zero_gradient(parameter)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise RankDesyncError(
-                f"out of memory: model, gradients and optimizer do not fit ({state_bytes / 1e9:.1f} GB for the "
-                f"optimizer's state alone); use more processes"
-            ) from None
         if self.reference_in_loss:
             zeros = torch.zeros(sum(s.num_loss_tokens for s in sequences), device=self.policy.device)
             self._reference_logprobs = dict(per_sequence(zeros, sequences))
         passes = ForwardBackward(
             self._step_loss(per_token_loss, is_old=True), self._accumulation, self._router_aux_loss
         )
-        fits = passes.micro_batch(ScheduledMicroBatch(sequences=sequences)) is None
+        fits = passes.micro_batch(sequences) is None
         del reserved
         self.policy.model.zero_grad()
         self.old_outputs, self._reference_logprobs = {}, None
-        return self.ranks.smallest(fits) == 1
+        return self.ranks.all_reduce_min(fits) == 1
 
     def forward_only(
-        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
-    ) -> dict[ForwardOnlyOutput, PerSequence]:
+        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyField]
+    ) -> dict[ForwardOnlyField, PerSequence]:
         """Run forward-only passes over this rank's sequences. Every rank calls this.
 
         Args:
-            sequences: of this rank; ranks may have different numbers of them.
+            sequences: sequences of this rank; ranks may have different numbers of them.
             wanted: names of the results, the same on every rank.
 
         Returns:
             For each name: sequence index -> [C].
 
         Raises:
-            RankDesyncError: a single sequence does not fit into memory.
+            DoesNotFitError: a single sequence does not fit into memory.
         """
-        outputs: dict[ForwardOnlyOutput, PerSequence] = {}
+        outputs: dict[ForwardOnlyField, PerSequence] = {}
         if wanted & {"logprobs", "entropies"}:
             self.policy.model.eval()
-            of_policy = self._policy_forward.compute(
-                sequences, micro_batch_tokens=self.budget.tokens, entropy="entropies" in wanted
-            )
+            of_policy = self._policy_forward.compute(sequences, entropy="entropies" in wanted)
             outputs |= {"logprobs": of_policy.logprobs, "entropies": of_policy.entropies}
         if "reference_logprobs" in wanted:
             assert self._reference_forward is not None, "the algorithm needs a reference"
-            of_reference = self._reference_forward.compute(sequences, micro_batch_tokens=self.budget.tokens)
+            of_reference = self._reference_forward.compute(sequences)
             outputs["reference_logprobs"] = of_reference.logprobs
         return {name: outputs[name] for name in wanted}
 
@@ -342,7 +318,7 @@ class TrainEngine:
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(grad_norm):
             raise TrainingError(
-                f"gradient norm is {grad_norm} at optimizer step {self.updates_done + 1}; weights are unchanged. Lower "
+                f"gradient norm is {grad_norm} at optimizer step {self.updates_done + 1}; weights are unchanged; lower "
                 f"train.learning_rate (now {learning_rate:.3g}) or inspect the completions"
             )
         if learning_rate > 0 and grad_norm > 0:
@@ -364,10 +340,7 @@ class TrainEngine:
 
         Any number of ranks can load it. The policy's weights are saved separately, as a model folder.
         """
-        state = {
-            "optimizer": self._optimizer.state_dict(),
-            "updates_done": self.updates_done,
-        }
+        state = {"optimizer": self._optimizer.state_dict(), "updates_done": self.updates_done}
         if self._reference is not None and self._reference_changes:
             state["reference"] = get_model_state_dict(self._reference.model)
         return state

@@ -12,10 +12,10 @@ from cohort import stopping
 from cohort.auto_engine import choose_engine
 from cohort.config import Config, config_from_dict, load_config
 from cohort.display import Display
-from cohort.distributed import started_by_torchrun
 from cohort.errors import TrainingError, UserError
 from cohort.launch.local import count_processes, environment_variables, run_processes
 from cohort.placement import num_gpus, place, split_machine
+from cohort.rendezvous import started_by_torchrun
 from cohort.run_files import resume_hint
 from cohort.run_result import RunResult
 

@@ -5,6 +5,7 @@ from cohort.models.adapters.merge_adapter import merge
 from cohort.models.critic import Critic
 from cohort.models.fsdp import CollectiveCounter
 from cohort.models.lm_head.logprobs import linear_logprobs, linear_loss
+from cohort.models.lm_head.tiled_matmul import Operands
 from cohort.models.loading.load_model import LoadRequest, check_adapter, load_critic, load_policy, resolve_device
 from cohort.models.loading.meta_device import quiet_transformers
 from cohort.models.loading.model_folder import check_model_folder, load_tokenizer
@@ -28,6 +29,7 @@ __all__ = [
     "CollectiveCounter",
     "Critic",
     "LoadRequest",
+    "Operands",
     "Policy",
     "PrefixState",
     "RouterLogits",

@@ -2,6 +2,8 @@
 
 First the architecture is inspected. Then short sequences are computed in the candidate layout and padded, forward and
 backward. So an unusual model or a failing kernel costs speed, never correctness.
+
+H hidden size.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +44,7 @@ def choose_layout(
         model: the whole model. Its attention implementation is replaced unless the layout is "padded".
         module: the model or its body, as called in training.
         output: selects the tensor [rows, positions, H] of the module's outputs.
-        longest_sequence_tokens: of the run; None if unknown.
+        longest_sequence_tokens: longest sequence of the run; None if unknown.
 
     Returns:
         the layout, and if it is not "shared", the reason, as words that follow "because".

@@ -39,8 +39,8 @@ class Critic(Policy):
         """Return the value of the state before each loss token, [T], with gradient.
 
         Args:
-            micro_batch: on the critic's device.
-            prefix: of all sequences of the micro-batch, if it was computed before.
+            micro_batch: micro-batch on the critic's device.
+            prefix: computed prefix that all sequences of the micro-batch continue, if any.
         """
         return self.logprobs(micro_batch, temperature=1.0, entropy=False, prefix=prefix)[0]
 

@@ -5,7 +5,7 @@ rank.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from cohort.batch import MicroBatch
 from cohort.models.attention import KVCache
-from cohort.models.lm_head.logprobs import LinearLoss, TokenLoss, head_logits, linear_logprobs, linear_loss
-from cohort.models.lm_head.tiled_softmax import check_triton
+from cohort.models.lm_head.logprobs import TokenLoss, head_logits, linear_logprobs, linear_loss
+from cohort.models.lm_head.tiled_matmul import Operands
+from cohort.models.lm_head.tiled_softmax import LogitTransform, check_triton
 from cohort.models.shared_prefix import PrefixState
 
 
@@ -31,7 +32,7 @@ def forward(
 
     Args:
         module: the model, or its body without the head.
-        micro_batch: on the module's device; without shared prefixes if padded.
+        micro_batch: micro-batch on the module's device; without shared prefixes if padded.
         output: selects the tensor [rows, positions, H] of the module's outputs.
         padded: compute a padded batch with the module's own attention.
         prefix: the cached prefix of the micro-batch; gradients flow into it.
@@ -41,19 +42,26 @@ def forward(
         assert prefix is None and captured is None, "padded batches cannot share prefixes"
         return _forward_padded(module, micro_batch, output)
     returned = module(
-        input_ids=micro_batch.input_ids.unsqueeze(0),
-        position_ids=micro_batch.position_ids.unsqueeze(0),
-        # A 4-D mask is used as it is, so transformers builds no S x S mask; attention uses the metadata instead.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=micro_batch.input_ids.device),
+        **packed_inputs(micro_batch.input_ids, micro_batch.position_ids),
         attn_metadata=micro_batch.attn_metadata,
         prefix=None if prefix is None else prefix.states,
         captured=captured,
-        use_cache=False,
     )
     out = output(returned).squeeze(0)
     if prefix is not None:
         out = torch.cat([prefix.hidden_1H, out])
     return out.index_select(0, micro_batch.logit_positions)
+
+
+def packed_inputs(input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    """Return the inputs of a transformers model for a packed row [S], but for what its attention needs."""
+    return {
+        "input_ids": input_ids.unsqueeze(0),
+        "position_ids": position_ids.unsqueeze(0),
+        # A 4-D mask is used as it is, so transformers builds no S x S mask; attention uses the metadata instead.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+        "use_cache": False,
+    }
 
 
 def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any], Tensor]) -> Tensor:
@@ -97,44 +105,39 @@ class Head:
 
     linear: nn.Linear  # may be tied to the embedding
     lora: Any  # peft's wrapper, or None
-    scale: float
-    softcap: float | None
+    transform: LogitTransform  # at temperature 1
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] in float32 or wider, without gradient."""
-        return head_logits(hidden_TH, self.linear.weight, **self._transform(hidden_TH))
+        return head_logits(self._operands(hidden_TH), self.transform)
 
     def logprobs(
         self, hidden_TH: Tensor, targets_T: Tensor, *, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs and entropies, see `linear_logprobs`."""
-        args = (hidden_TH, self.linear.weight, targets_T)
-        return linear_logprobs(*args, temperature=temperature, entropy=entropy, **self._transform(hidden_TH))
+        transform = replace(self.transform, temperature=temperature)
+        return linear_logprobs(self._operands(hidden_TH), targets_T, transform, entropy=entropy)
 
-    def loss(self, hidden_TH: Tensor, targets_T: Tensor, token_loss: TokenLoss, *, temperature: float) -> LinearLoss:
-        """A token-level loss with gradients computed in forward, see `linear_loss`."""
-        args = (hidden_TH, self.linear.weight, targets_T, token_loss)
-        return linear_loss(*args, temperature=temperature, entropy=True, **self._transform(hidden_TH))
+    def loss(
+        self, hidden_TH: Tensor, targets_T: Tensor, token_loss: TokenLoss, *, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """A token-level loss with gradients computed in forward, and logprobs; see `linear_loss`."""
+        transform = replace(self.transform, temperature=temperature)
+        return linear_loss(self._operands(hidden_TH), targets_T, token_loss, transform)
 
     def check_kernels(self, device: torch.device) -> None:
         """Check that the fused kernels work on a device, see `check_triton`."""
-        check_triton(device, bias=self.linear.bias is not None, softcap=self.softcap is not None)
+        check_triton(device, bias=self.linear.bias is not None, softcap=self.transform.softcap is not None)
 
-    def _transform(self, hidden_TH: Tensor) -> dict[str, Any]:
-        return {
-            "bias": self.linear.bias,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "adapter": self._adapter(hidden_TH),
-        }
-
-    def _adapter(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features [T, R] and weight [V, R] of the active adapter; None if it is disabled or merged."""
+    def _operands(self, hidden_TH: Tensor) -> Operands:
+        """Add the weights of the head, and of its adapter unless that is disabled or merged."""
+        operands = Operands(hidden_TH, self.linear.weight, self.linear.bias)
         if self.lora is None or self.lora.disable_adapters or self.lora.merged or not self.lora.active_adapters:
-            return None
+            return operands
         (name,) = self.lora.active_adapters
         down, up = self.lora.lora_A[name], self.lora.lora_B[name]
-        return down(hidden_TH.to(down.weight.dtype)) * self.lora.scaling[name], up.weight
+        features_TR = down(hidden_TH.to(down.weight.dtype)) * self.lora.scaling[name]
+        return operands._replace(features=features_TR, adapter=up.weight)
 
 
 def find_head(model: Any) -> Head | None:
@@ -186,12 +189,13 @@ def _is_plain_lora(module: Any) -> bool:
 def build_head(model: Any) -> Head:
     """Build the head with scale and softcap from the model's config."""
     text_config = model.config.get_text_config()
-    scaling = getattr(text_config, "logits_scaling", None) or 1.0  # Granite divides
+    multiplier = getattr(text_config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(text_config, "logits_scaling", None) or 1.0  # Granite
+    softcap = getattr(text_config, "final_logit_softcapping", None)
     module = model.get_output_embeddings()
     is_plain = isinstance(module, nn.Linear)
     return Head(
         linear=module if is_plain else module.base_layer,
         lora=None if is_plain else module,
-        scale=(getattr(text_config, "logit_scale", None) or 1.0) / scaling,  # Cohere multiplies
-        softcap=getattr(text_config, "final_logit_softcapping", None),
+        transform=LogitTransform(scale=multiplier / divisor, softcap=softcap),
     )

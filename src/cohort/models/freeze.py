@@ -15,7 +15,7 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
     """Freeze the weights whose names match any of the patterns.
 
     Args:
-        model: may be on the meta device.
+        model: a transformers model, possibly on the meta device.
         patterns: `model.freeze`, with shell-style wildcards.
 
     Raises:
@@ -29,7 +29,7 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
         for name in names:
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
-        raise UserError("model.freeze: all weights are frozen, nothing is left to train. Freeze less")
+        raise UserError("model.freeze: all weights are frozen, nothing is left to train; freeze less")
 
 
 def _of_routers(model: Any) -> set[str]:
@@ -38,6 +38,6 @@ def _of_routers(model: Any) -> set[str]:
 
 def _hint(pattern: str, names: Iterable[str]) -> str:
     if pattern == ROUTERS:
-        return ", which has no routers. Remove it"
+        return ", which has no routers; remove it"
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
     return f"; nearest: {', '.join(near)}" if near else ""

@@ -36,7 +36,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class CollectiveCounter:
-    """Counts the collectives of a pass on this rank, and skips those issued before a failure.
+    """Count the collectives of a pass on this rank, and skip those issued before a failure.
 
     One counter serves all sharded models of a run: policy and reference share one sequence of collectives.
     """
@@ -128,13 +128,13 @@ class Sharding:
 
         Args:
             model: a transformers model. Each layer is gathered when it is computed, and freed afterwards.
-            collectives: of the run.
+            collectives: collective counter of the run.
             mesh: weights are sharded over its axis `dp`.
-            device: that the model computes on.
+            device: device that the model computes on.
             compute_dtype: dtype of gathered weights. Shards, gradient reduction and optimizer state keep the dtype of
                 the model.
             on_host: keep shards and gradients in host memory.
-            reshard_after_forward: see `fully_shard`: True frees each layer after forward and gathers it again in
+            reshard_after_forward: as in `fully_shard`: True frees each layer after forward and gathers it again in
                 backward; False keeps it; an int keeps it sharded over that many neighboring ranks.
         """
         dtype = next(model.parameters()).dtype
@@ -173,7 +173,7 @@ class Sharding:
         """Add a method to the model that FSDP2 treats like `forward`.
 
         Args:
-            name: of the method.
+            name: name of the method.
             compute: returns a tensor, or several of which the first has a gradient.
         """
 
@@ -189,10 +189,9 @@ class Sharding:
         self.model._get_fsdp_state()._lazy_init()
         for group in self._groups():
             for parameter in group.fsdp_params:
-                if (
-                    parameter.sharded_param.grad_dtype != parameter.orig_dtype
-                ):  # keep gradients in the dtype of the reduction
-                    group._orig_dtype = parameter.sharded_param.grad_dtype
+                grad_dtype = parameter.sharded_param.grad_dtype
+                if grad_dtype != parameter.orig_dtype:  # keep gradients in the dtype of the reduction
+                    group._orig_dtype = grad_dtype
 
     def reset(self) -> None:
         """After a failed forward or backward, free gathered weights and drop unreduced gradients.

@@ -49,7 +49,7 @@ def check_router_loss(config: ModelConfig, coefficient: float) -> None:
     elif not any(p.requires_grad for router in routers for p in router.module.parameters()):
         problem = "model.freeze freezes all routers"
     if problem is not None:
-        raise UserError(f"train.router_aux_loss_coef: {coefficient:g} has no effect: {problem}. Remove it")
+        raise UserError(f"train.router_aux_loss_coef: {coefficient:g} has no effect: {problem}; remove it")
 
 
 def end_token_ids(policy: Policy, tokenizer: Any) -> frozenset[int]:
@@ -81,9 +81,8 @@ def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
     largest = max(int(p.token_ids.max()) for p in prompts)
     if largest >= rows:
         raise UserError(
-            f"model.path: a prompt has token id {largest}, but the model has only {rows} embeddings. Tokenizer and "
-            f"model "
-            f"do not match, or tokens were added without model.resize_token_embeddings"
+            f"model.path: a prompt has token id {largest}, but the model has only {rows} embeddings. tokenizer and "
+            f"model do not match, or tokens were added without model.resize_token_embeddings"
         )
 
 
@@ -110,7 +109,7 @@ def check_lengths(
     if limit is not None and longest + max_completion_tokens > limit:
         raise UserError(
             f"{field}: {max_completion_tokens} plus the longest prompt of {longest} tokens is "
-            f"{longest + max_completion_tokens}, but the model has {limit} positions. Use at most "
+            f"{longest + max_completion_tokens}, but the model has {limit} positions; use at most "
             f"{max(0, limit - longest)}, or lower rollout.max_prompt_tokens"
         )
 

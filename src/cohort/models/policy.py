@@ -1,11 +1,11 @@
 """The policy: a causal language model as used by trainer and sampler.
 
-B rows, S positions, T loss tokens, H hidden size, V vocabulary.
+B rows, S positions, T loss tokens (t of a tile), H hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from cohort.batch import MicroBatch
 from cohort.models.adapters.lora import Adapter
 from cohort.models.attention import KVCache
 from cohort.models.batch_layout import Layout, choose_layout
-from cohort.models.forward import build_head, computed_counts, find_head, forward, padded_shape
+from cohort.models.forward import build_head, computed_counts, find_head, forward, packed_inputs, padded_shape
 from cohort.models.fsdp import Sharding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
 from cohort.models.offload.master_weights import MasterWeights
@@ -56,14 +56,15 @@ class Policy:
 
         Args:
             model: an `AutoModelForCausalLM`.
-            device: of the weights.
+            device: device of the weights.
             compute_dtype: dtype to compute in; None computes in the dtype of the weights.
             pad_token_id: fills padded batches; never attended to.
-            traits: of the model; None finds them by running it.
-            sharding: of the model; gathered weights have `compute_dtype`. None: not sharded, autocast is used.
-            adapter: of the model; then only the adapter is trained and saved.
-            master_weights: of the model; then these are trained and saved, and the model holds a copy.
-            longest_sequence_tokens: of the run, to check it against sliding windows; None if unknown.
+            traits: properties of the model; None finds them by running it.
+            sharding: how FSDP2 shards the model; gathered weights have `compute_dtype`. None: not sharded, autocast is
+                used.
+            adapter: LoRA adapter, if any; then only the adapter is trained and saved.
+            master_weights: if any, these are trained and saved, and the model holds a copy.
+            longest_sequence_tokens: longest sequence of the run, checked against sliding windows; None if unknown.
         """
         self.model = model
         self.device = device
@@ -143,25 +144,18 @@ class Policy:
         """Context for computing with the model: its weights are on the device."""
         return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Context in which every rank has the full weights and needs no collectives. Enter it on every rank."""
-        if self.sharding is None:
-            yield
-            return
-        with self.sharding.unsharded():
-            yield
+        return nullcontext() if self.sharding is None else self.sharding.unsharded()
 
     def as_reference(self) -> "Policy":
         """Return the policy that the run started from: the same model without its adapter, or with the initial one."""
         return _ReferencePolicy(self)
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> torch.autocast:
         """Context that computes in `compute_dtype`."""
         enabled = self.sharding is None and self.compute_dtype is not None and self.compute_dtype != self.dtype
-        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
-            yield
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled)
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, entropy: bool = True, prefix: PrefixState | None = None
@@ -171,10 +165,10 @@ class Policy:
         With a sharded model, every rank must call it equally often, forward and backward.
 
         Args:
-            micro_batch: on the policy's device.
+            micro_batch: micro-batch on the policy's device.
             temperature: divides the logits.
             entropy: compute the entropy; otherwise it is None.
-            prefix: of all sequences of the micro-batch, if it was computed before.
+            prefix: computed prefix that all sequences of the micro-batch continue, if any.
         """
         if self.sharding is None:
             return self._logprobs(micro_batch, temperature, entropy, prefix)
@@ -189,7 +183,7 @@ class Policy:
         """Compute the sum of a token-level loss, with the head's gradient computed in forward.
 
         Args:
-            micro_batch: on the policy's device.
+            micro_batch: micro-batch on the policy's device.
             token_loss: logprobs [t], entropy [t] and their slice of tokens -> weighted losses [t].
             temperature: divides the logits.
             prefix: see `logprobs`.
@@ -204,7 +198,7 @@ class Policy:
         """Compute a prefix that several micro-batches share. Call its `backward` after all of theirs.
 
         Args:
-            micro_batch: from `collate_prompt`.
+            micro_batch: result of `collate_prompt`.
         """
         states = KVCache()
         if self.sharding is None:
@@ -234,9 +228,9 @@ class Policy:
             out = self._outputs(micro_batch, prefix)
             if self._head is None:  # `out` is full logits
                 logprobs, entropy = token_logprobs(_upcast(out), micro_batch.labels, temperature, entropy=True)
+                assert entropy is not None
                 return token_loss(logprobs, entropy, slice(None)).sum(), logprobs.detach()
-            result = self._head.loss(out, micro_batch.labels, token_loss, temperature=temperature)
-            return result.loss, result.logprobs
+            return self._head.loss(out, micro_batch.labels, token_loss, temperature=temperature)
 
     def _outputs(self, micro_batch: MicroBatch, prefix: PrefixState | None) -> Tensor:
         """Hidden states (logits without a plain head) at the positions that predict the loss tokens."""
@@ -244,8 +238,10 @@ class Policy:
         return self._narrow(forward(module, micro_batch, output, padded=self.layout == "padded", prefix=prefix))
 
     def _narrow(self, hidden: Tensor) -> Tensor:
-        """Cast the input of the head to the compute dtype: under autocast the last norm is float32, and the head is the
-        largest product of a small model. Logits are float32 in any case.
+        """Cast the input of the head to the compute dtype.
+
+        Under autocast the last norm is float32, and the head is the largest product of a small model. Logits are
+        float32 in any case.
         """
         autocasts = self._head is not None and self.sharding is None and self.compute_dtype is not None
         return hidden.to(self.compute_dtype) if autocasts else hidden
@@ -286,14 +282,7 @@ class Policy:
 
         `attention` is passed on to attention, see `attention.interface`.
         """
-        inputs = {
-            "input_ids": input_ids.unsqueeze(0),
-            "position_ids": position_ids.unsqueeze(0),
-            "attention_mask": torch.ones(
-                1, 1, 1, 1, dtype=torch.bool, device=input_ids.device
-            ),  # a 4-D mask is used as it is
-            "use_cache": False,
-        }
+        inputs = packed_inputs(input_ids, position_ids)
         with self.autocast():
             if self._head is None:
                 logits = self.model(**inputs, **attention, logits_to_keep=logit_positions).logits[0]

@@ -22,7 +22,7 @@ def check_quantization(kind: Quantization, *, field: str = "model.quantization")
     """Check that a quantization is available, before loading weights.
 
     Args:
-        kind: of the weights.
+        kind: quantization of the weights.
         field: configuration key that the message starts with.
 
     Raises:
@@ -32,7 +32,7 @@ def check_quantization(kind: Quantization, *, field: str = "model.quantization")
     if kind not in available:
         also = f", or use {' or '.join(available)}" if available else ""
         raise UserError(
-            f"{field}: {kind} needs the package {_PACKAGES[kind]}, which is not installed. Install "
+            f"{field}: {kind} needs the package {_PACKAGES[kind]}, which is not installed; install "
             f"cohort-rl[quantization]{also}"
         )
     if kind == "nf4":
@@ -41,7 +41,7 @@ def check_quantization(kind: Quantization, *, field: str = "model.quantization")
         try:
             validate_bnb_backend_availability(raise_exception=True)
         except RuntimeError as error:
-            raise UserError(f"{field}: nf4: bitsandbytes does not work on this machine ({error}). Use int8") from error
+            raise UserError(f"{field}: nf4: bitsandbytes does not work on this machine ({error}); use int8") from error
 
 
 def loading_options(kind: Quantization, device: torch.device, compute_dtype: torch.dtype) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def replace_quantized_layers(model: Any, compute_dtype: torch.dtype) -> None:
 
     Args:
         model: loaded with `loading_options`.
-        compute_dtype: of the products.
+        compute_dtype: dtype of the products.
     """
     for parameter in model.parameters():
         if not is_quantized(parameter):  # on CPU it may be a view of the memory-mapped file
@@ -113,8 +113,8 @@ class QuantizedLinear(nn.Linear):
         """Take over the parameters of a layer.
 
         Args:
-            layer: of transformers, with a quantized weight.
-            compute_dtype: of the products.
+            layer: layer of transformers with a quantized weight.
+            compute_dtype: dtype of the products.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features

@@ -61,7 +61,7 @@ def _stay_in_eval(module: nn.Module) -> None:
 
 
 class RouterLogits:
-    """Captures the logits of a model's routers during forward passes."""
+    """Capture the logits of a model's routers during forward passes."""
 
     def __init__(self, model: Any):
         """Register hooks on the routers of a model, which must have some."""

@@ -16,7 +16,8 @@ completions in several parts that continue it. Prompt and part together are with
 For models that need padding, rows of similar length are put together: sorted over all ranks, and cut into micro-batches
 of similar cost.
 
-N sequences. Without shared prompts each sequence is a group of its own, without a prompt.
+N items: sequences, or trajectories that are kept whole. Without shared prompts each item is a group of its own, without
+a prompt.
 """
 
 import heapq
@@ -45,19 +46,11 @@ class Assignment:
     num_over_budget: int  # sequences, or trajectories kept whole, that exceed it; each has its own micro-batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
-    """Compute cost, in units of one token without attention.
+# Costs are in units of one token without attention. In a layer of hidden size H, a token takes about 24 H^2 FLOPs in
+# linear layers, and 4 H in attention for each token it attends to. So a token at position S costs 1 + S / (6 H).
+ATTENTION_COST = 1 / (6 * 2048)
+_MICRO_BATCH_COST = 512.0  # overhead of a micro-batch
 
-    In a layer of hidden size H, a token takes about 24 H^2 FLOPs in the linear layers, and 4 H in attention for each
-    token that it attends to. So a token at position S costs 1 + S / (6 H).
-    """
-
-    quadratic: float = 1 / (6 * 2048)  # 1 / (6 H)
-    micro_batch: float = 512.0  # overhead of a micro-batch, in tokens
-
-
-_DEFAULT_COST = CostModel()
 _MicroBatch = tuple[float, Indices]  # cost and sequences
 _Share = dict[int, list[int]]  # group -> those of its sequences that are in the share, longest first
 
@@ -72,7 +65,6 @@ def assign_sequences(
     dp_size: int,
     share_prompts: bool,
     padded: bool,
-    cost: CostModel = _DEFAULT_COST,
 ) -> Assignment:
     """Assign each sequence to a micro-batch, or to a part of a split group, of one rank.
 
@@ -88,22 +80,21 @@ def assign_sequences(
         dp_size: data-parallel size: number of ranks with different sequences.
         share_prompts: compute and count a prompt once per group and micro-batch.
         padded: the tokens of a micro-batch are rows times longest row. Excludes `share_prompts`.
-        cost: cost model for balancing.
     """
     assert not (padded and share_prompts)
     lengths = prompt_tokens + completion_tokens
     if padded:
         num_rows = np.ones_like(lengths) if num_rows is None else num_rows
-        ranks = _fill_padded(lengths, num_rows, budget, dp_size, cost)
+        ranks = _fill_padded(lengths, num_rows, budget, dp_size)
         lengths = lengths * num_rows
         split_groups: list[list[tuple[Indices, ...]]] = [[] for _ in range(dp_size)]
     else:
         if not share_prompts:  # the prompt counts as part of each completion
             prompt_tokens, completion_tokens, groups = np.zeros_like(lengths), lengths, range(len(lengths))
-        by_group = _Groups(prompt_tokens, completion_tokens, groups, cost)
+        by_group = _Groups(prompt_tokens, completion_tokens, groups)
         shares = _balance(by_group, by_group.members, dp_size)
-        split_groups = [_take_split_groups(by_group, share, budget, cost) for share in shares]
-        ranks = _fill_packed(by_group, shares, budget, cost)
+        split_groups = [_take_split_groups(by_group, share, budget) for share in shares]
+        ranks = _fill_packed(by_group, shares, budget)
     return Assignment(
         micro_batches=tuple(tuple(members for _, members in micro_batches) for micro_batches in ranks),
         split_groups=tuple(map(tuple, split_groups)),
@@ -117,11 +108,9 @@ class _Groups:
     A group's prompt counts once in each micro-batch that has any of its sequences.
     """
 
-    def __init__(
-        self, prompt_tokens: IntArray, completion_tokens: IntArray, groups: Sequence[int], cost: CostModel
-    ) -> None:
-        prompt_costs = prompt_tokens * (1 + cost.quadratic * prompt_tokens / 2)
-        costs = completion_tokens * (1 + cost.quadratic * (prompt_tokens + completion_tokens / 2))
+    def __init__(self, prompt_tokens: IntArray, completion_tokens: IntArray, groups: Sequence[int]) -> None:
+        prompt_costs = prompt_tokens * (1 + ATTENTION_COST * prompt_tokens / 2)
+        costs = completion_tokens * (1 + ATTENTION_COST * (prompt_tokens + completion_tokens / 2))
         self.sizes: list[int] = completion_tokens.tolist()  # [N] tokens
         self.costs: list[float] = costs.tolist()  # [N]
         by_group: dict[int, list[int]] = {}
@@ -129,43 +118,43 @@ class _Groups:
             by_group.setdefault(groups[n], []).append(n)
         # Number groups by size alone, so that the result does not depend on the order of the input.
         prompts: list[int] = prompt_tokens.tolist()
-        order = sorted(by_group.values(), key=lambda rows: (prompts[rows[0]], [self.sizes[n] for n in rows]))
-        firsts = [rows[0] for rows in order]
+        order = sorted(by_group.values(), key=lambda indices: (prompts[indices[0]], [self.sizes[n] for n in indices]))
+        firsts = [indices[0] for indices in order]
         self.members: _Share = dict(enumerate(order))
         self.prompt_sizes: list[int] = prompt_tokens[firsts].tolist()  # [group] tokens
         self.prompt_costs: list[float] = prompt_costs[firsts].tolist()  # [group]
 
-    def size(self, group: int, rows: Iterable[int]) -> int:
+    def size(self, group: int, indices: Iterable[int]) -> int:
         """Return the tokens of some sequences of a group, with their prompt."""
-        return self.prompt_sizes[group] + sum(map(self.sizes.__getitem__, rows))
+        return self.prompt_sizes[group] + sum(map(self.sizes.__getitem__, indices))
 
-    def cost(self, group: int, rows: Iterable[int]) -> float:
+    def cost(self, group: int, indices: Iterable[int]) -> float:
         """Return the cost of some sequences of a group, with their prompt."""
-        return self.prompt_costs[group] + sum(map(self.costs.__getitem__, rows))
+        return self.prompt_costs[group] + sum(map(self.costs.__getitem__, indices))
 
 
-def _take_split_groups(groups: _Groups, share: _Share, budget: int, cost: CostModel) -> list[tuple[Indices, ...]]:
+def _take_split_groups(groups: _Groups, share: _Share, budget: int) -> list[tuple[Indices, ...]]:
     """Remove the groups worth splitting from a rank's share; return their parts, most expensive group first."""
     split = []
-    for g, rows in list(share.items()):
-        if len(rows) == 1 or groups.size(g, rows) <= budget:
+    for g, indices in list(share.items()):
+        if len(indices) == 1 or groups.size(g, indices) <= budget:
             continue
-        parts = _split_group(rows, groups.sizes, budget - groups.prompt_sizes[g])
+        parts = _split_group(indices, groups.sizes, budget - groups.prompt_sizes[g])
         # splitting adds a pass for the prompt, and saves the prompt of every part but one
-        if groups.prompt_costs[g] * (len(parts) - 1) > cost.micro_batch:
-            split.append((groups.cost(g, rows), parts))
+        if groups.prompt_costs[g] * (len(parts) - 1) > _MICRO_BATCH_COST:
+            split.append((groups.cost(g, indices), parts))
             del share[g]
     return [parts for _, parts in sorted(split, key=lambda group: -group[0])]
 
 
-def _split_group(rows: Sequence[int], sizes: Sequence[int], room: int) -> tuple[Indices, ...]:
+def _split_group(indices: Sequence[int], sizes: Sequence[int], room: int) -> tuple[Indices, ...]:
     """Split a group's sequences, longest first, into parts of at most `room` tokens after the prompt, by first-fit.
 
     A longer completion gets its own part.
     """
     parts: list[list[int]] = []
-    rooms = np.zeros(len(rows), dtype=np.int64)
-    for n in rows:
+    rooms = np.zeros(len(indices), dtype=np.int64)
+    for n in indices:
         number = _first_with_room(rooms[: len(parts)], sizes[n])
         if number is None:
             number = len(parts)
@@ -176,33 +165,29 @@ def _split_group(rows: Sequence[int], sizes: Sequence[int], room: int) -> tuple[
     return tuple(map(tuple, parts))
 
 
-def _fill_packed(groups: _Groups, shares: Sequence[_Share], budget: int, cost: CostModel) -> list[list[_MicroBatch]]:
+def _fill_packed(groups: _Groups, shares: Sequence[_Share], budget: int) -> list[list[_MicroBatch]]:
     """Fill the micro-batches of each rank in three ways, and return the fastest.
 
     Whole groups need the fewest tokens, divided groups the fewest micro-batches, and even micro-batches the least
     waiting between ranks.
     """
-
-    def step_cost(ranks: list[list[_MicroBatch]]) -> float:
-        return _step_cost(ranks, cost)
-
     best = _equalize_counts([_first_fit(groups, share, budget, divide=False) for share in shares])
     if len(groups.members) < len(groups.sizes):
         divided = _equalize_counts([_first_fit(groups, share, budget, divide=True) for share in shares])
-        best = min(best, divided, key=step_cost)
-    busy = sum(c for batches in best for c, _ in batches) / len(shares) + cost.micro_batch * len(best[0])
-    if step_cost(best) > _TOLERANCES[0] * busy:
+        best = min(best, divided, key=_step_cost)
+    busy = sum(c for batches in best for c, _ in batches) / len(shares) + _MICRO_BATCH_COST * len(best[0])
+    if _step_cost(best) > _TOLERANCES[0] * busy:
         even = [_fill_evenly(groups, share, len(b), budget) or b for share, b in zip(shares, best, strict=True)]
-        best = min(best, even, key=step_cost)
+        best = min(best, even, key=_step_cost)
     return best
 
 
-def _take_fitting(rows: Sequence[int], amounts: Sequence[float], room: float) -> tuple[list[int], list[int]]:
+def _take_fitting(indices: Sequence[int], amounts: Sequence[float], room: float) -> tuple[list[int], list[int]]:
     """Split sequences into those that fit into the room, taking the largest that fits first, and the rest.
 
     Takes at least one.
     """
-    taken, left, i = [], list(rows), 0
+    taken, left, i = [], list(indices), 0
     while (i := bisect_left(left, -room, i, key=lambda n: -amounts[n])) < len(left):
         room -= amounts[left[i]]
         taken.append(left.pop(i))
@@ -213,7 +198,7 @@ def _balance(groups: _Groups, share: _Share, num_parts: int) -> list[_Share]:
     """Split a share into parts of similar cost."""
     if num_parts == 1:
         return [dict(share)]
-    mean = sum(groups.cost(g, rows) for g, rows in share.items()) / num_parts
+    mean = sum(groups.cost(g, indices) for g, indices in share.items()) / num_parts
     heaviest, best = _balance_within(groups, share, num_parts, _TOLERANCES[0] * mean)
     if heaviest > _TOLERANCES[0] * mean:
         other_heaviest, other = _balance_within(groups, share, num_parts, _TOLERANCES[1] * mean)
@@ -227,24 +212,24 @@ def _balance_within(groups: _Groups, share: _Share, num_parts: int, limit: float
     Groups with the longest sequences come first, because sequences cannot be split. A group goes to the least loaded
     part. If that would exceed the limit and all other parts, only as many of its sequences go there as fit.
     """
-    queue = [(-groups.costs[rows[0]], g, rows) for g, rows in share.items()]
+    queue = [(-groups.costs[indices[0]], g, indices) for g, indices in share.items()]
     heapq.heapify(queue)
     loads = [(0.0, part) for part in range(num_parts)]
     parts: list[_Share] = [{} for _ in range(num_parts)]
     while queue:
-        _, g, rows = heapq.heappop(queue)
+        _, g, indices = heapq.heappop(queue)
         load, number = loads[0]
         part = parts[number]
         if g not in part:
             load += groups.prompt_costs[g]
-        added = sum(map(groups.costs.__getitem__, rows))
+        added = sum(map(groups.costs.__getitem__, indices))
         if load + added > limit:
-            rows, left = _take_fitting(rows, groups.costs, limit - load)
+            indices, left = _take_fitting(indices, groups.costs, limit - load)
             if left:
                 heapq.heappush(queue, (-groups.costs[left[0]], g, left))
                 limit += groups.prompt_costs[g] / num_parts
-                added = sum(map(groups.costs.__getitem__, rows))
-        part[g] = sorted(part[g] + rows, key=lambda n: -groups.costs[n]) if g in part else rows
+                added = sum(map(groups.costs.__getitem__, indices))
+        part[g] = sorted(part[g] + indices, key=lambda n: -groups.costs[n]) if g in part else indices
         heapq.heapreplace(loads, (load + added, number))
         limit = max(limit, load + added)
     return max(loads)[0], parts
@@ -256,17 +241,17 @@ def _first_fit(groups: _Groups, share: _Share, budget: int, *, divide: bool) -> 
     A group that exceeds the budget is divided; with `divide`, also a group that exceeds the room left in every
     micro-batch.
     """
-    queue = [(-groups.size(g, rows), g, rows) for g, rows in share.items()]
+    queue = [(-groups.size(g, indices), g, indices) for g, indices in share.items()]
     heapq.heapify(queue)
     rooms = np.zeros(sum(map(len, share.values())), dtype=np.int64)  # tokens left in each micro-batch
     members: list[list[int]] = []
     costs: list[float] = []
     while queue:
-        negative_size, g, rows = heapq.heappop(queue)
+        negative_size, g, indices = heapq.heappop(queue)
         size = -negative_size
         open_rooms = rooms[: len(members)]
         number = _first_with_room(open_rooms, size)
-        if number is None and divide and len(open_rooms) and groups.size(g, rows[-1:]) <= open_rooms.max():
+        if number is None and divide and len(open_rooms) and groups.size(g, indices[-1:]) <= open_rooms.max():
             number = int(open_rooms.argmax())
         if number is None:
             number = len(members)
@@ -275,15 +260,15 @@ def _first_fit(groups: _Groups, share: _Share, budget: int, *, divide: bool) -> 
             rooms[number] = budget
         room = int(rooms[number])
         if size > room:
-            rows, left = _take_fitting(rows, groups.sizes, room - groups.prompt_sizes[g])
+            indices, left = _take_fitting(indices, groups.sizes, room - groups.prompt_sizes[g])
             if left:
-                taken = groups.size(g, rows)
+                taken = groups.size(g, indices)
                 heapq.heappush(queue, (taken - size - groups.prompt_sizes[g], g, left))
                 size = taken
-        members[number].extend(rows)
-        costs[number] += groups.cost(g, rows)
+        members[number].extend(indices)
+        costs[number] += groups.cost(g, indices)
         rooms[number] = room - size
-    return _by_cost((c, tuple(rows)) for c, rows in zip(costs, members, strict=True))
+    return _by_cost((c, tuple(indices)) for c, indices in zip(costs, members, strict=True))
 
 
 def _first_with_room(rooms: IntArray, size: int) -> int | None:
@@ -296,10 +281,10 @@ def _fill_evenly(groups: _Groups, share: _Share, num_batches: int, budget: int) 
     """Fill one rank's micro-batches with similar costs; None if one would exceed the budget."""
     batches = []
     for part in _balance(groups, share, num_batches):
-        rows = tuple(n for rows in part.values() for n in rows)
-        if len(rows) > 1 and sum(groups.size(g, rows) for g, rows in part.items()) > budget:
+        batch = tuple(n for indices in part.values() for n in indices)
+        if len(batch) > 1 and sum(groups.size(g, indices) for g, indices in part.items()) > budget:
             return None
-        batches.append((sum(groups.cost(g, rows) for g, rows in part.items()), rows))
+        batches.append((sum(groups.cost(g, indices) for g, indices in part.items()), batch))
     return _by_cost(batches)
 
 
@@ -308,53 +293,51 @@ def _by_cost(batches: Iterable[_MicroBatch]) -> list[_MicroBatch]:
     return sorted(batches, key=lambda batch: -batch[0])
 
 
-def _fill_padded(
-    lengths: IntArray, num_rows: IntArray, budget: int, dp_size: int, cost: CostModel
-) -> list[list[_MicroBatch]]:
+def _fill_padded(lengths: IntArray, num_rows: IntArray, budget: int, dp_size: int) -> list[list[_MicroBatch]]:
     """Fill padded micro-batches with rows of similar length: as few as possible, or more if less padding is faster."""
     order = np.argsort(-lengths, kind="stable").tolist()
-    rows = [(int(lengths[n]), float(lengths[n] * (1 + cost.quadratic * lengths[n] / 2))) for n in order]
+    entries = [(int(lengths[n]), float(lengths[n] * (1 + ATTENTION_COST * lengths[n] / 2))) for n in order]
     before = [0, *np.cumsum(num_rows[order]).tolist()]
-    fewest = -(-len(_cut(rows, before, budget, inf)) // dp_size) * dp_size
+    fewest = -(-len(_cut(entries, before, budget, inf)) // dp_size) * dp_size
     best = _assign_to_ranks([], dp_size)
-    for num_batches in range(fewest, len(rows) + dp_size, dp_size):
-        cuts = _cut_evenly(rows, before, budget, num_batches)
-        batches = [((before[end] - before[start]) * rows[start][1], tuple(order[start:end])) for start, end in cuts]
+    for num_batches in range(fewest, len(entries) + dp_size, dp_size):
+        cuts = _cut_evenly(entries, before, budget, num_batches)
+        batches = [((before[end] - before[start]) * entries[start][1], tuple(order[start:end])) for start, end in cuts]
         ranks = _assign_to_ranks(batches, dp_size)
-        if num_batches > fewest and _step_cost(ranks, cost) >= _step_cost(best, cost):
+        if num_batches > fewest and _step_cost(ranks) >= _step_cost(best):
             break
         best = ranks
     return best
 
 
 def _cut_evenly(
-    rows: Sequence[tuple[int, float]], before: Sequence[int], budget: int, num_batches: int
+    entries: Sequence[tuple[int, float]], before: Sequence[int], budget: int, num_batches: int
 ) -> list[tuple[int, int]]:
     """`_cut` into at most `num_batches` micro-batches, with the lowest possible limit on their cost."""
-    low, high = 0.0, before[-1] * max((cost for _, cost in rows), default=0.0)
+    low, high = 0.0, before[-1] * max((cost for _, cost in entries), default=0.0)
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        if len(_cut(rows, before, budget, middle)) <= num_batches:
+        if len(_cut(entries, before, budget, middle)) <= num_batches:
             high = middle
         else:
             low = middle
-    return _cut(rows, before, budget, high)
+    return _cut(entries, before, budget, high)
 
 
 def _cut(
-    rows: Sequence[tuple[int, float]], before: Sequence[int], budget: int, max_cost: float
+    entries: Sequence[tuple[int, float]], before: Sequence[int], budget: int, max_cost: float
 ) -> list[tuple[int, int]]:
     """Cut consecutive entries into as few micro-batches as possible; return the start and end of each.
 
     Args:
-        rows: length and cost of one row of each entry, by decreasing length.
+        entries: length and cost of one row of each entry, by decreasing length.
         before: number of rows before each entry, and the total number of rows.
         budget: maximum positions of a micro-batch.
         max_cost: maximum cost of a micro-batch.
     """
     cuts, start = [], 0
-    while start < len(rows):
-        length, cost = rows[start]
+    while start < len(entries):
+        length, cost = entries[start]
         max_rows = int(min(budget // length, max_cost / cost))
         end = max(start + 1, bisect_right(before, before[start] + max_rows) - 1)
         cuts.append((start, end))
@@ -381,6 +364,6 @@ def _equalize_counts(ranks: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
     return [batches + [(0.0, ())] * (most - len(batches)) for batches in ranks]
 
 
-def _step_cost(ranks: list[list[_MicroBatch]], cost: CostModel) -> float:
+def _step_cost(ranks: list[list[_MicroBatch]]) -> float:
     """Return the cost of a step in which ranks wait for each other after every micro-batch."""
-    return sum(cost.micro_batch + max(c for c, _ in batches) for batches in zip(*ranks, strict=True))
+    return sum(_MICRO_BATCH_COST + max(c for c, _ in batches) for batches in zip(*ranks, strict=True))

@@ -1,6 +1,6 @@
 """Pack a step's sequences into micro-batches, and build a micro-batch's tensors.
 
-S tokens of a micro-batch's row, T loss tokens.
+S tokens of a micro-batch's row, T loss tokens; P tokens of a prompt, L of a sequence.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def pack(
     prefix. The gradient of the step does not depend on the split, because every token has its own loss weight.
 
     Args:
-        sequences: of the whole step, in any order.
+        sequences: sequences of the whole step, in any order.
         micro_batch_tokens: token budget.
         dp_size: data-parallel size: number of ranks with different sequences.
         share_prompts: compute a group's shared prefix once per micro-batch or split group, not once per sequence.
@@ -100,7 +100,7 @@ def collate(sequences: Sequence[TrainSequence], *, share_prompts: bool) -> Micro
     that have nothing to compute while others do.
 
     Args:
-        sequences: in any order, which is also the order of the loss tokens.
+        sequences: sequences in any order, which is also the order of the loss tokens.
         share_prompts: compute the shared prefix of a group once. A prefix of a single sequence is not split off.
     """
     row = _Row()

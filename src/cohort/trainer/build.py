@@ -57,7 +57,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
     """
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
     resharding = config.hardware.reshard_after_forward
-    ranks.first(lambda: check_optimizer(config.optim, ranks.dp_size))
+    ranks.run_on_rank0(lambda: check_optimizer(config.optim, ranks.dp_size))
     _check_folder_is_shared(spec.folder, ranks)
     request = LoadRequest(
         config.model,
@@ -76,10 +76,10 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
         value_clip=critic_config.value_clip,
     )
     policy = load_policy(_policy_request(request, config, algorithm, spec))
-    ranks.first(lambda: _check_head(config, policy))
+    ranks.run_on_rank0(lambda: _check_head(config, policy))
     reference = build_reference(config, algorithm, policy, request)
     critic = _load_critic(critic_config, policy, spec, request) if algorithm.critic else None
-    ends = ranks.first(lambda: end_token_ids(policy, tokenizer))
+    ends = ranks.run_on_rank0(lambda: end_token_ids(policy, tokenizer))
     engine = _engine(config, algorithm, policy, reference, spec, ranks)
     worker = Worker(
         ranks=ranks,
@@ -126,7 +126,7 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, spec: WorkerSpec, 
                 f"with the policy's tokenizer"
             )
 
-    request.ranks.first(check)
+    request.ranks.run_on_rank0(check)
     return critic
 
 
@@ -253,9 +253,9 @@ def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
         UserError: on rank 0, if a rank does not see it.
         Stopped: on the other ranks in that case.
     """
-    if ranks.smallest(folder.is_dir()):
+    if ranks.all_reduce_min(folder.is_dir()):
         return
-    if not ranks.is_first:
+    if not ranks.is_rank0:
         raise Stopped
     raise UserError(
         f"run.dir: {str(folder)!r} does not exist on every machine of the run; use a folder on a file system that "

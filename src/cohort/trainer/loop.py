@@ -89,7 +89,7 @@ class Trainer:
         workers, phase = self.workers, self.clock.phase
         algorithm = workers.local.algorithm
         collected = self.components.group_collector.collect(step, phase)
-        with phase("estimate"):
+        with phase("forward_only"):
             sequences = build_sequences(collected.groups)
             outputs = run_forward_only(workers, sequences, algorithm.forward_only_outputs)
         with phase("pack"):

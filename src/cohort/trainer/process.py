@@ -11,9 +11,10 @@ import torch.distributed as dist
 from cohort import stopping
 from cohort.auto_engine import choose_engine
 from cohort.config import Config
-from cohort.distributed import PeerError, Ranks, Stopped, join_ranks, leave_ranks
+from cohort.distributed import PeerError, Ranks, Stopped
 from cohort.errors import TrainingError, UserError
 from cohort.models import resolve_device
+from cohort.rendezvous import join_ranks, leave_ranks
 from cohort.run_files import resume_hint
 from cohort.run_result import EXIT_STATUS_FILE, ExitStatus
 from cohort.startup import resume_gc
@@ -81,7 +82,7 @@ def _run(config: Config, *, resume: bool) -> None:
     )
     stopping.share(ranks.store, ranks.neighbors)
     try:
-        if ranks.is_first:
+        if ranks.is_rank0:
             train(config, resume=resume, ranks=ranks)
         else:
             work(config, ranks)

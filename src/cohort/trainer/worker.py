@@ -26,7 +26,7 @@ from cohort.engine import (
 )
 from cohort.metrics import PeakMemory
 from cohort.models import Policy, SaveOptions, stream_weights, weight_specs
-from cohort.records import FloatArray, ForwardOnlyOutput, TrainSequence, scatter
+from cohort.records import FloatArray, ForwardOnlyField, TrainSequence, scatter
 from cohort.rollout import Completion, Purpose, Sampler, SampleRequest
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
 
@@ -74,8 +74,8 @@ class Worker:
         torch.cuda.empty_cache()
 
     def forward_only(
-        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
-    ) -> dict[ForwardOnlyOutput, dict[int, FloatArray]]:
+        self, sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyField]
+    ) -> dict[ForwardOnlyField, dict[int, FloatArray]]:
         """Compute the `wanted` outputs without gradient: name -> sequence index -> [L] float64, 0 outside the mask."""
         outputs = self.engine.forward_only(sequences, wanted - {"values"})
         if "values" in wanted:
@@ -184,7 +184,7 @@ class Worker:
         """
         assert self.policy.adapter is not None, "there is no adapter"
         weights = self.policy.adapter.full_weights()
-        if self.ranks.is_first:
+        if self.ranks.is_rank0:
             with disk_errors(folder):
                 self.policy.adapter.save(folder, weights)
 
@@ -198,26 +198,26 @@ class Worker:
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
 
-    def find_budget(self, share: LargestShare, most_tokens: int) -> int:
+    def find_budget(self, share: LargestShare, max_tokens: int) -> int:
         """Find the largest `train.micro_batch_tokens` that fits on every rank, for `auto`.
 
         Policy, critic and both optimizers are in memory at the same time.
 
         Args:
             share: a rank's largest share of a step, from which trial batches are made.
-            most_tokens: upper limit.
+            max_tokens: upper limit.
         """
         coefficients = self.algorithm.coefficients(self.algorithm.initial_coefficients)
         state_bytes = {model: engine.num_device_state_bytes for model, engine in self.engines.items()}
         for model, engine in self.engines.items():
-            most_tokens = find_budget(
+            max_tokens = find_budget(
                 engine,
                 self._loss(model, coefficients),
                 share=share,
-                most_tokens=most_tokens,
+                max_tokens=max_tokens,
                 reserved_bytes=sum(state_bytes.values()) - state_bytes[model],
             )
-        return most_tokens
+        return max_tokens
 
     def peak_memory(self) -> dict[str, int]:
         """Return peak bytes by phase since the last call, and since the start."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence, Set
 from cohort.batch import TrainBatch
 from cohort.engine import TrainEngine
 from cohort.packing import pack
-from cohort.records import ForwardOnlyOutput, ForwardOnlyOutputs, TrainSequence
+from cohort.records import ForwardOnlyField, ForwardOnlyOutputs, TrainSequence
 from cohort.rollout import Completion, SampleRequest, split_requests
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
@@ -39,7 +39,7 @@ def pack_batches(
 
 
 def run_forward_only(
-    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyOutput]
+    workers: WorkerGroup[Worker], sequences: Sequence[TrainSequence], wanted: Set[ForwardOnlyField]
 ) -> ForwardOnlyOutputs:
     """Compute the `wanted` logprobs, entropies and values of a step's sequences, without gradient, on all ranks."""
     if not wanted:

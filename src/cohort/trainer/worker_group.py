@@ -98,6 +98,6 @@ class WorkerGroup(Generic[W]):
             raise  # the other ranks are still inside the method: this process must exit
         except TrainingError as error:
             result = error  # rank 0 raises it
-        self.ranks.largest(0)  # wait for the slowest rank before timing communication
+        self.ranks.all_reduce_max(0)  # wait for the slowest rank before timing communication
         with self._moving.phase("move"):
             return self.ranks.gather(result)

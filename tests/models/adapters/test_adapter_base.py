@@ -53,14 +53,14 @@ def test_an_adapter_of_a_run_knows_its_base(base: Path, tmp_path: Path):
     with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
         assert file.metadata()["base_fingerprint"] == base_fingerprint(str(base))
     other = save_model_folder(tmp_path / "other", "qwen2", seed=7)
-    with pytest.raises(UserError, match=r"model.adapter.path: .*it was trained on '.*/base'.* Use model.path=.*/base"):
+    with pytest.raises(UserError, match=r"model.adapter.path: .*it was trained on '.*/base'.* use model.path=.*/base"):
         check(other, adapter)
     base.rename(tmp_path / "moved")
     assert check(tmp_path / "moved", adapter).rank == 2
     with pytest.raises(UserError, match="for another model"):  # where the base's folder is gone too
         check(other, adapter)
     other.rename(base)
-    with pytest.raises(UserError, match=r"trained on an earlier model at .* Use the model it was trained on"):
+    with pytest.raises(UserError, match=r"trained on an earlier model at .* use the model it was trained on"):
         check(base, adapter)
 
 
@@ -84,7 +84,7 @@ def test_two_ids_of_a_hub_are_compared(tmp_path: Path, named: str | None, refuse
     if not refused:
         compare()
         return
-    with pytest.raises(UserError, match=r"for 'org/two', but model.path is 'org/one'. Use model.path=org/two"):
+    with pytest.raises(UserError, match=r"for 'org/two', but model.path is 'org/one'; use model.path=org/two"):
         compare()
 
 

@@ -297,8 +297,8 @@ def test_full_rank_reaches_what_training_all_weights_reaches(tmp_path: Path):
     [
         ({"targets": ["q_prj"]}, r"targets: 'q_prj' is not a layer of this model; nearest: q_proj"),
         ({"targets": ["q_proj", "mlp"]}, r"targets: 'mlp' is a Qwen2MLP, not a linear layer of this model"),
-        ({"rank": 17}, r"rank: 17 exceeds .* model.layers.0.self_attn.k_proj \(16 x 32\). Use at most 16"),
-        ({"rank": 33, "targets": ["q_proj"]}, r"rank: 33 exceeds .* \(32 x 32\). Use at most 32"),
+        ({"rank": 17}, r"rank: 17 exceeds .* model.layers.0.self_attn.k_proj \(16 x 32\); use at most 16"),
+        ({"rank": 33, "targets": ["q_proj"]}, r"rank: 33 exceeds .* \(32 x 32\); use at most 32"),
         ({"path": "/nowhere"}, r"adapter.path: '/nowhere' has no adapter_config.json"),
     ],
 )
@@ -327,7 +327,7 @@ def test_an_adapter_of_another_base(base: Path, tmp_path: Path):
     assert len(fine.modules) == 14 and fine.names == fine.modules
     assert check(base, of_base, rank=4, targets="all-linear").rank == 4
     for keys, message in (
-        ({"rank": 8}, r"adapter.rank: 8 contradicts the adapter at .*, which has 4\. Remove rank, or use 4"),
+        ({"rank": 8}, r"adapter.rank: 8 contradicts the adapter at .*, which has 4; remove rank, or use 4"),
         ({"alpha": 4}, r"adapter.alpha: 4.0 contradicts the adapter at .*, which has 6.0"),
         ({"dora": True}, r"adapter.dora: True contradicts the adapter at .*, which has False"),
         ({"targets": ["q_proj"]}, r"adapter.targets: .* does not match the layers of the adapter at"),
@@ -358,7 +358,7 @@ def test_adapters_of_kinds_that_are_not_trained_here(base: Path, tmp_path: Path)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(UserError, match=r"adapter.path: .* is truncated"):
         check_adapter(ModelConfig(path=str(base), adapter=AdapterConfig(path=str(adapter))))
-    with pytest.raises(UserError, match=r"is an adapter, not a model\. .* model.adapter.path"):
+    with pytest.raises(UserError, match=r"is an adapter, not a model; .* model.adapter.path"):
         load_tokenizer(ModelConfig(path=str(adapter)))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.models import Policy, forward, kernel_check, linear_logprobs, linear_loss
+from cohort.models import Operands, Policy, forward, kernel_check, linear_logprobs, linear_loss
 from cohort.models.attention import interface
 from cohort.models.lm_head import tiled_softmax
 from selection import slow
@@ -49,9 +49,9 @@ def outcome() -> list[Tensor]:
     """Logprobs and gradients of a head in several tiles, both ways."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(30, 8, requires_grad=True), torch.randn(70, 8, requires_grad=True)
-    targets = torch.randint(0, 70, (30,))
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, entropy=True, tile_elements=500)
-    loss = linear_loss(hidden, weight, targets, lambda logprobs, *_: -logprobs, tile_elements=500).loss
+    operands, targets = Operands(hidden, weight), torch.randint(0, 70, (30,))
+    logprobs, entropy = linear_logprobs(operands, targets, entropy=True, tile_elements=500)
+    loss, _ = linear_loss(operands, targets, lambda logprobs, *_: -logprobs, tile_elements=500)
     assert entropy is not None
     return [logprobs, *torch.autograd.grad(logprobs.sum() + entropy.sum() + loss, (hidden, weight))]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohort.models import linear_logprobs, linear_loss
+from cohort.models import Operands, linear_logprobs, linear_loss
 from cohort.models.lm_head import logprobs, tiled_softmax
 from cohort.models.lm_head.logprobs import head_logits
+from cohort.models.lm_head.tiled_softmax import IDENTITY, LogitTransform
 from cohort.plan import tiles
 from selection import examples
 from tiny import relative_error
@@ -32,34 +33,21 @@ def make_inputs(num_tokens: int, *, dtype: torch.dtype = torch.float64, bias: bo
     return {name: torch.randn(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
 
 
-def keywords(inputs: dict[str, Tensor], **rest: Any) -> dict[str, Any]:
-    """The operands but for hidden states and weight as `linear_logprobs` takes them."""
-    adapter = (inputs["features"], inputs["adapter"]) if "adapter" in inputs else None
-    return {"bias": inputs.get("bias"), "adapter": adapter, **rest}
-
-
-def naive(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    adapter: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+def naive(inputs: dict[str, Tensor], targets: Tensor, transform: LogitTransform = IDENTITY) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies from whole logits."""
-    logits = hidden @ weight.T
-    if adapter is not None:
-        logits = logits + adapter[0] @ adapter[1].T
-    if bias is not None:
-        logits = logits + bias
-    logits = logits * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_p = torch.log_softmax(logits / temperature, -1)
+    logits = inputs["hidden"] @ inputs["weight"].T
+    if "adapter" in inputs:
+        logits = logits + inputs["features"] @ inputs["adapter"].T
+    logits = (logits + inputs.get("bias", 0.0)) * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    log_p = torch.log_softmax(logits / transform.temperature, -1)
     return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Logprobs from whole logits of a head without anything else."""
+    return naive({"hidden": hidden, "weight": weight}, targets)[0]
 
 
 def random_targets(num_tokens: int) -> Tensor:
@@ -71,12 +59,11 @@ heads = {
     "tile_elements": st.integers(1, VOCABULARY * 20),
     "tile_tokens": st.sampled_from([3, 2048]),
     "block_elements": st.sampled_from([1, 30, 1 << 18]),
-    "transform": st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.5, 1.0, 1.7]),
-            "scale": st.sampled_from([1.0, 0.3]),
-            "softcap": st.sampled_from([None, 2.0]),
-        }
+    "transform": st.builds(
+        LogitTransform,
+        temperature=st.sampled_from([0.5, 1.0, 1.7]),
+        scale=st.sampled_from([1.0, 0.3]),
+        softcap=st.sampled_from([None, 2.0]),
     ),
     "bias": st.booleans(),
     "adapter": st.booleans(),
@@ -103,13 +90,12 @@ def test_values_and_gradients_are_those_of_whole_logits(
         total = logprobs.new_zeros(()) if entropy == "only gradient" else (logprobs * g).sum()
         return total + (entropies * e).sum() if "only" in entropy or entropy == "gradient" else total
 
-    args = inputs["hidden"], inputs["weight"], targets
-    expected = naive(*args, **keywords(inputs, **transform))
+    expected = naive(inputs, targets, transform)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_TOKENS", tile_tokens)
         patch.setitem(tiled_softmax.BLOCK_ELEMENTS, "cpu", block_elements)
-        options = {**transform, "entropy": entropy != "none", "tile_elements": tile_elements}
-        actual = linear_logprobs(*args, **keywords(inputs, **options))
+        options = {"entropy": entropy != "none", "tile_elements": tile_elements}
+        actual = linear_logprobs(Operands(**inputs), targets, transform, **options)
         if wanted:
             expected_grads = torch.autograd.grad(loss(*expected), wanted)
             for _ in range(2):
@@ -125,8 +111,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
 @pytest.mark.parametrize("num_tokens", [0, 7])
 def test_without_any_gradient_to_give_gradients_are_zero_and_not_none(num_tokens: int):
     inputs = make_inputs(num_tokens, bias=True, adapter=True)
-    args = inputs["hidden"], inputs["weight"], random_targets(num_tokens)
-    logprobs, _ = linear_logprobs(*args, **keywords(inputs))
+    logprobs, _ = linear_logprobs(Operands(**inputs), random_targets(num_tokens))
     (logprobs.sum() * 0).backward()
     for name, x in inputs.items():
         assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any(), name
@@ -134,14 +119,14 @@ def test_without_any_gradient_to_give_gradients_are_zero_and_not_none(num_tokens
 
 def test_a_target_beyond_the_vocabulary_is_not_a_number():
     inputs = make_inputs(3, bias=False, adapter=False)
-    logprobs, _ = linear_logprobs(inputs["hidden"], inputs["weight"], torch.tensor([0, VOCABULARY, -1]))
+    logprobs, _ = linear_logprobs(Operands(**inputs), torch.tensor([0, VOCABULARY, -1]))
     assert logprobs.isnan().tolist() == [False, True, True]
 
 
 def test_large_logits_keep_the_digits_of_small_logprobs():
     """Logits 8000 and 7995: as a difference from a logsumexp of 8000.0067 the result would be off by 2 %."""
     hidden, weight = torch.tensor([[80.0]]), torch.tensor([[100.0], [99.9375]])
-    logprobs, entropy = linear_logprobs(hidden, weight, torch.tensor([0]), entropy=True, tile_elements=1)
+    logprobs, entropy = linear_logprobs(Operands(hidden, weight), torch.tensor([0]), entropy=True, tile_elements=1)
     assert logprobs.item() == pytest.approx(-0.006715348, rel=1e-5)
     assert entropy.item() == pytest.approx(0.040179555, rel=1e-5)
 
@@ -157,7 +142,7 @@ def errors(compute: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]
     hidden, weight, targets = inputs
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     upstream = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
-    expected = naive(*exact, targets)[0]
+    expected = plain(*exact, targets)
     expected_grads = torch.autograd.grad((expected * upstream).sum(), exact)
     actual = compute(hidden, weight, targets)
     actual_grads = torch.autograd.grad((actual * upstream).sum(), (hidden, weight))
@@ -167,7 +152,7 @@ def errors(compute: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]
 
 
 def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return linear_logprobs(hidden, weight, targets, tile_elements=20_000)[0]
+    return linear_logprobs(Operands(hidden, weight), targets, tile_elements=20_000)[0]
 
 
 def test_float32():
@@ -180,25 +165,25 @@ def test_bfloat16_is_as_exact_as_whole_float32_logits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tiles, "TILE_TOKENS", 16)
     inputs = big_inputs(torch.bfloat16)
     value, grads = errors(tiled, inputs)
-    naive_value, naive_grads = errors(lambda h, w, y: naive(h.float(), w.float(), y)[0], inputs)
+    naive_value, naive_grads = errors(lambda h, w, y: plain(h.float(), w.float(), y), inputs)
     assert value < 1e-5 and naive_value < 1e-5
     assert all(mine < 1.01 * theirs for mine, theirs in zip(grads, naive_grads, strict=True))
 
 
 def test_rounded_logits_would_be_noticed():
     """Negative control: bfloat16 logits fail the test above by three orders of magnitude."""
-    value, _ = errors(lambda h, w, y: naive(h, w, y)[0], big_inputs(torch.bfloat16))
+    value, _ = errors(plain, big_inputs(torch.bfloat16))
     assert value > 1e-2
 
 
 def test_autocast_decides_nothing():
     inputs = big_inputs(torch.float32)
-    plain, plain_grads = errors(tiled, inputs)
+    without, without_grads = errors(tiled, inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value, grads = errors(tiled, inputs)
-        logits = head_logits(*inputs[:2])
-    assert plain < 1e-5 and max(plain_grads) < 1e-5  # under autocast float64's products are bfloat16's too
-    assert torch.equal(logits, head_logits(*inputs[:2]))
+        logits = head_logits(Operands(*inputs[:2]))
+    assert without < 1e-5 and max(without_grads) < 1e-5  # under autocast float64's products are bfloat16's too
+    assert torch.equal(logits, head_logits(Operands(*inputs[:2])))
     assert value < 1e-5 and max(grads) < 1e-5
 
 
@@ -250,7 +235,8 @@ def test_no_more_than_a_tile_exists_at_a_time(tile_elements: int, dtype: torch.d
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
         (logprobs, _), largest, num_large = count_large(
-            lambda: linear_logprobs(hidden, weight, targets, entropy=entropy, tile_elements=tile_elements), small
+            lambda: linear_logprobs(Operands(hidden, weight), targets, entropy=entropy, tile_elements=tile_elements),
+            small,
         )
     assert sum(saved) == hidden.numel() + weight.numel() + (3 if entropy else 2) * 256
     weights_cast = dtype == torch.bfloat16 and is_one
@@ -263,7 +249,7 @@ def test_no_more_than_a_tile_exists_at_a_time(tile_elements: int, dtype: torch.d
 def test_keeping_whole_logits_would_be_noticed():
     """Negative control of the test above."""
     hidden, weight, targets = big_inputs(torch.float32, num_tokens=256)
-    _, largest, num_large = count_large(lambda: naive(hidden, weight, targets), 1 << 14)
+    _, largest, num_large = count_large(lambda: plain(hidden, weight, targets), 1 << 14)
     assert largest == 256 * 1000 and num_large > 1
 
 
@@ -283,7 +269,7 @@ def test_frozen_parts_and_entropy_without_gradient_cost_nothing():
     def products(*, entropy: bool, tile_elements: int, live: int, **wanted: bool) -> tuple[int, int]:
         hidden.requires_grad_(wanted["hidden"])
         weight.requires_grad_(wanted["weight"])
-        logprobs, _ = linear_logprobs(hidden, weight, targets, entropy=entropy, tile_elements=tile_elements)
+        logprobs, _ = linear_logprobs(Operands(hidden, weight), targets, entropy=entropy, tile_elements=tile_elements)
         with Products() as seen:
             logprobs[:live].sum().backward()
         return seen.count, seen.exps
@@ -309,41 +295,37 @@ def test_a_loss_with_gradients_made_in_forward(
     wanted = list(inputs.values())
     is_live = torch.rand(num_tokens) < live
     g, e = (torch.randn(num_tokens, dtype=torch.float64) * is_live for _ in range(2))
-    options = {**transform, "entropy": entropy != "none", "tile_elements": tile_elements}
 
-    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+    def token_loss(logprobs: Tensor, entropies: Tensor, tokens: slice) -> Tensor:
         losses = torch.zeros_like(logprobs) if entropy == "only gradient" else logprobs.exp() * g[tokens]
         return losses + entropies * e[tokens] if "only" in entropy or entropy == "gradient" else losses
 
-    args = inputs["hidden"], inputs["weight"], targets
-    logprobs, entropies = linear_logprobs(*args, **keywords(inputs, **options))
+    def compute() -> tuple[Tensor, Tensor]:
+        return linear_loss(Operands(**inputs), targets, token_loss, transform, tile_elements=tile_elements)
+
+    options = {"entropy": True, "tile_elements": tile_elements}
+    logprobs, entropies = linear_logprobs(Operands(**inputs), targets, transform, **options)
     expected = token_loss(logprobs, entropies, slice(None)).sum()
     expected_grads = torch.autograd.grad(expected * 4.0, wanted)
-    actual = linear_loss(*args, token_loss, **keywords(inputs, **options))
-    again = linear_loss(*args, token_loss, **keywords(inputs, **options))
-    (actual.loss * 3.0 + again.loss).backward()
+    (loss, actual), (again, _) = compute(), compute()
+    (loss * 3.0 + again).backward()
     close = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close([x.grad for x in wanted], list(expected_grads), **close)
-    torch.testing.assert_close(actual.loss, expected, **close)
-    torch.testing.assert_close(actual.logprobs, logprobs, **close)
-    assert not actual.logprobs.requires_grad
-    if entropies is None:
-        assert actual.entropy is None
-    else:
-        torch.testing.assert_close(actual.entropy, entropies, **close)
-        assert not actual.entropy.requires_grad
+    torch.testing.assert_close(loss, expected, **close)
+    torch.testing.assert_close(actual, logprobs, **close)
+    assert not actual.requires_grad
     with torch.no_grad():
-        assert linear_loss(*args, token_loss, **keywords(inputs, **options)).loss == actual.loss
+        assert compute()[0] == loss
 
 
 def test_a_loss_with_gradients_made_in_forward_in_bfloat16():
     """Also bfloat16 gradients that add up over calls are as exact as those of `linear_logprobs`."""
     hidden, weight, targets = big_inputs(torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    (naive(*exact, targets)[0].sum() * -4).backward()
+    (plain(*exact, targets).sum() * -4).backward()
     mistakes = []
     for compute in (
-        lambda: linear_loss(hidden, weight, targets, lambda logprobs, *_: -logprobs, tile_elements=20_000).loss,
+        lambda: linear_loss(Operands(hidden, weight), targets, lambda logprobs, *_: -logprobs, tile_elements=20_000)[0],
         lambda: -tiled(hidden, weight, targets).sum(),
     ):
         hidden.grad = weight.grad = None
@@ -359,10 +341,10 @@ def test_the_loss_makes_each_tile_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(tiled_softmax.BLOCK_ELEMENTS, "cpu", 512)
     hidden, weight, targets = big_inputs(torch.float32, num_tokens=256)
 
-    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+    def token_loss(logprobs: Tensor, entropies: Tensor, tokens: slice) -> Tensor:
         return logprobs
 
-    compute = lambda: linear_loss(hidden, weight, targets, token_loss, tile_elements=1 << 17)  # noqa: E731
+    compute = lambda: linear_loss(Operands(hidden, weight), targets, token_loss, tile_elements=1 << 17)  # noqa: E731
     (loss, *_), largest, num_large = count_large(compute, weight.numel())
     assert largest == 131_000 and num_large == 1  # [131, V]
     _, largest, _ = count_large(loss.backward, 0)
@@ -378,12 +360,12 @@ def test_tiles_of_a_loss_fill_a_gpu(monkeypatch: pytest.MonkeyPatch):
     def sizes(device: str, num_tokens: int, vocabulary: int) -> list[int]:
         spans = []
 
-        def token_loss(logprobs: Tensor, _: Tensor | None, tokens: slice) -> Tensor:
+        def token_loss(logprobs: Tensor, _: Tensor, tokens: slice) -> Tensor:
             spans.append(tokens.stop - tokens.start)
             return logprobs
 
         hidden, weight = (torch.zeros(n, 1, device=device) for n in (num_tokens, vocabulary))
-        linear_loss(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64, device=device), token_loss)
+        linear_loss(Operands(hidden, weight), torch.zeros(num_tokens, dtype=torch.int64, device=device), token_loss)
         return spans
 
     assert sizes("meta", 2500, 151_936) == [1024, 1024, 452]  # stands for a GPU: computes nothing

@@ -147,13 +147,13 @@ def test_an_unknown_head_falls_back_to_the_models_own_logits():
 
 def test_a_backward_that_is_wrong_is_found_when_the_policy_is_made(monkeypatch: pytest.MonkeyPatch):
     """Outputs alone would not tell: a prompt gets no gradient from its completions."""
-    attend_backward = cascade.attend_backward
+    backward = cascade._DenseKernel.backward
 
-    def detached(*args, causal: bool = False, **kwargs):
-        grads = attend_backward(*args, causal=causal, **kwargs)
-        return grads if causal else (grads[0], *(torch.zeros_like(g) for g in grads[1:]))
+    def detached(*args):
+        grads = backward(*args)
+        return grads if args[-1].causal else (grads[0], *(torch.zeros_like(g) for g in grads[1:]))
 
-    monkeypatch.setattr(cascade, "attend_backward", detached)
+    monkeypatch.setattr(cascade._DenseKernel, "backward", detached)
     policy = make_policy(dtype=torch.float64)
     assert policy.layout == "packed"
     assert policy.traits.reason.startswith("a row with shared prompts gives other gradients than the model")

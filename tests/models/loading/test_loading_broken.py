@@ -44,12 +44,12 @@ def test_a_truncated_file(folder):
     file = folder / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    what = f"it has {size - 1} bytes, expected {size}. Copy or download it again"
+    what = f"it has {size - 1} bytes, expected {size}; copy or download it again"
     assert refusal(folder) == f"model.path: {file} is truncated: {what}"
     os.truncate(file, 100)
     assert "is truncated: it has 100 bytes, but its header ends at byte" in refusal(folder)
     os.truncate(file, 0)
-    assert refusal(folder) == f"model.path: {file} (0 bytes) is not a safetensors file. Copy or download it again"
+    assert refusal(folder) == f"model.path: {file} (0 bytes) is not a safetensors file; copy or download it again"
 
 
 def test_a_truncated_shard(sharded):
@@ -91,7 +91,7 @@ def test_a_tensor_whose_bytes_are_not_its_shape(folder):
 def test_a_git_lfs_pointer(folder, sharded, name):
     (folder / "model.safetensors").unlink(missing_ok=True)
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 988097824\n")
-    assert f"{name} is a git-lfs pointer, not the file itself. Run `git lfs pull`" in refusal(folder)
+    assert f"{name} is a git-lfs pointer, not the file itself; run `git lfs pull`" in refusal(folder)
 
 
 def test_an_index_that_is_not_one(sharded):
@@ -106,11 +106,11 @@ def test_an_index_and_its_files(sharded):
     first = sorted(sharded.glob("*.safetensors"))[0]
     (sharded / "elsewhere").mkdir()
     first.rename(sharded / "elsewhere" / first.name)
-    assert f"1 of them are missing: {first.name}. Copy them into the folder" in refusal(sharded)
+    assert f"1 of them are missing: {first.name}; copy them into the folder" in refusal(sharded)
     (sharded / "elsewhere" / first.name).rename(first)
     names["weight_map"]["model.layers.7.extra"] = first.name
     index.write_text(json.dumps(names))
-    assert "names 1 tensors that are not in its files: model.layers.7.extra." in refusal(sharded)
+    assert "names 1 tensors that are not in its files: model.layers.7.extra;" in refusal(sharded)
 
 
 def test_a_config_that_is_not_an_object(folder):

@@ -16,7 +16,7 @@ from cohort.config import Config, ModelConfig, config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine import TrainEngine
 from cohort.engine.optimizer_offload import OffloadedUpdates
-from cohort.errors import RankDesyncError, UserError
+from cohort.errors import DoesNotFitError, UserError
 from cohort.launch import local
 from cohort.models import LoadRequest, load_policy, load_tokenizer, saved_bytes
 from cohort.models.offload.master_weights import MasterWeights
@@ -51,7 +51,7 @@ def test_a_state_on_the_host_takes_no_room_of_the_device(folder: str, mode: str,
     if mode in ON_HOST:
         assert engine.fits(sequences[:1], algorithm.policy_loss)
     else:
-        with pytest.raises(RankDesyncError, match=r"1000000000\.0 GB for the optimizer's state"):
+        with pytest.raises(DoesNotFitError, match=r"1000000000\.0 GB for the optimizer's state"):
             engine.fits(sequences[:1], algorithm.policy_loss)
 
 

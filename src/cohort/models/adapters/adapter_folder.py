@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cohort.config import AdapterConfig, ModelConfig, Quantization
 from cohort.errors import UserError
 from cohort.models.adapters.base_fingerprint import BASE_FINGERPRINT, base_fingerprint, check_base
-from cohort.models.loading.safetensors_files import StoredTensor, few, stored_file
+from cohort.models.loading.safetensors_files import StoredTensor, few, stored_weights
 from cohort.models.routers import find_routers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -59,7 +59,7 @@ def adapter_spec(config: ModelConfig, model: Any, *, download: bool = False) -> 
 
     Args:
         config: the `model` section, with an adapter.
-        model: from `meta_model`; only a sample of its weights is read, for the fingerprint.
+        model: result of `meta_model`; only a sample of its weights is read, for the fingerprint.
         download: fetch missing files from the hub; otherwise the fingerprint may be None.
 
     Raises:
@@ -77,9 +77,8 @@ def adapter_spec(config: ModelConfig, model: Any, *, download: bool = False) -> 
             if rank > limit:
                 out, into = layers[name].weight.shape
                 raise UserError(
-                    f"model.adapter.rank: {rank} exceeds the size of layer {name} ({out} x {into}). Use at most "
-                    f"{limit}, or "
-                    f"other targets"
+                    f"model.adapter.rank: {rank} exceeds the size of layer {name} ({out} x {into}); use at "
+                    f"most {limit}, or other targets"
                 )
     else:
         saved, stored = _read_config(Path(adapter.path)), _stored(Path(adapter.path), _FIELD)
@@ -90,7 +89,7 @@ def adapter_spec(config: ModelConfig, model: Any, *, download: bool = False) -> 
         if "targets" in adapter.model_fields_set and set(modules) != set(wanted):
             raise UserError(
                 f"model.adapter.targets: {adapter.targets} does not match the layers of the adapter at {adapter.path} "
-                f"({few(set(modules) - set(wanted)) or 'fewer'}). Remove targets"
+                f"({few(set(modules) - set(wanted)) or 'fewer'}); remove targets"
             )
     spec = AdapterSpec(
         rank=rank,
@@ -109,8 +108,7 @@ def adapter_spec(config: ModelConfig, model: Any, *, download: bool = False) -> 
     if spec.dora and config.quantization is not None:
         raise UserError(
             f"model.quantization: {config.quantization} does not work with model.adapter.dora: true, which would "
-            f"dequantize "
-            f"every weight in each forward pass to compute its norms. Use dora: false"
+            f"dequantize every weight in each forward pass to compute its norms; use dora: false"
         )
     return spec
 
@@ -157,7 +155,7 @@ def with_base(config: ModelConfig) -> ModelConfig:
     base = _read_config(Path(config.path), "model.path").get("base_model_name_or_path")
     if not base:
         raise UserError(
-            f"model.path: {config.path!r} is an adapter that does not name its base model. Set "
+            f"model.path: {config.path!r} is an adapter that does not name its base model; set "
             f"base_model_name_or_path in its {CONFIG_FILE}"
         )
     return config.model_copy(update={"path": str(base), "adapter": AdapterConfig(path=config.path)})
@@ -223,8 +221,7 @@ def _find_targets(targets: Any, layers: Mapping[str, Any], model: Any) -> tuple[
         if confused := taken.intersection(matching):
             raise UserError(
                 f"model.adapter.targets: {target!r} is not supported: peft mistakes layers named like "
-                f"{min(confused)} for "
-                f"the fused experts of this model. Name others, such as q_proj and v_proj"
+                f"{min(confused)} for the fused experts of this model; name others, such as q_proj and v_proj"
             )
         chosen.update(matching)
     return tuple(name for name in layers if name in chosen)
@@ -267,7 +264,7 @@ def _read_config(folder: Path, field: str = _FIELD) -> dict[str, Any]:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{field}: {str(folder)!r} has no {CONFIG_FILE}. Give an adapter folder saved by peft"
+            f"{field}: {str(folder)!r} has no {CONFIG_FILE}; give an adapter folder saved by peft"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{field}: {file}: cannot read it: {error}") from error
@@ -288,8 +285,8 @@ def _stored(folder: Path, field: str) -> dict[str, StoredTensor]:
         UserError: the file is missing or damaged.
     """
     if not (folder / WEIGHTS_FILE).is_file():
-        raise UserError(f"{field}: {str(folder)!r} has no {WEIGHTS_FILE}. Give an adapter folder saved by peft")
-    return stored_file(folder / WEIGHTS_FILE, field=field)
+        raise UserError(f"{field}: {str(folder)!r} has no {WEIGHTS_FILE}; give an adapter folder saved by peft")
+    return stored_weights(folder / WEIGHTS_FILE, field=field)
 
 
 def _check_given(adapter: AdapterConfig, saved: Mapping[str, Any]) -> None:
@@ -302,9 +299,8 @@ def _check_given(adapter: AdapterConfig, saved: Mapping[str, Any]) -> None:
         given = getattr(adapter, key)
         if key in adapter.model_fields_set and given != value:
             raise UserError(
-                f"model.adapter.{key}: {given} contradicts the adapter at {adapter.path}, which has {value}. Remove "
-                f"{key}, or "
-                f"use {value}"
+                f"model.adapter.{key}: {given} contradicts the adapter at {adapter.path}, which has {value}; remove "
+                f"{key}, or use {value}"
             )
 
 

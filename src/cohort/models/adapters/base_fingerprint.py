@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cohort.errors import UserError
 from cohort.models.loading.meta_device import local_weights
-from cohort.models.loading.safetensors_files import StoredTensor
+from cohort.models.loading.safetensors_files import read_bytes
 
 BASE_FINGERPRINT = "base_fingerprint"  # key in the metadata of a saved adapter's weights; peft has no field for it
 _MAX_TENSORS, _SAMPLE_BYTES = 512, 4096  # at most 2 MiB of a model: fine-tuning changes all weights
@@ -35,7 +35,8 @@ def base_fingerprint(path: str, *, download: bool = False) -> str | None:
     for name, tensor in stored:
         sha256.update(f"{name} {tensor.shape} {tensor.stored_dtype}\n".encode())
     for _, tensor in stored[:: -(-len(stored) // _MAX_TENSORS)]:
-        sha256.update(_sample(tensor))
+        size = min(tensor.num_bytes, _SAMPLE_BYTES)
+        sha256.update(read_bytes(tensor, (tensor.num_bytes - size) // 2, size).numpy().data)
     return sha256.hexdigest()[:32]
 
 
@@ -47,11 +48,11 @@ def check_base(
     Passes if that cannot be determined: the adapter has no fingerprint, and its base is not on this machine.
 
     Args:
-        folder: of the adapter.
+        folder: adapter folder.
         saved: fingerprint in the adapter; None if it was saved by another program.
         named: path or id of the base in the adapter; None if it has none.
         base: path or id of the model.
-        fingerprint: of the model; None if its weights are not on this machine, or not in safetensors.
+        fingerprint: fingerprint of the model; None if its weights are not on this machine, or not in safetensors.
         field: configuration key that the message starts with.
 
     Raises:
@@ -61,7 +62,7 @@ def check_base(
         saved = _known(named)
         if (saved is None or fingerprint is None) and _is_id(named) and _is_id(base):
             raise UserError(
-                f"{field}: {str(folder)!r} is an adapter for {named!r}, but model.path is {base!r}. Use "
+                f"{field}: {str(folder)!r} is an adapter for {named!r}, but model.path is {base!r}; use "
                 f"model.path={named}, or if both are the same model, set base_model_name_or_path to {base!r} in its "
                 f"adapter_config.json"
             )
@@ -70,8 +71,7 @@ def check_base(
         use = f"model.path={named}" if named is not None and named != base else "the model it was trained on"
         raise UserError(
             f"{field}: {str(folder)!r} is an adapter for another model than {base!r}: it was trained on {origin}, "
-            f"which has "
-            f"other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}). Use {use}"
+            f"which has other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}); use {use}"
         )
 
 
@@ -85,12 +85,3 @@ def _known(path: str) -> str | None:
 def _is_id(path: str) -> bool:
     """Whether `path` is a hub id like org/name rather than a folder."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
-
-
-def _sample(tensor: StoredTensor) -> bytes:
-    try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start + max(0, tensor.num_bytes - _SAMPLE_BYTES) // 2)
-            return file.read(min(tensor.num_bytes, _SAMPLE_BYTES))
-    except OSError as error:
-        raise UserError(f"model.path: {tensor.file}: cannot read it: {error}") from error

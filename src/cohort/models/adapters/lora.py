@@ -32,10 +32,7 @@ from cohort.models.adapters.adapter_folder import (
 from cohort.models.adapters.base_fingerprint import BASE_FINGERPRINT
 from cohort.models.fsdp import local_rows
 
-_CURRENT, _START = (
-    "default",
-    "start",
-)  # peft's names for the trained adapter, and for a frozen copy of its initial weights
+_CURRENT, _START = "default", "start"  # the trained adapter and a frozen copy of its initial weights, in peft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +48,18 @@ class AdapterInit:
 class Adapter:
     """A LoRA adapter, added in place to the layers of a model."""
 
-    def __init__(self, model: Any, start: AdapterInit, *, trainable: bool):
+    def __init__(self, model: Any, init: AdapterInit, *, trainable: bool):
         """Add the adapter with uninitialized weights. Call `initialize` once the base weights are loaded.
 
         Args:
-            model: on any device, including meta; its weights are frozen. Layers that it lacks are skipped.
-            start: the adapter and its initial weights.
+            model: a model on any device, including meta; its weights are frozen. Layers that it lacks are skipped.
+            init: the adapter and its initial weights.
             trainable: whether the adapter requires gradients.
         """
         self.model = model
-        self.spec = start.spec
-        self._values: AdapterInit | None = start  # until `initialize`
-        self._keeps_start = start.reference is not None
+        self.spec = init.spec
+        self._values: AdapterInit | None = init  # until `initialize`
+        self._keeps_start = init.reference is not None
         model.requires_grad_(False)
         self._inject(_CURRENT)
         if self._keeps_start:
@@ -105,7 +102,7 @@ class Adapter:
 
         Args:
             folder: created if missing.
-            weights: from `full_weights`.
+            weights: result of `full_weights`.
         """
         from safetensors.torch import save_file
 
@@ -171,8 +168,7 @@ class Adapter:
             if not norms.all():
                 raise UserError(
                     f"model.adapter.dora: true needs rows with a direction, but {int((norms == 0).sum())} rows of "
-                    f"{module} "
-                    f"are 0. Remove {module.rpartition('.')[-1]} from model.adapter.targets"
+                    f"{module} are 0; remove {module.rpartition('.')[-1]} from model.adapter.targets"
                 )
             return norms
         digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
@@ -203,8 +199,8 @@ def adapter_init(
         config: the `model` section, with an adapter.
         checkpoint: adapter to resume from, if any.
         keep_reference: also keep the weights that the run started from, for the reference policy.
-        seed: for new weights.
-        model: from `meta_model`.
+        seed: seed of new weights.
+        model: result of `meta_model`.
         download: fetch missing files of the base model from the hub.
 
     Raises:

@@ -87,7 +87,7 @@ def _plan(model: Any, spec: AdapterSpec, stored: Mapping[str, StoredTensor], bas
         found = next((n for n in (name, name.removeprefix(f"{model.base_model_prefix}.")) if n in stored), None)
         if found is None or stored[found].dtype is None or not stored[found].dtype.is_floating_point:  # type: ignore[union-attr]
             raise UserError(
-                f"{base!r}: cannot merge into {module}, whose weight is not stored as a plain tensor. Use peft's "
+                f"{base!r}: cannot merge into {module}, whose weight is not stored as a plain tensor; use peft's "
                 f"merge_and_unload and save the model"
             )
         return found

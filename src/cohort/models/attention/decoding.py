@@ -5,7 +5,7 @@ other completions in one dense block, and to its own completion. The two are mer
 inference (https://flashinfer.ai/2024/02/02/cascade-inference.html).
 
 R rows (completions), B prompts of a block, G most rows per prompt, P longest prompt, C tokens of the completions so
-far, H query heads, K key heads, D head size.
+far, H query heads, K key heads, D head size; for attention in general N sequences, L queries, S keys.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -109,7 +109,7 @@ class DecodeBatch:
             blocks: filled caches of the prompts.
             rows: indices of the completions of each prompt of each block; together 0 .. R - 1.
             limit: maximum cached tokens of a completion.
-            device: of the model.
+            device: device of the model.
         """
         self._prompts: list[tuple[PromptCache, Sequence[np.ndarray]]] = list(zip(blocks, rows, strict=True))
         self._limit = limit

@@ -22,13 +22,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
 
 _BLOCK = 128  # block size of the mask, in queries and keys
-# Shorter rows are padded: sizes of 1 are specialised, and fewer queries than a block take another code path.
+# Shorter rows are padded: sizes of 1 are specialized, and fewer queries than a block take another code path.
 _MIN_TOKENS = 2 * _BLOCK
 _masks: WeakKeyDictionary[AttentionMetadata, tuple[Tensor, ...]] = WeakKeyDictionary()
 
 
 class _Spec(NamedTuple):
-    """What a kernel is specialised for."""
+    """What a kernel is specialized for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -138,11 +138,8 @@ def mask_tensors(attn_metadata: AttentionMetadata) -> tuple[Tensor, ...]:
 
 def _key_ranges(attn_metadata: AttentionMetadata) -> tuple[np.ndarray, ...]:
     """For each query: first key of its segment, itself, first key and end of its parent (0 and 0 without one)."""
-    lengths, parents, num_before = (
-        np.asarray(attn_metadata.lengths),
-        np.asarray(attn_metadata.parents),
-        attn_metadata.prefix_tokens,
-    )
+    lengths, parents = np.asarray(attn_metadata.lengths), np.asarray(attn_metadata.parents)
+    num_before = attn_metadata.prefix_tokens
     starts = num_before + np.cumsum(lengths) - lengths
     first_of_parent = np.where(parents >= 0, starts[parents], 0)
     of_segments = starts, first_of_parent, first_of_parent + np.asarray(attn_metadata.parent_lengths)
@@ -165,12 +162,10 @@ def _blocks(attn_metadata: AttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
             some[block, (num_before + start) // _BLOCK : last_seen // _BLOCK + 1] = True
         for block in range(inner.start, inner.stop):
             full[block, -(-(num_before + start) // _BLOCK) : (num_before + block * _BLOCK + 1) // _BLOCK] = True
-        if parent >= 0 or parent == CACHED_PREFIX:
-            begin, stop = (
-                (0, num_before)
-                if parent == CACHED_PREFIX
-                else num_before + ends[parent] - [attn_metadata.lengths[parent], 0]
-            )
+        if parent != NO_PARENT:
+            begin, stop = 0, num_before
+            if parent != CACHED_PREFIX:
+                begin, stop = num_before + ends[parent] - [attn_metadata.lengths[parent], 0]
             some[first : last + 1, begin // _BLOCK : (stop - 1) // _BLOCK + 1] = True
             full[inner, -(-begin // _BLOCK) : stop // _BLOCK] = True
     return some, full

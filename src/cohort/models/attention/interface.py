@@ -66,7 +66,7 @@ def attention(
         key: [1, key heads, S, dim].
         value: [1, key heads, S, dim].
         attention_mask: ignored if packed or decoding.
-        attn_metadata: of a packed row.
+        attn_metadata: metadata of a packed row.
         prefix: keys and values of the cached prefix.
         captured: filled with the keys and values of the layer, unless it has them (layers may be rerun in backward).
         decoding: batches of completions; the row has one new token of each.

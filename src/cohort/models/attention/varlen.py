@@ -6,6 +6,7 @@ Keys of a parent are not copied. The kernel returns 16-bit outputs, so each part
 T queries and K keys.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cohort.attention_mask import AttentionMetadata, VarlenBlock
-from cohort.models.attention.cascade import KeyValue, cascade_with
+from cohort.models.attention.cascade import KeyValue, Span, cascade_with
 
 # Called directly, since the backward of `torch.nn.attention.varlen` does not take merged log-sum-exps.
 _flash = torch.ops.aten._flash_attention_forward
@@ -30,58 +31,34 @@ def varlen(
     scale: float,
 ) -> Tensor:
     """Attention of a packed row, see `cascade`. Query and value heads must have the same size."""
-    return cascade_with(query, key, value, attn_metadata.varlen, _FlashKernel(), prefix=prefix, scale=scale)
+    return cascade_with(_FlashKernel(scale), query, key, value, attn_metadata.varlen, prefix)
 
 
+@dataclass(frozen=True, slots=True)
 class _FlashKernel:
     """The varlen kernel on queries [T, query heads, dim] and keys [K, key heads, dim]."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        queries: VarlenBlock,
-        keys: VarlenBlock,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
-        out, lse, *_ = _flash(query, key, value, *lengths, 0.0, causal, False, scale=scale, **_options())
+    scale: float
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, span: Span[VarlenBlock]) -> tuple[Tensor, Tensor]:
+        lengths = _lengths(span)
+        out, lse, *_ = _flash(query, key, value, *lengths, 0.0, span.causal, False, scale=self.scale, **_options())
         return out, lse.T
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        queries: VarlenBlock,
-        keys: VarlenBlock,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, span: Span[VarlenBlock]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused random state
+        tensors = (grad, query, key, value, out, lse.T.contiguous())
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state of dropout
         grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse.T.contiguous(),
-            *lengths,
-            0.0,
-            causal,
-            no_dropout,
-            no_dropout[:0],
-            scale=scale,
+            *tensors, *_lengths(span), 0.0, span.causal, unused, unused[:0], scale=self.scale
         )
         return grads
+
+
+def _lengths(span: Span[VarlenBlock]) -> tuple[Tensor, Tensor, int, int]:
+    queries, keys = span.queries, span.keys
+    return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
 
 
 @cache

@@ -15,11 +15,11 @@ from cohort.plan import tiles
 class Operands(NamedTuple):
     """Operands of the raw logits `hidden @ weight^T + features @ adapter^T + bias`."""
 
-    hidden: Tensor  # [T, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    features: Tensor | None  # [T, R]
-    adapter: Tensor | None  # [V, R]
+    hidden: Tensor  # [T, H] final hidden states
+    weight: Tensor  # [V, H], gathered (not a DTensor)
+    bias: Tensor | None = None  # [V]
+    features: Tensor | None = None  # [T, R] hidden states times the first factor of LoRA
+    adapter: Tensor | None = None  # [V, R] its second factor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +103,7 @@ class GradientSums(NamedTuple):
         """Make zero gradients in the dtype of logits.
 
         Args:
-            operands: of the head.
+            operands: operands of the head.
             wanted: whether each operand requires a gradient, in their order.
             by_vocabulary: each vocabulary slice is summed over all tokens in `vocab_slice`, so gradients of vocabulary
                 size can have the dtype of their operand.

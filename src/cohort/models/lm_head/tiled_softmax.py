@@ -31,8 +31,8 @@ class LogitTransform:
     """Transform of raw logits before the softmax: `softcap * tanh((raw + bias) * scale / softcap) / temperature`."""
 
     temperature: float = 1.0
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float = 1.0  # Cohere, Granite
+    softcap: float | None = None  # Gemma 2
 
     @property
     def inner(self) -> float:
@@ -60,6 +60,9 @@ class LogitTransform:
             logits = torch.tanh(logits, out=out)
             logits = torch.mul(logits, self.outer, out=out)
         return logits
+
+
+IDENTITY = LogitTransform()
 
 
 class OnlineSoftmax(NamedTuple):
@@ -110,10 +113,10 @@ def update_softmax(
 
     Args:
         tile_tv: [t, v] raw logits; unchanged.
-        running: of these t rows.
+        running: statistics of these t rows.
         columns_t: [t] int64, column of each target in the tile; outside [0, v) if it is in another tile.
         bias_v: [v] of the head for these columns.
-        transform: from raw logits to those of the softmax.
+        transform: maps raw logits to those of the softmax.
     """
     args = (tile_tv, running, columns_t, bias_v, transform)
     if not _run_fused("update_softmax", running.sum_exp_z is not None, *args):
@@ -137,7 +140,7 @@ def check_triton(device: torch.device, *, bias: bool, softcap: bool) -> None:
     """Check before a run whether the Triton kernels work on a GPU; otherwise warn and do not use them.
 
     Args:
-        device: of the tiles.
+        device: device of the tiles.
         bias: whether the head has a bias.
         softcap: whether the head has a softcap.
     """
@@ -229,11 +232,11 @@ def _update_softmax(
         new_maximum = torch.maximum(maximum, logits.amax(dim=1))
         change = maximum - new_maximum
         kept = change.exp()
-        centred = torch.sub(logits, new_maximum.unsqueeze(1), out=first)
-        exp = torch.exp(centred, out=first if sum_exp_z is None else second)
+        centered = torch.sub(logits, new_maximum.unsqueeze(1), out=first)
+        exp = torch.exp(centered, out=first if sum_exp_z is None else second)
         exp_sum = exp.sum(dim=1)
         if sum_exp_z is not None:
-            sum_exp_z.addcmul_(sum_exp, change).mul_(kept).add_(exp.mul_(centred).sum(dim=1))
+            sum_exp_z.addcmul_(sum_exp, change).mul_(kept).add_(exp.mul_(centered).sum(dim=1))
         sum_exp.mul_(kept).add_(exp_sum)
         maximum.copy_(new_maximum)
 

@@ -20,7 +20,7 @@ BLOCK = 4096  # columns per program and iteration: 16 KiB
 def update_softmax(
     tile_tv: Tensor, running: OnlineSoftmax, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
 ) -> None:
-    """See `logit_tiles.update_softmax`. One program per row."""
+    """See `tiled_softmax.update_softmax`. One program per row."""
     if not tile_tv.numel():
         return
     _softmax_kernel[(len(tile_tv),)](
@@ -46,7 +46,7 @@ def update_softmax(
 def logits_to_grad_(
     tile_tv: Tensor, rows: RowGradients, columns_t: Tensor, bias_v: Tensor | None, transform: LogitTransform
 ) -> None:
-    """See `logit_tiles.logits_to_grad_`. One program per row and block of columns."""
+    """See `tiled_softmax.logits_to_grad_`. One program per row and block of columns."""
     if not tile_tv.numel():
         return
     has_entropy = rows.entropy is not None and rows.entropy_grad is not None
@@ -106,10 +106,10 @@ def _softmax_kernel(
         new_maximum = tl.maximum(maximum, tl.max(tl.where(inside, z, float("-inf"))))
         change = maximum - new_maximum
         kept = tl.exp(change)
-        centred = z - new_maximum
-        exp = tl.where(inside, tl.exp(centred), 0.0)
+        centered = z - new_maximum
+        exp = tl.where(inside, tl.exp(centered), 0.0)
         if HAS_ENTROPY:
-            sum_exp_z = (sum_exp_z + sum_exp * change) * kept + tl.sum(exp * centred)
+            sum_exp_z = (sum_exp_z + sum_exp * change) * kept + tl.sum(exp * centered)
         sum_exp = sum_exp * kept + tl.sum(exp)
         maximum = new_maximum
     tl.store(maximums + row, maximum)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from cohort.config import ModelConfig
-from cohort.distributed import ALONE, Ranks, init_single_process_group
+from cohort.distributed import ALONE, Ranks
 from cohort.errors import UserError
 from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit, adapter_init
@@ -32,22 +32,23 @@ from cohort.models.offload.master_weights import MasterWeights, round_weights
 from cohort.models.policy import ModelTraits, Policy
 from cohort.models.quantization import check_quantization, loading_options, replace_quantized_layers
 from cohort.plan import defaults
+from cohort.rendezvous import init_single_process_group
 
 _Kind = TypeVar("_Kind", bound=Policy)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to load, and how. Derive the request of another model with `dataclasses.replace`."""
+    """A model to load, and how. Derive the request of another model with `dataclasses.replace`."""
 
     config: ModelConfig  # the `model` section; for a critic, with the critic's path
     _: KW_ONLY
-    device: torch.device  # of the weights
+    device: torch.device  # device of the weights
     tokenizer: Any  # for the padding token; used on rank 0 only
     trainable: bool = True  # False freezes all weights (reference model, evaluation)
     ranks: Ranks = ALONE
-    collectives: CollectiveCounter | None = None  # of the run; None with one rank
-    # of the run, None if unknown; sliding windows only matter for longer sequences
+    collectives: CollectiveCounter | None = None  # counter of the run; None with one rank
+    # longest sequence of the run, None if unknown; sliding windows only matter for longer sequences
     longest_sequence_tokens: int | None = None
     adapter_checkpoint: Path | None = None  # adapter to resume from
     keep_reference: bool = False  # keep the initial adapter for `as_reference`
@@ -79,7 +80,7 @@ def resolve_device(device: str) -> torch.device:
     resolved = torch.device(device)
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"hardware.device: {device!r}: this machine has {torch.cuda.device_count()} CUDA devices. Use auto or cpu"
+            f"hardware.device: {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
         )
     return torch.device("cuda", resolved.index or 0) if resolved.type == "cuda" else resolved
 
@@ -120,41 +121,30 @@ def load_critic(request: LoadRequest) -> Critic:
 
 
 def _load(kind: type[_Kind], request: LoadRequest) -> _Kind:
-    start = None
+    init = None
     if request.config.adapter is not None:
-        start = request.ranks.first(lambda: _adapter_start(request))
+        init = request.ranks.run_on_rank0(lambda: _adapter_init(request))
     if request.is_sharded:
-        return _load_sharded(kind, request, start)
+        return _load_sharded(kind, request, init)
     model = _load_unsharded(kind, request) if request.config.quantization is None else _load_quantized(kind, request)
-    adapter = _prepare(model, request, start)
-    if adapter is not None:
-        adapter.initialize()
-    master_weights = _split_master_weights(model, request)
-    return kind(
-        model,
-        device=request.device,
-        compute_dtype=request.compute_dtype,
-        pad_token_id=_pad_token_id(model, request.tokenizer),
-        adapter=adapter,
-        master_weights=master_weights,
-        longest_sequence_tokens=request.longest_sequence_tokens,
-    )
+    adapter = _prepare(model, request, init)
+    return _wrap(kind, model, request, adapter, pad_token_id=_pad_token_id(model, request.tokenizer))
 
 
-def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterInit | None) -> _Kind:
+def _load_sharded(kind: type[_Kind], request: LoadRequest, init: AdapterInit | None) -> _Kind:
     """Load a sharded model."""
     ranks, device = request.ranks, request.device
     assert ranks.world_size == 1 or request.collectives is not None, "several ranks need a collective counter"
     if ranks.world_size == 1:
         init_single_process_group(device)
     whole: list[Any] = []  # the full model, on rank 0, if ranks cannot read their rows
-    traits, pad, files = ranks.first(lambda: _inspect_model(kind, request, start, whole))
+    traits, pad, files = ranks.run_on_rank0(lambda: _inspect_model(kind, request, init, whole))
     model = _meta_model(kind, request.config)
     model.set_attn_implementation(traits.attention)
     sources = sources_on_all_ranks(request.config, model, files, ranks)
     if sources is None:
-        ranks.first(lambda: whole.extend([] if whole else [_load_with_adapter(kind, request, start)]))
-    adapter = _prepare(model, request, start)
+        ranks.run_on_rank0(lambda: whole.extend([] if whole else [_load_with_adapter(kind, request, init)]))
+    adapter = _prepare(model, request, init)
     sharding = Sharding(
         model,
         request.collectives or CollectiveCounter(),
@@ -169,24 +159,40 @@ def _load_sharded(kind: type[_Kind], request: LoadRequest, start: AdapterInit | 
         sharding.load(whole[0].state_dict() if whole else {}, dict(whole[0].named_buffers()) if whole else {})
     else:
         load_sharded_weights(sharding, sources, ranks)
+    return _wrap(kind, model, request, adapter, pad_token_id=pad, traits=traits, sharding=sharding)
+
+
+def _wrap(
+    kind: type[_Kind],
+    model: Any,
+    request: LoadRequest,
+    adapter: Adapter | None,
+    *,
+    pad_token_id: int,
+    traits: ModelTraits | None = None,
+    sharding: Sharding | None = None,
+) -> _Kind:
+    """Initialize the adapter of a loaded model, split off its master weights, and wrap it."""
     if adapter is not None:
         adapter.initialize()
     master_weights = _split_master_weights(model, request)
-    sharding.finalize()
+    if sharding is not None:
+        sharding.finalize()
     return kind(
         model,
-        device=device,
+        device=request.device,
         compute_dtype=request.compute_dtype,
-        pad_token_id=pad,
+        pad_token_id=pad_token_id,
         traits=traits,
         sharding=sharding,
         adapter=adapter,
         master_weights=master_weights,
+        longest_sequence_tokens=request.longest_sequence_tokens,
     )
 
 
 def _inspect_model(
-    kind: type[Policy], request: LoadRequest, start: AdapterInit | None, whole: list[Any]
+    kind: type[Policy], request: LoadRequest, init: AdapterInit | None, whole: list[Any]
 ) -> tuple[ModelTraits, int, str | None]:
     """Inspect the model on rank 0: traits, padding token, and a digest of the files if ranks can read their rows.
 
@@ -197,13 +203,13 @@ def _inspect_model(
     model = _meta_model(kind, request.config)
     sources = match_weights(model, local_weights(request.config.path, download=True))
     if sources is None:
-        model, device = _load_with_adapter(kind, request, start), torch.device("cpu")
+        model, device = _load_with_adapter(kind, request, init), torch.device("cpu")
         whole.append(model)
     else:
         keep_first_layers(model)
         load_model_weights(model, sources, device)
-        if start is not None:
-            Adapter(model, start, trainable=False)
+        if init is not None:
+            Adapter(model, init, trainable=False)
     pad = _pad_token_id(model, request.tokenizer)
     policy = kind(
         model,
@@ -242,7 +248,7 @@ def _meta_model(kind: type[Policy], config: ModelConfig) -> Any:
     return model
 
 
-def _adapter_start(request: LoadRequest) -> AdapterInit:
+def _adapter_init(request: LoadRequest) -> AdapterInit:
     return adapter_init(
         request.config,
         checkpoint=request.adapter_checkpoint,
@@ -253,20 +259,20 @@ def _adapter_start(request: LoadRequest) -> AdapterInit:
     )
 
 
-def _load_with_adapter(kind: type[Policy], request: LoadRequest, start: AdapterInit | None) -> Any:
+def _load_with_adapter(kind: type[Policy], request: LoadRequest, init: AdapterInit | None) -> Any:
     """Load the full model with transformers, with uninitialized adapter weights."""
     model = load_with_transformers(kind, request.config)
-    if start is not None:
-        Adapter(model, start, trainable=False)
+    if init is not None:
+        Adapter(model, init, trainable=False)
     return model
 
 
-def _prepare(model: Any, request: LoadRequest, start: AdapterInit | None) -> Adapter | None:
+def _prepare(model: Any, request: LoadRequest, init: AdapterInit | None) -> Adapter | None:
     """Set up training: freezing, the (uninitialized) adapter, and activation memory."""
-    model.requires_grad_(request.trainable and start is None)
+    model.requires_grad_(request.trainable and init is None)
     if request.trainable:
         freeze(model, request.config.freeze)
-    adapter = None if start is None else Adapter(model, start, trainable=request.trainable)
+    adapter = None if init is None else Adapter(model, init, trainable=request.trainable)
     model.train(request.trainable)
     if request.trainable:
         prepare_activations(model, request.config)

@@ -31,9 +31,9 @@ def load_model_weights(model: Any, sources: Mapping[str, WeightSource], device: 
     """Load the weights of a meta-device model, one tensor at a time, in the dtype of the model.
 
     Args:
-        model: from `meta_model`; layers may have been removed.
-        sources: by name in the model; a tensor without one becomes 0.
-        device: for weights and buffers.
+        model: result of `meta_model`; layers may have been removed.
+        sources: source of each tensor, by name in the model; a tensor without one becomes 0.
+        device: destination of weights and buffers.
 
     Raises:
         UserError: a file is truncated.
@@ -64,15 +64,15 @@ def load_sharded_weights(sharding: Sharding, sources: Mapping[str, WeightSource]
             if message is not None:
                 raise UserError(f"{message} (on rank {rank})")
 
-    ranks.first(raise_first)
+    ranks.run_on_rank0(raise_first)
 
 
 def _read_tensors(sources: Mapping[str, WeightSource], rows: Iterable[tuple[str, Tensor, int]]) -> None:
     """Read tensors from their sources; those without one become 0.
 
     Args:
-        sources: by name in the model.
-        rows: name of a tensor, destination of its rows, and the index of the first row.
+        sources: source of each tensor, by name in the model.
+        rows: for each tensor: name, destination of its rows, and the index of the first row.
     """
     for name, into, first_row in rows:
         source = sources.get(name)
@@ -96,14 +96,14 @@ def sources_on_all_ranks(
         with suppress(UserError):  # rank 0 reports damaged files
             sources = match_weights(model, local_weights(config.path))
     same = sources is not None and sources_digest(sources) == files
-    return sources if ranks.smallest(same) else None
+    return sources if ranks.all_reduce_min(same) else None
 
 
 def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: Any) -> Any:
     """Load the full model with transformers, by default in host memory.
 
     Args:
-        kind: Policy, or Critic, which resources the head.
+        kind: Policy, or Critic, which replaces the head.
         config: the `model` section.
         options: further arguments of `from_pretrained`.
 

@@ -77,7 +77,7 @@ def _check_not_quantized(own: Any, path: str) -> None:
     if how is not None:
         method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", how)
         raise UserError(
-            f"model.path: {path!r} is already quantized (quantization_config in config.json: {method}). Use the "
+            f"model.path: {path!r} is already quantized (quantization_config in config.json: {method}); use the "
             f"original model, with model.quantization to save memory"
         )
 

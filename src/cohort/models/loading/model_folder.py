@@ -24,12 +24,12 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
         looks_like_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
         if looks_like_id:
             return
-        raise UserError(f"{field}: {path!r}: no such folder. Give a model folder, or a Hugging Face id like org/name")
+        raise UserError(f"{field}: {path!r}: no such folder; give a model folder, or a Hugging Face id like org/name")
     if not folder.is_dir():
         raise UserError(f"{field}: {path!r} is a file; give the folder that holds config.json")
     if is_adapter_folder(folder):
         raise UserError(
-            f"{field}: {path!r} is an adapter, not a model. Give its base model, and this folder as model.adapter.path"
+            f"{field}: {path!r} is an adapter, not a model; give its base model, and this folder as model.adapter.path"
         )
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
@@ -44,13 +44,13 @@ def check_model_folder(path: str, *, field: str = "model.path") -> None:
         raise UserError(f"{field}: {path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
-            f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}). Copy the model's tokenizer files "
+            f"{field}: {path!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); copy the model's tokenizer files "
             f"into it (tokenizer.save_pretrained)"
         )
     check_embedding(stored_weights(folder, field=field), config, field=field)
 
 
-def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
+def load_tokenizer(config: ModelConfig) -> Any:
     """Load the tokenizer of a model.
 
     Raises:
@@ -58,9 +58,8 @@ def load_tokenizer(config: ModelConfig, *, field: str = "model.path") -> Any:
     """
     from transformers import AutoTokenizer
 
-    check_model_folder(config.path, field=field)
+    check_model_folder(config.path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises many types of errors
-        raise UserError(f"{field}: {config.path!r}: cannot load the tokenizer: {error}") from error
-    return tokenizer
+        raise UserError(f"model.path: {config.path!r}: cannot load the tokenizer: {error}") from error

@@ -59,30 +59,20 @@ class TensorInfo:
         return TensorInfo(name, _NAMES[dtype], shape, math.prod(shape) * dtype.itemsize)
 
 
-def stored_weights(folder: Path, *, field: str = "model.path") -> dict[str, StoredTensor]:
-    """List the tensors of a model folder by name, from the headers of its safetensors files; empty without any.
+def stored_weights(path: Path, *, field: str = "model.path") -> dict[str, StoredTensor]:
+    """List the tensors of a safetensors file, or of all those of a model folder, by name; empty without any.
 
     Raises:
         UserError: a file is missing, truncated or of another format; the message names it and starts with `field`.
     """
     try:
-        if (folder / SINGLE).is_file():
-            return _read_header(folder / SINGLE)
-        if (folder / INDEX).is_file():
-            return _read_shards(folder / INDEX)
+        if path.is_file():
+            return _read_header(path)
+        if (path / SINGLE).is_file():
+            return _read_header(path / SINGLE)
+        if (path / INDEX).is_file():
+            return _read_shards(path / INDEX)
         return {}
-    except (ValueError, OSError) as error:
-        raise UserError(f"{field}: {error}") from error
-
-
-def stored_file(path: Path, *, field: str) -> dict[str, StoredTensor]:
-    """List the tensors of one safetensors file by name.
-
-    Raises:
-        UserError: it is damaged; the message starts with `field`.
-    """
-    try:
-        return _read_header(path)
     except (ValueError, OSError) as error:
         raise UserError(f"{field}: {error}") from error
 
@@ -101,7 +91,7 @@ def check_embedding(weights: Mapping[str, StoredTensor], config: Mapping[str, An
     if rows < vocabulary or columns != hidden:  # models may have more rows than their vocabulary
         raise UserError(
             f"{field}: {embedding.file}: the embedding is {rows} x {columns}, but config.json says vocab_size "
-            f"{vocabulary} and hidden_size {hidden}. Weights and config.json do not belong together"
+            f"{vocabulary} and hidden_size {hidden}; weights and config.json do not belong together"
         )
 
 
@@ -125,39 +115,29 @@ def read_rows(stored: StoredTensor, into: Tensor, first_row: int) -> None:
     row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
     direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
     rows = into if direct else torch.empty(into.shape, dtype=stored.dtype)
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start + first_row * row_bytes)
-            _fill(file, rows.reshape(-1).view(torch.uint8))
-    except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
+    _read(stored, first_row * row_bytes, rows.reshape(-1).view(torch.uint8))
     if not direct:
         into.copy_(rows)
 
 
-def read_bytes(stored: StoredTensor) -> Tensor:
-    """Read the raw bytes of a tensor.
+def read_bytes(stored: StoredTensor, start: int = 0, num_bytes: int | None = None) -> Tensor:
+    """Read the raw bytes of a tensor, by default all of them.
 
     Raises:
         UserError: the file is truncated or cannot be read.
     """
-    whole = torch.empty(stored.num_bytes, dtype=torch.uint8)
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start)
-            _fill(file, whole)
-    except OSError as error:
-        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
-    return whole
+    part = torch.empty(stored.num_bytes if num_bytes is None else num_bytes, dtype=torch.uint8)
+    _read(stored, start, part)
+    return part
 
 
 def write_tensors(path: Path, described: Sequence[TensorInfo], tensors: Iterable[Tensor]) -> None:
     """Write a safetensors file, one tensor at a time.
 
     Args:
-        path: of the file.
+        path: the file to write.
         described: header entries of the tensors.
-        tensors: in the same order, from any device; raw bytes are allowed.
+        tensors: the tensors in the same order, on any device; raw bytes are allowed.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -182,14 +162,19 @@ def write_index(folder: Path, files: Mapping[str, Sequence[TensorInfo]]) -> None
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _fill(file: Any, place: Tensor) -> None:
-    """Fill a byte tensor from a file; a single read returns at most 2 GiB."""
-    view, done = place.numpy(), 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise OSError(f"{len(view) - done} bytes are missing; the file has changed since it was checked")
-        done += count
+def _read(stored: StoredTensor, start: int, into: Tensor) -> None:
+    """Fill a byte tensor with the bytes of a stored tensor from `start` on."""
+    view, done = into.numpy().data, 0
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start + start)
+            while done < len(view):  # a single read returns at most 2 GiB
+                count = file.readinto(view[done:])
+                if not count:
+                    raise OSError(f"{len(view) - done} bytes are missing; the file has changed since it was checked")
+                done += count
+    except OSError as error:
+        raise UserError(f"model.path: {stored.file}: cannot read it: {error}") from error
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
@@ -205,18 +190,18 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
         names = json.loads(text)["weight_map"]
         shards = sorted(set(names.values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is not a weights index ({error!r}). Copy it again") from None
+        raise ValueError(f"{index} is not a weights index ({error!r}); copy it again") from None
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise ValueError(
-            f"{index} names {len(shards)} files, but {len(missing)} of them are missing: {few(missing)}. Copy "
+            f"{index} names {len(shards)} files, but {len(missing)} of them are missing: {few(missing)}; copy "
             f"them into the folder"
         )
     held = {shard: _read_header(index.parent / shard) for shard in shards}
     absent = sorted(name for name, shard in names.items() if name not in held[shard])
     if absent:
         raise ValueError(
-            f"{index} names {len(absent)} tensors that are not in its files: {few(absent)}. Index and files do not "
+            f"{index} names {len(absent)} tensors that are not in its files: {few(absent)}; index and files do not "
             f"belong together"
         )
     return {name: held[shard][name] for name, shard in names.items()}
@@ -235,10 +220,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(_lfs_message(path))
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > _LARGEST_HEADER_BYTES:
-            raise ValueError(f"{path} ({size} bytes) is not a safetensors file. Copy or download it again")
+            raise ValueError(f"{path} ({size} bytes) is not a safetensors file; copy or download it again")
         if 8 + length > size:
             raise ValueError(
-                f"{path} is truncated: it has {size} bytes, but its header ends at byte {8 + length}. Copy or "
+                f"{path} is truncated: it has {size} bytes, but its header ends at byte {8 + length}; copy or "
                 f"download it again"
             )
         file.seek(8)
@@ -258,11 +243,11 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in entries.items()
         }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path}: its header is damaged ({error!r}). Copy or download it again") from None
+        raise ValueError(f"{path}: its header is damaged ({error!r}); copy or download it again") from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         what = "is truncated" if size < expected else "is longer than its header says"
-        raise ValueError(f"{path} {what}: it has {size} bytes, expected {expected}. Copy or download it again")
+        raise ValueError(f"{path} {what}: it has {size} bytes, expected {expected}; copy or download it again")
     for name, entry in entries.items():
         _check_extent(path, name, tensors[name], entry["data_offsets"])
     return tensors
@@ -274,12 +259,12 @@ def _check_extent(path: Path, name: str, tensor: StoredTensor, offsets: Any) -> 
     if begin < 0 or end < begin or (needed is not None and end - begin != needed):
         raise ValueError(
             f"{path}: its header is damaged: {name} of shape {list(tensor.shape)} in {tensor.stored_dtype} is in "
-            f"bytes {begin} to {end}. Copy or download it again"
+            f"bytes {begin} to {end}; copy or download it again"
         )
 
 
 def _lfs_message(path: Path) -> str:
-    return f"{path} is a git-lfs pointer, not the file itself. Run `git lfs pull` in its folder"
+    return f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
 
 
 def few(names: Iterable[str]) -> str:

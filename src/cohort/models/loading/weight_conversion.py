@@ -30,7 +30,7 @@ class ConvertedTensor:
     config: Any  # of the model
 
     def read_rows(self, into: Tensor, first_row: int) -> None:
-        """Convert and read rows, see `weights.read_rows`. Stacked tensors are converted one row at a time.
+        """Convert and read rows, see `safetensors_files.read_rows`. Stacked tensors are converted one row at a time.
 
         Raises:
             UserError: a file is truncated or cannot be read, or the result does not fit the model.
@@ -69,7 +69,7 @@ def map_to_model(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, St
     """Map stored tensors to the names of the model's tensors, converted where necessary.
 
     Args:
-        model: from `meta_model`.
+        model: result of `meta_model`.
         stored: tensors by name in the files.
 
     Returns:
@@ -155,6 +155,6 @@ def _put(into: Tensor, made: Tensor, first_row: int, of: ConvertedTensor) -> Non
         file = next(iter(of.sources.values()))[0].file
         raise UserError(
             f"model.path: {file}: {of.name} has rows of shape {list(made.shape[1:])}, but config.json says "
-            f"{list(into.shape[1:])}. Weights and config.json do not belong together"
+            f"{list(into.shape[1:])}; weights and config.json do not belong together"
         )
     into.copy_(made[first_row : first_row + len(into)])

@@ -32,9 +32,8 @@ def check_offload(config: ModelConfig, device: torch.device) -> None:
     """
     if config.activation_offload and device.type == "cpu":
         raise UserError(
-            "model.activation_offload: true has no effect on CPU, where activations already are in host memory. "
-            "Remove it, "
-            "or save memory with model.gradient_checkpointing: true (or selective)"
+            "model.activation_offload: true has no effect on CPU, where activations already are in host memory; "
+            "remove it, or save memory with model.gradient_checkpointing: true (or selective)"
         )
 
 
@@ -117,7 +116,7 @@ def enable_offload(model: Any, *, device_type: str = "cuda", min_bytes: int = _M
     if not layers:
         raise UserError(
             "model.activation_offload: true is not supported by this model, which does not name its layers "
-            "(_no_split_modules). Remove it, or set model.gradient_checkpointing: true"
+            "(_no_split_modules); remove it, or set model.gradient_checkpointing: true"
         )
     for layer in layers:
         layer.register_forward_pre_hook(offload.enter)
@@ -126,7 +125,7 @@ def enable_offload(model: Any, *, device_type: str = "cuda", min_bytes: int = _M
 
 
 class ActivationOffload:
-    """Moves saved activations to host memory, and back before backward needs them.
+    """Move saved activations to host memory, and back before backward needs them.
 
     A storage is moved once, however many of its views are saved. On CUDA, copies in each direction have their own
     stream and overlap with computation; storages are prefetched in backward order. Host memory is pinned and reused by

@@ -16,15 +16,15 @@ class MasterWeights:
 
     Attributes:
         tree: empty modules that hold the master weights under their names in the model.
-        dtype: of the first weight. Models may keep a few weights in a wider dtype.
+        dtype: dtype of the first weight. Models may keep a few weights in a wider dtype.
     """
 
     def __init__(self, model: Any, compute_dtype: torch.dtype):
         """Copy the weights of `model` to the host, and round those of the model.
 
         Args:
-            model: with loaded weights, not used yet. If sharded, before FSDP2 has inspected its dtypes.
-            compute_dtype: of the weights left in the model.
+            model: a loaded model, not used yet. If sharded, FSDP2 must not have inspected its dtypes.
+            compute_dtype: dtype of the weights left in the model.
         """
         self.tree = nn.Module()
         for name, parameter in model.named_parameters():

@@ -26,8 +26,8 @@ class PinnedMemory:
         """Allocate memory, and pin it if the device is a GPU. Warn if the driver refuses.
 
         Args:
-            num_bytes: from `bytes_for`.
-            device: that copies from and to it.
+            num_bytes: result of `bytes_for`.
+            device: device that copies from and to it.
         """
         whole = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)  # its pages are not shared with other allocations
         start = -whole.ctypes.data % mmap.PAGESIZE
@@ -104,8 +104,7 @@ def _register(whole: np.ndarray, address: int, num_bytes: int, device: torch.dev
     _clear_error(device)
     warnings.warn(
         f"{num_bytes / 1e9:.1f} GB of host memory could not be pinned (cudaHostRegister error {status}), so copies "
-        f"to and "
-        f"from the GPU are slower. Check the limit on locked memory (ulimit -l)",
+        f"to and from the GPU are slower; check the limit on locked memory (ulimit -l)",
         stacklevel=2,
     )
 

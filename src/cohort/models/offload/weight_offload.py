@@ -16,8 +16,8 @@ class OffloadedWeights:
         """Move the weights to the host.
 
         Args:
-            model: not sharded.
-            device: that it computes on.
+            model: a model that is not sharded.
+            device: device that it computes on.
         """
         self._device = device
         self._tensors = [*model.parameters(), *model.buffers()]  # tied ones once

@@ -37,7 +37,7 @@ def stream_weights(policy: Policy, dtype: torch.dtype | None = None) -> Iterator
     Sharded weights are gathered one at a time, or together if a saved tensor is made of several.
 
     Args:
-        policy: to stream the weights of.
+        policy: source of the weights.
         dtype: cast floating-point weights to it before gathering; None keeps the dtype of the (master) weights.
     """
     with torch.no_grad():

@@ -22,16 +22,13 @@ from cohort.models.policy import Policy
 from cohort.models.saving.export_weights import TensorSpec, stream_weights, weight_specs
 
 
-def _silent(done: int, total: int) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """Options of saving weights."""
 
     max_shard_bytes: int = 5 * 10**9  # of a file; larger tensors have a file of their own
-    on_progress: Callable[[int, int], None] = _silent  # called on rank 0 with bytes written and total
+    # called on rank 0 with bytes written and total
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
 
 def save_policy(
@@ -60,7 +57,7 @@ def save_policy(
                     policy.model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
-    _on_first(ranks, folder, save_configs)
+    _on_rank0(ranks, folder, save_configs)
     if adapter is None:
         _save_weights(policy, folder, ranks, save_options or SaveOptions())
 
@@ -69,7 +66,7 @@ def plan_files(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, l
     """Assign tensors to files, in order, up to `max_shard_bytes` each.
 
     Args:
-        specs: of all tensors.
+        specs: all tensors to write.
         max_shard_bytes: maximum size of a file's tensors; a larger tensor gets its own file.
     """
     files: list[list[TensorInfo]] = []
@@ -105,30 +102,30 @@ def _save_weights(policy: Policy, folder: Path, ranks: Ranks, save_options: Save
         part = islice(stream, len(tensors))
         # all ranks gather the tensors of a file even if writing fails, then agree on whether to go on
         write = partial(write_tensors, folder / file, tensors, with_progress(part))
-        _on_first(ranks, folder, write, meanwhile=partial(deque, part, maxlen=0))
+        _on_rank0(ranks, folder, write, meanwhile=partial(deque, part, maxlen=0))
     if len(files) > 1:
-        _on_first(ranks, folder, partial(write_index, folder, files))
+        _on_rank0(ranks, folder, partial(write_index, folder, files))
 
 
-def _on_first(
+def _on_rank0(
     ranks: Ranks, folder: Path, write: Callable[[], None], *, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
     """Call `write` on rank 0. If it fails, raise on all ranks.
 
     Args:
         ranks: all of them call this.
-        folder: that is written to.
-        write: called on rank 0.
-        meanwhile: called on all ranks; on rank 0 after `write`, even if that failed.
+        folder: destination, for the error message.
+        write: writes the files; called on rank 0.
+        meanwhile: work of all ranks; on rank 0 after `write`, even if that failed.
     """
     problem: BaseException | None = None
     try:
-        if ranks.is_first:
+        if ranks.is_rank0:
             write()
     except BaseException as error:
         problem = error
     meanwhile()
-    succeeded = ranks.smallest(problem is None)
+    succeeded = ranks.all_reduce_min(problem is None)
     if problem is not None:
         raise problem
     if not succeeded:

@@ -62,9 +62,9 @@ class IpcBuffer:
                 staged.append((name, place.copy_(tensor.detach())))
                 del tensor
             self._synchronize()  # the servers' streams do not wait for this one
-            self._ranks.largest(0)
+            self._ranks.all_reduce_max(0)
             yield from staged
-            self._ranks.largest(0)  # servers may read the other ranks' buffers until here
+            self._ranks.all_reduce_max(0)  # servers may read the other ranks' buffers until here
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
