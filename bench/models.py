@@ -36,12 +36,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cohort.batch import LossInputs, LossOutput
-from cohort.checkpoint import save_model
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
 from cohort.distributed import ALONE, Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
-from cohort.models import CollectiveCounter, LoadRequest, Policy, find_routers, load_policy, quiet_transformers
+from cohort.models import (
+    CollectiveCounter,
+    LoadRequest,
+    Policy,
+    find_routers,
+    load_policy,
+    quiet_transformers,
+    save_policy,
+)
 from cohort.packing import pack
 from cohort.records import Prompt, TrainSequence
 from cohort.rendezvous import join_ranks, leave_ranks
@@ -263,7 +270,7 @@ def adapter(folder: Path, expected: Sequence[Tensor]) -> str:
 
 def saved(policy: Policy, folder: Path) -> bool:
     """Whether transformers loads from a saved folder what it loads from the first one, bit for bit."""
-    save_model(policy, AutoTokenizer.from_pretrained(folder), folder / "saved")
+    save_policy(policy, AutoTokenizer.from_pretrained(folder), folder / "saved")
     again, first = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder / "saved", folder))
     return first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
 

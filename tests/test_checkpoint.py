@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cohort import checkpoint
+from cohort import models
 from cohort.checkpoint import (
     TrainerState,
     checkpoints,
@@ -224,14 +224,14 @@ def save_and_stop(root: str) -> None:
     """Save two checkpoints and half of a third one, and wait to be killed."""
     save(Path(root), 1)
     save(Path(root), 2)
-    real = checkpoint.save_model
+    real = models.save_policy
 
     def stop(*args: Any) -> None:
         real(*args)
         print("half written", flush=True)
         time.sleep(PATIENCE_S)
 
-    checkpoint.save_model = stop
+    models.save_policy = stop
     save(Path(root), 3, keep=1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cohort import checkpoint
+from cohort import checkpoint, models
 from cohort.checkpoint import load_trainer_state
 from cohort.errors import TrainingError
 from cohort.metrics import loggers
@@ -60,15 +60,15 @@ def test_a_disk_that_gets_full_while_completions_are_written(tmp_path, cohort):
 
 def test_a_disk_that_gets_full_while_a_checkpoint_is_written(tmp_path, cohort, monkeypatch):
     path = set_up(tmp_path)
-    real, calls = checkpoint.save_model, []
+    real, calls = models.save_policy, []
 
-    def save_model(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
+    def save_policy(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
         real(policy, tokenizer, folder, *how)
         calls.append(folder)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cohort.checkpoint.save_model", save_model)
+    monkeypatch.setattr("cohort.models.save_policy", save_policy)
     assert_ends_with_a_full_disk_and_goes_on(cohort, path, f"{tmp_path}/run/checkpoints/step-2")
 
 
@@ -90,14 +90,14 @@ def test_a_disk_that_gets_full_while_the_optimizer_is_written(tmp_path, cohort, 
 
 def test_a_disk_that_gets_full_while_the_final_model_is_written(tmp_path, cohort, monkeypatch):
     path = set_up(tmp_path)
-    real = checkpoint.save_model
+    real = models.save_policy
 
-    def save_model(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
+    def save_policy(policy: Any, tokenizer: Any, folder: Path, *how: Any) -> None:
         real(policy, tokenizer, folder, *how)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cohort.trainer.worker.save_model", save_model)
+        patch.setattr("cohort.trainer.worker.save_policy", save_policy)
         assert_refused(cohort("train", path), f"error: {tmp_path}/run/final: no space left on device.", code=1)
     assert not [p.name for p in (tmp_path / "run").iterdir() if "final" in p.name]
     assert cohort("train", path).code == 0

@@ -134,36 +134,23 @@ def environment_of_a_start(
     return seen
 
 
-def test_ranks_do_not_see_the_servers_gpus(gpus, monkeypatch, tmp_path):
-    gpus(4, "7,6,5,4")
-    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=1", folder=str(tmp_path))
-    seen = environment_of_a_start(config, [0, 1, 2], split_machine(config), monkeypatch)
-    assert seen["CUDA_VISIBLE_DEVICES"] == "7,6,5"
-    assert json.loads(seen[PLACEMENT])["gpus"] == ["4"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7,6,5,4" and PLACEMENT not in os.environ
-
-
-def test_a_rank_that_is_left_out_gives_its_gpu_to_nobody(gpus, monkeypatch, tmp_path):
-    gpus(4, "7,6,5,4")
-    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=1", folder=str(tmp_path))
-    seen = environment_of_a_start(config, [0, 2], split_machine(config), monkeypatch)
-    assert seen["CUDA_VISIBLE_DEVICES"] == "7,5"
-    assert json.loads(seen[PLACEMENT])["gpus"] == ["4"]
-
-
-def test_the_server_of_a_shared_gpu_is_left_out_with_its_rank(gpus, monkeypatch, tmp_path):
-    gpus(3)
-    config = config_with("hardware.processes=auto", "hardware.rollout_gpus=shared", folder=str(tmp_path))
-    seen = environment_of_a_start(config, [0, 2], split_machine(config), monkeypatch)
-    assert seen["CUDA_VISIBLE_DEVICES"] == "0,2"
-    assert json.loads(seen[PLACEMENT])["gpus"] == ["0", "2"]
-
-
-def test_ranks_that_sample_themselves_see_as_many_gpus_as_they_are(gpus, monkeypatch, tmp_path):
-    gpus(4)
-    config = config_with("hardware.processes=2", folder=str(tmp_path), engine="local")
-    seen = environment_of_a_start(config, [0, 1], None, monkeypatch)
-    assert seen["CUDA_VISIBLE_DEVICES"] == "0,1" and PLACEMENT not in seen
+@pytest.mark.parametrize(
+    ("rollout_gpus", "visible", "slots", "ranks", "servers"),
+    [
+        ("1", "7,6,5,4", [0, 1, 2], "7,6,5", ["4"]),
+        ("1", "7,6,5,4", [0, 2], "7,5", ["4"]),  # a rank that is left out gives its GPU to nobody
+        ("shared", "0,1,2", [0, 2], "0,2", ["0", "2"]),  # no rank would put the server of the second one to sleep
+        (None, "0,1,2,3", [0, 1], "0,1", None),  # ranks that sample themselves
+    ],
+)
+def test_ranks_do_not_see_the_servers_gpus(gpus, monkeypatch, tmp_path, rollout_gpus, visible, slots, ranks, servers):
+    gpus(visible.count(",") + 1, visible)
+    keys = ["hardware.processes=2"] if servers is None else [f"hardware.rollout_gpus={rollout_gpus}"]
+    config = config_with(*keys, folder=str(tmp_path), engine="local" if servers is None else "vllm")
+    seen = environment_of_a_start(config, slots, split_machine(config), monkeypatch)
+    assert seen["CUDA_VISIBLE_DEVICES"] == ranks
+    assert (json.loads(seen[PLACEMENT])["gpus"] if PLACEMENT in seen else None) == servers
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible and PLACEMENT not in os.environ
 
 
 def test_one_process_learns_it_too(gpus, monkeypatch, tmp_path):
@@ -191,24 +178,19 @@ def test_the_split_gives_the_number_of_processes(gpus, monkeypatch, tmp_path):
 # Under another launcher
 
 
-def test_servers_take_what_the_ranks_of_one_machine_leave(gpus, monkeypatch):
-    gpus(8)
-    under_torchrun(monkeypatch, here=6, all_=6)
+@pytest.mark.parametrize(
+    ("num", "here", "all_", "servers", "shared"),
+    [
+        (8, 6, 6, ("6", "7"), False),
+        (2, 2, 2, ("0", "1"), True),
+        (8, 7, 14, ("7",), False),  # what is left of the first machine
+    ],
+)
+def test_servers_take_what_the_ranks_leave_or_share(gpus, monkeypatch, num, here, all_, servers, shared):
+    gpus(num)
+    under_torchrun(monkeypatch, here=here, all_=all_)
     placed = server_placement(config_with("hardware.processes=auto"))
-    assert (placed.gpus, placed.shared) == (("6", "7"), False)
-
-
-def test_ranks_on_every_gpu_of_one_machine_share_them(gpus, monkeypatch):
-    gpus(2)
-    under_torchrun(monkeypatch, here=2, all_=2)
-    placed = server_placement(config_with())
-    assert (placed.gpus, placed.shared) == (("0", "1"), True)
-
-
-def test_servers_take_what_is_left_of_the_first_machine(gpus, monkeypatch):
-    gpus(8)
-    under_torchrun(monkeypatch, here=7, all_=14)
-    assert server_placement(config_with()).gpus == ("7",)
+    assert (placed.gpus, placed.shared) == (servers, shared)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "shared"])

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.config import load_config, to_yaml
 from cohort.errors import UserError
-from cohort.run_folder import check_folder_is_free, is_run_folder
+from cohort.run_folder import check_folder, is_run_folder
 from forked import fork
 from run_folders import config_for, hold_folder, open_folder
 from waiting import until
@@ -49,7 +49,7 @@ def test_a_new_folder_is_made_and_gets_its_configuration_when_the_run_begins(tmp
     folder.rewind(0)
     assert (path / "config.yaml").read_text() == to_yaml(config_for(path))
     assert is_run_folder(path)
-    assert folder.finished_steps() is None
+    assert folder.summary() is None
     folder.close()
 
 
@@ -90,7 +90,7 @@ def test_files_that_are_no_run_are_refused_and_left(tmp_path):
     expected = f"run.dir: '{tmp_path}' is not empty and holds no run (config.yaml, final, notes.txt); use a new folder"
     assert refusal(tmp_path) == expected
     with pytest.raises(UserError, match="holds no run"):
-        check_folder_is_free(tmp_path)
+        check_folder(tmp_path, resume=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "final", "logs", "notes.txt"]
 
 
@@ -191,14 +191,14 @@ def test_rewind_forgets_what_came_after_the_checkpoint(tmp_path):
     (path / "final").mkdir()
     (path / "summary.json").write_text('{"steps": 4}')
     folder = open_folder(path)
-    assert folder.finished_steps() == 4
+    assert folder.summary() == {"steps": 4}
     folder.rewind(2)
     assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 2]
     assert folder.metric_history("reward") == {0: 0.0, 1: 0.1, 2: 0.2}
     assert sorted(p.stem for p in (path / "completions").iterdir()) == [
         *("eval-000000", "eval-000002", "mine-a", "step-000001", "step-000002")
     ]
-    assert folder.finished_steps() is None
+    assert folder.summary() is None
     assert not (path / "final").exists()
     folder.close()
 
@@ -233,9 +233,8 @@ def test_a_finished_run_without_checkpoints_is_not_deleted(tmp_path):
 
 def test_summary_marks_the_run_as_finished(tmp_path):
     folder = open_folder(tmp_path / "a")
-    assert folder.finished_steps() is None
+    assert folder.summary() is None
     folder.write_summary({"steps": 5, "seed": 0})
-    assert folder.finished_steps() == 5
     assert folder.summary() == {"steps": 5, "seed": 0}
     assert folder.final_path == tmp_path / "a" / "final"
     folder.close()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["RunResult", "TrainingError", "UserError", "train"]
 __version__ = "0.1.0"
 
-# Nothing that a user can do anything about: torchao, which transformers imports where it is installed, tells of kernels
-# for other GPUs and of PyTorch's future, bitsandbytes of a kernel that it does without, torch of what it does not cache
+# Silence warnings that users cannot act on: those of torchao (which transformers imports if it is installed) about
+# kernels for other GPUs and deprecations, of bitsandbytes about an optional kernel, of torch about a skipped cache.
 for _talkative in (
     "torchao",
     "torch.utils._pytree",

@@ -1,4 +1,4 @@
-"""`python -m cohort` is `cohort`."""
+"""Run the `cohort` command as `python -m cohort`."""
 
 from cohort.cli import run
 

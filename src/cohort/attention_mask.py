@@ -213,17 +213,17 @@ def build_attention_metadata(
         prefix_tokens: tokens of the cached prefix, whose keys and values are passed to attention; 0 without one.
     """
     starts = (np.cumsum(lengths) - lengths).tolist()
-    children: dict[int, list[int]] = {}  # parent -> start and length of its children together
+    children: dict[int, tuple[int, int]] = {}  # parent -> start and length of its children together
     for parent, run in groupby(range(len(lengths)), key=lambda n: parents[n]):
         if parent == NO_PARENT:
             continue
         assert parent not in children, "children of a parent must be adjacent"
         numbers = list(run)
-        children[parent] = [starts[numbers[0]], sum(lengths[n] for n in numbers)]
+        children[parent] = starts[numbers[0]], sum(lengths[n] for n in numbers)
     assert (CACHED_PREFIX in children) == (prefix_tokens > 0), (
         "prefix_tokens must be set if and only if it has children"
     )
-    of_cache = children.pop(CACHED_PREFIX, None)
+    cached = [(0, prefix_tokens, *children.pop(CACHED_PREFIX))] if prefix_tokens else []
     families = [(starts[parent], lengths[parent], *children[parent]) for parent in children]
     return AttentionMetadata(
         lengths=tuple(lengths),
@@ -236,14 +236,13 @@ def build_attention_metadata(
             ),
             prefix=_prefix_blocks(
                 PaddedBlock.of,
+                cached,
                 [[families[n] for n in block] for block in _group_short([(f[3], f[1]) for f in families])],
-                of_cache,
-                prefix_tokens,
             ),
         ),
         varlen=CascadeBlocks(
             causal=(VarlenBlock.of(starts, lengths),),
-            prefix=_prefix_blocks(VarlenBlock.of, [families] if families else [], of_cache, prefix_tokens),
+            prefix=_prefix_blocks(VarlenBlock.of, cached, [families]),
         ),
     )
 
@@ -252,20 +251,14 @@ _Family = tuple[int, int, int, int]  # start and length of a parent, and of all 
 
 
 def _prefix_blocks(
-    of: Callable[[Sequence[int], Sequence[int]], Block],
-    blocks: Sequence[Sequence[_Family]],
-    of_cache: Sequence[int] | None,
-    prefix_tokens: int,
+    of: Callable[[Sequence[int], Sequence[int]], Block], cached: list[_Family], blocks: Sequence[list[_Family]]
 ) -> tuple[PrefixBlock[Block], ...]:
     """Build blocks of children that attend to their parents; first those of the cached prefix."""
     prefix = []
-    if of_cache is not None:
-        start, length = of_cache
-        prefix.append(PrefixBlock(queries=of([start], [length]), keys=of([0], [prefix_tokens]), from_cache=True))
-    for block in blocks:
+    for block in filter(None, [cached, *blocks]):
         parent_starts, parent_lengths, starts, lengths = zip(*block, strict=True)
         prefix.append(
-            PrefixBlock(queries=of(starts, lengths), keys=of(parent_starts, parent_lengths), from_cache=False)
+            PrefixBlock(queries=of(starts, lengths), keys=of(parent_starts, parent_lengths), from_cache=block is cached)
         )
     return tuple(prefix)
 

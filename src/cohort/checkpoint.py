@@ -62,15 +62,6 @@ class TrainerState:
     control: Mapping[str, Any]  # state of adaptive coefficients, see `CoefficientState`
 
 
-def save_model(
-    policy: "Policy", tokenizer: Any, folder: Path, ranks: Ranks = ALONE, save_options: "SaveOptions | None" = None
-) -> None:
-    """Save a model or adapter folder, see `policy.save_policy`."""
-    from cohort.models import save_policy
-
-    save_policy(policy, tokenizer, folder, ranks, save_options)
-
-
 def save_checkpoint(
     root: Path,
     *,
@@ -89,12 +80,14 @@ def save_checkpoint(
         TrainingError: writing failed, e.g. the disk is full; earlier checkpoints are intact.
     """
 
+    from cohort.models import save_policy
+
     def write(folder: Path) -> None:
         with disk_errors(folder):
             _save_engine_state(engine_state, folder / _OPTIMIZER, ranks)
-            save_model(policy, tokenizer, folder, ranks, save_options)
+            save_policy(policy, tokenizer, folder, ranks, save_options)
             if critic is not None:
-                save_model(critic, tokenizer, folder / CRITIC, ranks, save_options)
+                save_policy(critic, tokenizer, folder / CRITIC, ranks, save_options)
             if ranks.is_rank0:
                 (folder / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
             checksums = ranks.gather(_flush_own_files(folder, ranks))
@@ -137,7 +130,7 @@ def load_trainer_state(folder: Path) -> TrainerState:
     if saved.keys() != known:
         raise UserError(
             f"run.dir: {str(folder)!r} was written by an incompatible version of Cohort "
-            f"(different fields: {', '.join(sorted(saved.keys() ^ known))}). Resume with that version, or set a new "
+            f"(different fields: {', '.join(sorted(saved.keys() ^ known))}); resume with that version, or use a new "
             f"run.dir"
         )
     return TrainerState(**saved)
@@ -159,7 +152,7 @@ def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE)
             )
     except (AssertionError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(
-            f"run.dir: {str(folder)!r} is damaged: cannot read the optimizer state ({error}). Move the folder away "
+            f"run.dir: {str(folder)!r} is damaged: cannot read the optimizer state ({error}); move the folder away "
             f"to resume from the previous checkpoint"
         ) from error
 
@@ -278,13 +271,11 @@ def _checkpointing() -> Iterator[None]:
 
 def _flush_own_files(folder: Path, ranks: Ranks) -> Checksums:
     """Flush the files of a checkpoint that this rank has written, and return their checksums."""
-    others = re.compile(rf"__(?!{ranks.rank}_)\d+_.*")  # file names of torch.distributed.checkpoint
-    own = re.compile(rf"__{ranks.rank}_.*")
-    files = [
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and (not others.fullmatch(path.name) if ranks.is_rank0 else own.fullmatch(path.name))
-    ]
+    files = []
+    for path in folder.rglob("*"):
+        shard = re.match(r"__(\d+)_", path.name)  # files of torch.distributed.checkpoint; rank 0 writes all others
+        if path.is_file() and ranks.rank == (int(shard[1]) if shard else 0):
+            files.append(path)
     with checksums_in_background(folder, files) as checksums:
         for file in files:
             _flush(file)

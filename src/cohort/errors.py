@@ -1,8 +1,11 @@
 """Exceptions for user errors and failed runs."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
-    """An error in what the user gave. The message names the field, the value, the rule and what works.
+    """A mistake in the user's input. The message names the field, the value, the rule and what works.
 
     The command line prints only the message and exits with code 2.
     """
@@ -22,3 +25,18 @@ class RankDesyncError(TrainingError):
 
 class DoesNotFitError(RankDesyncError):
     """Memory ran out on this rank, and no smaller micro-batch would help."""
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Return "; did you mean x?" with the known name most like `wrong`, or "" if none is like it."""
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(wrong.lower(), lower, n=3)
+    # prefer swapped letters: gpro is meant as grpo, not gspo
+    near.sort(key=lambda name: sorted(name) != sorted(wrong.lower()))
+    return f"; did you mean {lower[near[0]]}?" if near else ""
+
+
+def suggest(wrong: str, known: Iterable[str], what: str) -> str:
+    """Return "; did you mean x? What: x, y", the end of a message about a wrong name."""
+    names = list(known)
+    return f"{did_you_mean(wrong, names) or '.'} {what}: {', '.join(names) or 'none'}"

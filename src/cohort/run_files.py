@@ -115,10 +115,11 @@ def find_damage(folder: Path, expected: Checksums) -> list[str]:
             wrong.append(f"{name} has {found:,} bytes instead of {size:,}")
         else:
             to_read.append(folder / name)
-    with checksums_in_background(folder, to_read) as checksums:
-        found_sums = _results(checksums)
-    if isinstance(found_sums, OSError):
-        return [*wrong, f"{found_sums.filename}: {found_sums.strerror}"]
+    try:
+        with checksums_in_background(folder, to_read) as checksums:
+            found_sums = checksums()
+    except OSError as error:  # such as a failing disk
+        return [*wrong, f"{error.filename}: {error.strerror}"]
     return [*wrong, *(f"{name} has changed" for name, found_sum in found_sums.items() if found_sum != expected[name])]
 
 
@@ -150,13 +151,6 @@ def read_summary(file: Path) -> dict[str, Any] | None:
         return {**summary, "steps": int(summary["steps"])}
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-
-
-def _results(checksums: Callable[[], Checksums]) -> Checksums | OSError:
-    try:
-        return checksums()
-    except OSError as error:  # such as a failing disk
-        return error
 
 
 def _checksum(file: Path) -> tuple[int, str]:

@@ -61,7 +61,7 @@ class RunFolder:
         self.path = Path(config.run.dir)
         self._config = config
         check_folder(self.path, resume=resume)
-        self._refuse_other_contents(config)
+        self._refuse_other_run()
         make_folder(self.path)
         self._lock = self._take_lock()
         for folder in (self.path, self.checkpoints_path, self.path / "completions"):
@@ -77,14 +77,9 @@ class RunFolder:
         """Folder of the trained model."""
         return self.path / "final"
 
-    def finished_steps(self) -> int | None:
-        """Return the number of steps of the finished run in this folder; None if it is not finished."""
-        summary = read_summary(self.path / "summary.json")
-        return None if summary is None else summary["steps"]
-
-    def summary(self) -> dict[str, Any]:
-        """Read `summary.json`."""
-        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+    def summary(self) -> dict[str, Any] | None:
+        """Read `summary.json`, which has at least the number of `steps`; None if the run is not finished."""
+        return read_summary(self.path / "summary.json")
 
     def rewind(self, steps_done: int, notify: Callable[[str], None] = lambda _: None) -> None:
         """Write `config.yaml` and remove everything written after `steps_done` steps, before a run resumes.
@@ -96,22 +91,20 @@ class RunFolder:
         Raises:
             UserError: starting over would delete a finished run.
         """
-        if steps_done == 0 and (self.final_path.exists() or self.finished_steps() is not None):
-            finished = self.finished_steps()
-            what = "a trained model" if finished is None else f"a finished run of {finished} steps"
+        finished = self.summary()
+        if steps_done == 0 and (self.final_path.exists() or finished is not None):
+            what = "a trained model" if finished is None else f"a finished run of {finished['steps']} steps"
             raise UserError(
                 f"run.dir: {str(self.path)!r} holds {what} and no checkpoint to resume from; use a new run.dir"
             )
-        with write_file_atomically(self.path / "config.yaml") as partial:
-            partial.write_text(to_yaml(self._config), encoding="utf-8")
+        self._write("config.yaml", to_yaml(self._config))
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             rows, bad = read_metrics(metrics)
             if bad and steps_done > 0:
                 notify(f"metrics.jsonl: {format_line_numbers(bad)} cannot be read and will be dropped")
             kept = [json.dumps(row) + "\n" for row in rows if steps_done > 0 and row["step"] <= steps_done]
-            with write_file_atomically(metrics) as partial:
-                partial.write_text("".join(kept), encoding="utf-8")
+            self._write("metrics.jsonl", "".join(kept))
         for file in (self.path / "completions").glob("*-[0-9]*.parquet"):
             if steps_done == 0 or int(file.stem.rpartition("-")[2]) > steps_done:
                 file.unlink()
@@ -121,8 +114,7 @@ class RunFolder:
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Write the predicted plan as `plan.json`."""
-        with write_file_atomically(self.path / "plan.json") as partial:
-            partial.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+        self._write("plan.json", json.dumps(plan, indent=2) + "\n")
 
     def metric_history(self, name: str) -> dict[int, float]:
         """Return one metric by step, from `metrics.jsonl`."""
@@ -149,8 +141,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, which marks the run as finished."""
-        with write_file_atomically(self.path / "summary.json") as partial:
-            partial.write_text(json.dumps(dict(summary), indent=1) + "\n", encoding="utf-8")
+        self._write("summary.json", json.dumps(dict(summary), indent=1) + "\n")
 
     def check_is_there(self) -> None:
         """Check that the folder still exists: files would be written nowhere, or to a new folder.
@@ -160,7 +151,7 @@ class RunFolder:
         """
         if os.fstat(self._lock).st_nlink == 0:
             raise TrainingError(
-                f"run.dir: {str(self.path)!r} was deleted during the run, with everything saved in it. The same "
+                f"run.dir: {str(self.path)!r} was deleted during the run, with everything saved in it; the same "
                 f"command starts over"
             )
 
@@ -168,10 +159,12 @@ class RunFolder:
         """Release the folder."""
         os.close(self._lock)
 
-    def _refuse_other_contents(self, config: Config) -> None:
-        if not is_run_folder(self.path):
-            return
-        if not has_progress(self.path):
+    def _write(self, name: str, text: str) -> None:
+        with write_file_atomically(self.path / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+    def _refuse_other_run(self) -> None:
+        if not is_run_folder(self.path) or not has_progress(self.path):
             return
         try:
             saved = load_config(self.path / "config.yaml")
@@ -180,7 +173,7 @@ class RunFolder:
                 f"run.dir: {str(self.path)!r} holds a run whose config.yaml this version cannot read; use a "
                 f"new run.dir. Error: {error}"
             ) from error
-        changes = config_changes(saved, config)
+        changes = config_changes(saved, self._config)
         if changes:
             listed = "\n".join(f"  {key}: {old!r} there, {new!r} here" for key, (old, new) in changes.items())
             raise UserError(
@@ -222,7 +215,13 @@ def check_folder(path: Path, *, resume: bool) -> None:
         raise UserError(f"run.dir: {str(path)!r} is a file; use a folder")
     if resume and not is_run_folder(path):
         raise UserError(f"run.dir: {str(path)!r} holds no run to resume; leave out --resume to start one")
-    check_folder_is_free(path)
+    if not path.is_dir() or is_run_folder(path):
+        return
+    contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", LOGS))
+    if contents:
+        raise UserError(
+            f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); use a new folder"
+        )
 
 
 def make_folder(path: Path) -> None:
@@ -237,21 +236,6 @@ def make_folder(path: Path) -> None:
         link = next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
         why = error.strerror if link is None else f"{link} is a link to {link.readlink()}, which does not exist"
         raise UserError(f"run.dir: {str(path)!r} cannot be created: {why}") from error
-
-
-def check_folder_is_free(path: Path) -> None:
-    """Reject a folder with files that do not belong to a run.
-
-    Raises:
-        UserError: names some of the files.
-    """
-    if not path.is_dir() or is_run_folder(path):
-        return
-    contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", LOGS))
-    if contents:
-        raise UserError(
-            f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); use a new folder"
-        )
 
 
 def config_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""How a run ended: its result, and the exit status that rank 0 leaves for the launcher."""
+"""The result of a run, and the exit status that rank 0 leaves for the launcher."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
-    """How a run that ended in good order ended."""
+    """Exit status of a run that did not crash."""
 
     kind: Literal["finished", "stopped", "user error", "training error"]
     message: str = ""

@@ -24,7 +24,7 @@ def resume_gc() -> None:
 
 
 def print_loading_notice() -> None:
-    """Tell an interactive user why nothing happens for a few seconds."""
+    """Say on a terminal what takes the next few seconds."""
     if sys.stderr is not None and sys.stderr.isatty():
         print("loading PyTorch and transformers ...", file=sys.stderr, flush=True)
 

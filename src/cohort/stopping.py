@@ -117,7 +117,7 @@ def can_save(yes: bool = True) -> None:
 
 
 def share(store: Any, neighbors: Collection[int]) -> None:
-    """From now on, a signal to one rank stops all ranks.
+    """Stop all ranks when one of them gets a signal.
 
     Args:
         store: the ranks' shared store.

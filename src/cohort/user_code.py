@@ -1,18 +1,17 @@
 """Load user functions by file or module, and locate errors in user code."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cohort.errors import UserError
+from cohort.errors import UserError, suggest
 
 _PACKAGE = Path(__file__).parent
 _MACHINERY = tuple(
@@ -36,7 +35,7 @@ def load_function(use: str, *, field: str) -> Callable[..., Any]:
     module = _module_of_file(where, use, field) if is_file else _module(where, use, field)
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"{field}: {use!r}: {where} has no {name!r}. {suggest(name, public, 'Callable in it')}")
+        raise UserError(f"{field}: {use!r}: {where} has no {name!r}{suggest(name, public, 'Callable in it')}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{field}: {use!r} is not callable, it is {function!r} ({type(function).__name__})")
@@ -69,18 +68,11 @@ def describe_error(error: BaseException) -> str:
         return f"{type(error).__name__} (whose message cannot be shown: its __str__ raises {type(another).__name__})"
 
 
-def suggest(wrong: str, right: Iterable[str], what: str) -> str:
-    """Return `Did you mean 'x'? What: a, b, c.`"""
-    known = sorted(right)
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return (f"Did you mean {close[0]!r}? " if close else "") + f"{what}: {', '.join(known) or 'none'}."
-
-
 def _module_of_file(path: str, use: str, field: str) -> ModuleType:
     found = Path(path).resolve()
     if not found.is_file():
-        beside = [file.name for file in found.parent.glob("*.py")]
-        raise UserError(f"{field}: {use!r}: no such file. Tried {found}. {suggest(path, beside, 'Files there')}")
+        beside = sorted(file.name for file in found.parent.glob("*.py"))
+        raise UserError(f"{field}: {use!r}: no such file: {found}{suggest(found.name, beside, 'Files there')}")
     # Import each file once, so that two functions from one file share its state.
     module_name = f"cohort_user_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
     if module_name in sys.modules:
@@ -103,15 +95,13 @@ def _module(name: str, use: str, field: str) -> ModuleType:
     _importable(Path.cwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
+    except BaseException as error:
         # The module itself or a parent package is missing, not something that it imports.
-        if error.name and f"{name}.".startswith(f"{error.name}."):
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"{field}: {use!r}: there is no module {error.name!r} among the installed packages or in the working "
-                f"directory {Path.cwd()}. For a file, write 'path/to/file.py:function'"
+                f"directory {Path.cwd()}; for a file, use path/to/file.py:function"
             ) from error
-        raise _import_error(error, use, field) from error
-    except BaseException as error:
         raise _import_error(error, use, field) from error
 
 
@@ -122,6 +112,6 @@ def _import_error(error: BaseException, use: str, field: str) -> BaseException:
 
 
 def _importable(folder: Path) -> None:
-    """Let the code import its neighbors; appended to sys.path, so that no neighbor shadows an installed package."""
+    """Append a folder to sys.path: user code can import its neighbors, but they shadow no installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -133,9 +133,9 @@ def test_arguments_reach_own_functions(own: Path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({}, "missing a required argument: 'tau'. Its arguments: floor, tau."),
-        ({"tua": 1.0, "tau": 1.0}, "got an unexpected keyword argument 'tua'. Did you mean 'tau'? Its arguments: fl"),
-        ({"tau": 1.0, "x": 1.0}, "multiple values for argument 'x'. Its arguments: floor, tau."),
+        ({}, "missing a required argument: 'tau'. Its arguments: floor, tau"),
+        ({"tua": 1.0, "tau": 1.0}, "got an unexpected keyword argument 'tua'; did you mean tau? Its arguments: fl"),
+        ({"tau": 1.0, "x": 1.0}, "multiple values for argument 'x'. Its arguments: floor, tau"),
         ({"tau": "much"}, "raised TypeError: "),
         ({"tau": 0.0}, "the loss has no gradient with respect to the logprobs"),
     ],

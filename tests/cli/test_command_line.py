@@ -63,8 +63,8 @@ def test_a_real_process_exits_with_the_code_and_the_message(tmp_path):
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: data.prompt='questoin': the data has no such column. Did you mean 'question'? "
-        "Columns: question, answer, level.\n"
+        "error: data.prompt='questoin': the data has no such column; did you mean question? "
+        "Columns: question, answer, level\n"
     )
 
 

@@ -115,7 +115,7 @@ def test_data(tmp_path: Path):
     def one(rng: random.Random) -> str:
         name = rng.choice(list(DATA))
         (tmp_path / name).write_bytes(mutated_bytes(DATA[name], rng))
-        rows = read_rows(name, field="data.path", base_dir=tmp_path)
+        rows = read_rows(str(tmp_path / name), field="data.path")
         assert all(isinstance(row, dict) for row in rows)
         return name
 
@@ -215,5 +215,5 @@ def test_a_folder_of_very_many_files_is_not_walked(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("cohort.data.files._MOST_FILES", 10)
     for number in range(12):
         (tmp_path / f"{number}").touch()
-    with pytest.raises(UserError, match=r"eval\.path='.*': the folder .* has more than 10 files\. Give the one that"):
-        read_rows(str(tmp_path), field="eval.path", base_dir=tmp_path)
+    with pytest.raises(UserError, match=r"eval\.path='.*': the folder .* has more than 10 files; use the one that"):
+        read_rows(str(tmp_path), field="eval.path")

@@ -227,7 +227,7 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         # keys without effect
         (
             {"rollout": {"engine": "vllm", "urls": ["http://a:1"], "tensor_parallel": 2}},
-            "rollout: tensor_parallel has no effect with urls, whose servers are already running (set it "
+            "rollout: tensor_parallel: 2 has no effect with urls, whose servers are already running (set it "
             "with `cohort serve`); remove one of the two",
         ),
         (
@@ -237,18 +237,21 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         ),
         (
             {"data": {"path": "d", "apply_chat_template": False, "system_prompt": "Be brief."}},
-            "data: system_prompt has no effect with apply_chat_template: false; remove one of the two",
+            "data: system_prompt: Be brief. has no effect with apply_chat_template: false; remove one of the two",
         ),
         (
             {"data": {"path": "d", "apply_chat_template": False, "chat_template_kwargs": {"a": 1}}},
-            "data: chat_template_kwargs has no effect with apply_chat_template: false; remove one of the two",
+            "data: chat_template_kwargs: {'a': 1} has no effect with apply_chat_template: false; remove one of the two",
         ),
         (
             {"run": {"checkpoint_every": 0, "keep_checkpoints": 2}},
-            "run: keep_checkpoints has no effect with checkpoint_every: 0; remove one of the two",
+            "run: keep_checkpoints: 2 has no effect with checkpoint_every: 0; remove one of the two",
         ),
-        ({"eval": {"path": "d", "top_k": 5}}, "eval: top_k has no effect with temperature: 0 (greedy); remove one"),
-        ({"eval": {"path": "d", "top_p": 0.9}}, "eval: top_p has no effect with temperature: 0 (greedy); remove one"),
+        ({"eval": {"path": "d", "top_k": 5}}, "eval: top_k: 5 has no effect with temperature: 0 (greedy)"),
+        (
+            {"eval": {"path": "d", "top_p": 0.9}},
+            "eval: top_p: 0.9 has no effect with temperature: 0 (greedy)",
+        ),
         (
             {"eval": {"path": "d", "num_samples": 4}},
             "eval: num_samples: 4 with temperature: 0 gives the same completion 4 times; set a temperature above 0 "

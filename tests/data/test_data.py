@@ -112,7 +112,7 @@ def test_arrow_structs_are_messages(tmp_path):
         ("a \ud800", "character 3 of the text is not valid Unicode"),
         ([], "the list of chat messages is empty"),
         (["one"], "message 1: a message is"),
-        ([{"from": "human", "value": "one"}], 'message 1: has no "role" such as "user". Its keys: from, value.'),
+        ([{"from": "human", "value": "one"}], 'message 1: has no "role" such as "user". Its keys: from, value'),
         ([{"role": "user", "content": None}], 'message 1: its "content" must be text, not NoneType'),
         ([{"role": "user", "content": [{"type": "image"}]}], 'its "content" must be text, not list'),
         ([{"role": "user", "content": ""}], "message 1: the text is empty"),
@@ -142,10 +142,10 @@ def test_text_that_only_mentions_messages_is_a_prompt():
 
 def test_template_errors_are_explained():
     with pytest.raises(
-        UserError, match=r"no chat template\. Put a chat_template\.jinja .* or set data\.apply_chat_templ"
+        UserError, match=r"no chat template; put a chat_template\.jinja .* or use data\.apply_chat_templ"
     ):
         PromptRenderer(make_tokenizer(None))
-    with pytest.raises(UserError, match=r"never reads 'enable_thinkng'.* Did you mean 'enable_thinking'"):
+    with pytest.raises(UserError, match=r"never reads 'enable_thinkng'.*; did you mean enable_thinking"):
         rendered("one", chat_template_kwargs={"enable_thinkng": False})
     with pytest.raises(UserError, match="'tokenize' is set by Cohort"):
         rendered("one", chat_template_kwargs={"tokenize": False})
@@ -154,7 +154,7 @@ def test_template_errors_are_explained():
         PromptRenderer(refusing, system_prompt="be").render("one", where="data.prompt='prompt': row 4")
     with pytest.raises(UserError, match="the prompt has no tokens"):
         PromptRenderer(make_tokenizer("{{ '' }}")).render("one", where="")
-    with pytest.raises(UserError, match=r"chat messages need the chat template\. Set data\.apply_chat_template=true"):
+    with pytest.raises(UserError, match=r"chat messages need the chat template; use data\.apply_chat_template=true"):
         rendered([{"role": "user", "content": "one"}], apply_chat_template=False)
 
 
@@ -170,7 +170,7 @@ def test_missing_prompt_column_names_the_nearest():
     with pytest.raises(UserError) as error:
         build_prompts(ROWS, renderer, max_prompt_tokens=99, overlong="drop", field="eval.path")
     assert str(error.value) == (
-        "eval.prompt='promt': the data has no such column. Did you mean 'prompt'? Columns: prompt, answer."
+        "eval.prompt='promt': the data has no such column; did you mean prompt? Columns: prompt, answer"
     )
     with pytest.raises(UserError, match=r"eval\.path: the data has no rows"):
         build_prompts([], renderer, max_prompt_tokens=99, overlong="drop", field="eval.path")
@@ -185,10 +185,10 @@ def test_overlong_prompts_are_dropped_or_refused():
     assert build_prompts(rows, renderer, max_prompt_tokens=8, overlong="error").num_dropped_overlong == 0
     with pytest.raises(UserError) as error:
         build_prompts(rows, renderer, max_prompt_tokens=4, overlong="error")
-    for part in ["rollout.max_prompt_tokens=4", "row 2 of data.path has 6 tokens", "2 of 4", "Raise it to 8"]:
+    for part in ["rollout.max_prompt_tokens=4", "row 2 of data.path has 6 tokens", "2 of 4", "use at least 8"]:
         assert part in str(error.value)
     for overlong in ("drop", "error"):
-        with pytest.raises(UserError, match=r"no prompt of data\.path is that short\. The shortest of 4 has 4 .* 8\. "):
+        with pytest.raises(UserError, match=r"no prompt of data\.path is that short; the shortest of 4 has 4 .* 8; "):
             build_prompts(rows, renderer, max_prompt_tokens=3, overlong=overlong)
 
 

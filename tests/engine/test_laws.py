@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
 from cohort.batch import LossInputs
 from cohort.config import AdamwConfig, AlgorithmConfig, OptimConfig, TrainConfig
+from cohort.distributed import ALONE, Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.models import Policy, linear_loss
 from cohort.models.batch_layout import Layout
@@ -69,7 +70,14 @@ def random_groups(lengths_PG: list[list[int]], seed: int, prompt_tokens: tuple[i
 
 
 def make_engine(
-    policy: Policy, reference: Policy | None = None, *, optim: OptimConfig | None = None, **train
+    policy: Policy,
+    reference: Policy | None = None,
+    *,
+    optim: OptimConfig | None = None,
+    reference_changes: bool = False,
+    temperature: float = 0.9,
+    ranks: Ranks = ALONE,
+    **train,
 ) -> TrainEngine:
     config = TrainConfig(**train)
     return TrainEngine(
@@ -78,8 +86,10 @@ def make_engine(
         optim,
         budget=TokenBudget(config.micro_batch_tokens),
         learning_rate=lambda _: config.learning_rate,
-        temperature=0.9,
+        temperature=temperature,
         reference=reference,
+        reference_changes=reference_changes,
+        ranks=ranks,
     )
 
 

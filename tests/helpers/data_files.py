@@ -1,5 +1,6 @@
 """Rows of data, and files of them as a run reads them."""
 
+from contextlib import chdir
 from pathlib import Path
 
 from cohort.data import read_rows
@@ -8,4 +9,5 @@ ROWS = [{"prompt": "two plus two", "answer": "007"}, {"prompt": "one", "answer":
 
 
 def read(folder: Path, path: str, **options: str) -> list[dict]:
-    return read_rows(path, field="data.path", base_dir=folder, **options)
+    with chdir(folder):
+        return read_rows(path, field="data.path", **options)

@@ -10,17 +10,26 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import test_laws
 from adapters import KINDS
-from cohort.checkpoint import load_engine_state, save_checkpoint
-from cohort.config import AdapterConfig, ModelConfig, TrainConfig
+from cohort.config import AdapterConfig, ModelConfig
 from cohort.distributed import Ranks
-from cohort.engine import TokenBudget, TrainEngine
-from cohort.models import CollectiveCounter, LoadRequest, load_policy, load_tokenizer
+from cohort.engine import TrainEngine
 from cohort.models.loading import load_weights
 from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.records import Prompt
 from cohort.rollout import Sampler, SampleRequest, SamplingParams, StreamKey
-from rank_engine import CPU, STEPS, batches_of, begun_again, nothing, out_of_memory_over, step_sequences, trainer_state
+from rank_engine import (
+    STEPS,
+    batches_of,
+    begun_again,
+    load,
+    nothing,
+    out_of_memory_over,
+    resume_engine,
+    save_engine,
+    step_sequences,
+)
 from rank_loading import bytes_read
 from test_laws import old_logprobs_of
 
@@ -40,30 +49,12 @@ def make_engine(
     **other: Any,
 ) -> TrainEngine:
     """An engine whose adapter is that in `current`; the reference has that in `start`, or none."""
-    train = {"learning_rate": 0.01, **other.pop("train", {})}
+    train = {"learning_rate": 0.01, "micro_batch_tokens": 10_000, **other.pop("train", {})}
     given = {"path": start} if start else adapter or {}
     config = ModelConfig(path=model, adapter=AdapterConfig(**given), **{"dtype": "float64", **other})
-    request = LoadRequest(
-        config,
-        device=CPU,
-        tokenizer=load_tokenizer(config) if ranks.is_rank0 else None,
-        ranks=ranks,
-        collectives=CollectiveCounter(),
-        adapter_checkpoint=None if current is None else Path(current),
-        keep_reference=True,
-        seed=5,
-    )
-    policy = load_policy(request)
-    settings = TrainConfig(**train)
-    return TrainEngine(
-        policy,
-        settings,
-        budget=TokenBudget(10_000),
-        learning_rate=lambda _: settings.learning_rate,
-        temperature=0.9,
-        reference=policy.as_reference(),
-        ranks=ranks,
-    )
+    checkpoint = None if current is None else Path(current)
+    policy = load(config, ranks, adapter_checkpoint=checkpoint, keep_reference=True, seed=5)
+    return test_laws.make_engine(policy, policy.as_reference(), ranks=ranks, **train)
 
 
 def adapter_gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
@@ -128,24 +119,13 @@ def run_adapter_updates(ranks: Ranks, model: str, root: str, resume: str) -> dic
     engine = make_engine(ranks, model, None, current, adapter=KINDS["lora"], dtype="float32")
     before, first = base_digest(engine), engine.policy.adapter.full_weights()
     if resume == "resume":
-        state = engine.state_dict()
-        load_engine_state(folder, state, ranks)
-        engine.load_state_dict(state)
-    tokenizer = load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None
+        resume_engine(engine, ranks, folder)
     for update in range(engine.updates_done, 4):
         algorithm, sequences = step_sequences("grpo_kl", *STEPS["uneven"], seed=update)
         engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
         if update == 1 and resume != "resume":
-            save_checkpoint(
-                Path(root),
-                policy=engine.policy,
-                tokenizer=tokenizer,
-                engine_state=engine.state_dict(),
-                state=trainer_state(ranks.world_size),
-                keep=1,
-                ranks=ranks,
-            )
+            save_engine(engine, ranks, Path(root), model)
     return {
         "first": first,
         "weights": engine.policy.adapter.full_weights(),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+import test_laws
 from cohort.algorithms import assign_advantages, build_algorithm, with_gradient
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import (
@@ -26,10 +27,9 @@ from cohort.config import (
     MuonConfig,
     OptimConfig,
     SgdConfig,
-    TrainConfig,
 )
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import LargestShare, TokenBudget, TrainEngine, TrainResult, find_budget
+from cohort.engine import LargestShare, TrainEngine, TrainResult, find_budget
 from cohort.errors import StopRequested
 from cohort.models import CollectiveCounter, LoadRequest, Policy, load_policy, load_tokenizer
 from cohort.models.offload import activation_checkpointing
@@ -69,28 +69,43 @@ def make_engine(
     optim: OptimConfig | None = None,
     **train: Any,
 ) -> TrainEngine:
-    collectives = CollectiveCounter()
-
-    def load(path: str, *, trainable: bool) -> Policy:
-        config = ModelConfig(path=path, **(precision or {"dtype": "float64"}))
-        tokenizer = load_tokenizer(config) if ranks.is_rank0 else None
-        request = LoadRequest(
-            config, device=CPU, tokenizer=tokenizer, trainable=trainable, ranks=ranks, collectives=collectives
-        )
-        return load_policy(request)
-
-    config = TrainConfig(**train)
-    return TrainEngine(
-        load(model, trainable=True),
-        config,
-        optim,
-        budget=TokenBudget(10_000),
-        learning_rate=lambda _: config.learning_rate,
-        temperature=0.9,
-        reference=load(reference, trainable=False),
+    dtypes, collectives = precision or {"dtype": "float64"}, CollectiveCounter()
+    return test_laws.make_engine(
+        load(ModelConfig(path=model, **dtypes), ranks, collectives=collectives),
+        load(ModelConfig(path=reference, **dtypes), ranks, collectives=collectives, trainable=False),
+        optim=optim,
         reference_changes=reference_changes,
         ranks=ranks,
+        micro_batch_tokens=10_000,
+        **train,
     )
+
+
+def load(config: ModelConfig, ranks: Ranks, **options: Any) -> Policy:
+    """A policy on the CPU; `options` are those of a `LoadRequest`."""
+    tokenizer = load_tokenizer(config) if ranks.is_rank0 else None
+    options = {"collectives": CollectiveCounter(), **options}
+    return load_policy(LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, **options))
+
+
+def save_engine(engine: TrainEngine, ranks: Ranks, root: Path, model: str) -> None:
+    """Save the checkpoint step-2 in `root`."""
+    save_checkpoint(
+        root,
+        policy=engine.policy,
+        tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None,
+        engine_state=engine.state_dict(),
+        state=trainer_state(ranks.world_size),
+        keep=1,
+        ranks=ranks,
+    )
+
+
+def resume_engine(engine: TrainEngine, ranks: Ranks, folder: Path) -> None:
+    """Give the engine the state of a checkpoint."""
+    state = engine.state_dict()
+    load_engine_state(folder, state, ranks)
+    engine.load_state_dict(state)
 
 
 def whole_gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
@@ -392,24 +407,14 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
         learning_rate=0.01,
     )
     if resume == "resume":
-        state = engine.state_dict()
-        load_engine_state(folder, state, ranks)
-        engine.load_state_dict(state)
+        resume_engine(engine, ranks, folder)
     for update in range(engine.updates_done, 4):
         algorithm, sequences = step_sequences("grpo_kl", *STEPS["uneven"], seed=update)
         engine.forward_backward(batches_of(engine, sequences, ranks, 30)[ranks.rank], algorithm.policy_loss)
         engine.optim_step()
         engine.refresh_reference(0.5)
         if update == 1 and resume != "resume":
-            save_checkpoint(
-                Path(root) / optim,
-                policy=engine.policy,
-                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None,
-                engine_state=engine.state_dict(),
-                state=trainer_state(ranks.world_size),
-                keep=1,
-                ranks=ranks,
-            )
+            save_engine(engine, ranks, Path(root) / optim, model)
     return {"weights": whole_weights(engine)}
 
 

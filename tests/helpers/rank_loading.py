@@ -10,11 +10,11 @@ import torch
 from cohort.config import ModelConfig
 from cohort.distributed import Ranks, Stopped
 from cohort.errors import UserError
-from cohort.models import CollectiveCounter, LoadRequest, Policy, load_policy, load_tokenizer
+from cohort.models import Policy
 from cohort.models.loading import load_weights
 from cohort.models.saving.export_weights import stream_weights, weight_specs
+from rank_engine import load
 
-CPU = torch.device("cpu")
 ARRIVE = load_weights._read_tensors  # tests put another one in its place
 
 
@@ -28,14 +28,11 @@ def counted_load(ranks: Ranks, path: str, dtype: str, *, whole: bool = False) ->
         ARRIVE(places, rows)
         num_bytes = bytes_read() - before
 
-    config = ModelConfig(path=path, dtype=dtype)
-    tokenizer = load_tokenizer(config) if ranks.is_rank0 else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cohort.models.loading.load_weights._read_tensors", count)
         if whole:
             patch.setattr("cohort.models.loading.load_model.match_weights", lambda *_: None)
-        request = LoadRequest(config, device=CPU, tokenizer=tokenizer, ranks=ranks, collectives=CollectiveCounter())
-        policy = load_policy(request)
+        policy = load(ModelConfig(path=path, dtype=dtype), ranks)
     return policy, num_bytes
 
 

@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import rank_engine
+import test_laws
 from cohort.batch import LossInputs, LossOutput
-from cohort.config import AdamwConfig, ModelConfig, TrainConfig
+from cohort.config import AdamwConfig, ModelConfig
 from cohort.distributed import ALONE, Ranks
-from cohort.engine import TokenBudget, TrainEngine, TrainResult
-from cohort.models import CollectiveCounter, LoadRequest, Policy, load_policy, load_tokenizer
-from cohort.packing import pack
+from cohort.engine import TrainEngine, TrainResult
+from cohort.models import CollectiveCounter, Policy
 from cohort.records import TrainSequence
-from rank_engine import begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
+from rank_engine import batches_of, begun_again, nothing, out_of_memory_over, whole_gradients, whole_weights
 from tiny import random_sequences
 
-CPU = torch.device("cpu")
 COEFFICIENT = 0.7  # large, so that it is not lost beside the policy's loss
 # A group that is a stream under the smaller budget, one-token completions, and a prompt alone.
 GROUPS = [(5, [7, 1, 3]), (1, [1, 4]), (9, [6]), (30, [20, 13, 9])]
@@ -31,29 +31,14 @@ def sequences() -> list[TrainSequence]:
 
 
 def make_engine(policy: Policy, ranks: Ranks = ALONE, **train: Any) -> TrainEngine:
-    config = TrainConfig(**{"router_aux_loss_coef": COEFFICIENT, "learning_rate": 0.01, **train})
-    return TrainEngine(
-        policy,
-        config,
-        AdamwConfig(weight_decay=0.1),
-        budget=TokenBudget(10_000),
-        learning_rate=lambda _: config.learning_rate,
-        temperature=1.0,
-        reference=None,
-        ranks=ranks,
-    )
+    train = {"router_aux_loss_coef": COEFFICIENT, "learning_rate": 0.01, "micro_batch_tokens": 10_000, **train}
+    return test_laws.make_engine(policy, optim=AdamwConfig(weight_decay=0.1), temperature=1.0, ranks=ranks, **train)
 
 
 def step(engine: TrainEngine, budget: int) -> TrainResult:
     """Forward and backward of all sequences, spread over the ranks."""
     engine.budget.tokens = budget
-    batches = pack(
-        sequences(),
-        micro_batch_tokens=budget,
-        dp_size=engine.ranks.dp_size,
-        share_prompts=engine.policy.shares_prompts,
-        padded=engine.policy.layout == "padded",
-    )
+    batches = batches_of(engine, sequences(), engine.ranks, budget)
     return engine.forward_backward(batches[engine.ranks.rank], policy_loss)
 
 
@@ -83,16 +68,8 @@ def switch_loss(logits_RNE: torch.Tensor, num_chosen: int) -> torch.Tensor:
 
 
 def load(path: str, ranks: Ranks = ALONE, **keys: Any) -> Policy:
-    config = ModelConfig(path=path, **keys)
-    return load_policy(
-        LoadRequest(
-            config,
-            device=CPU,
-            tokenizer=load_tokenizer(config) if ranks.is_rank0 else None,
-            ranks=ranks,
-            collectives=CollectiveCounter() if ranks.world_size > 1 else None,
-        )
-    )
+    collectives = CollectiveCounter() if ranks.world_size > 1 else None
+    return rank_engine.load(ModelConfig(path=path, **keys), ranks, collectives=collectives)
 
 
 def run_balance(ranks: Ranks, path: str) -> dict[str, Any]:

@@ -8,24 +8,25 @@ from unittest.mock import patch
 
 import torch
 
-from cohort.checkpoint import load_engine_state, save_checkpoint
-from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig, TrainConfig
+import test_laws
+from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig
 from cohort.distributed import Ranks
-from cohort.engine import TokenBudget, TrainEngine
+from cohort.engine import TrainEngine
 from cohort.engine.optimizer_offload import local
-from cohort.models import CollectiveCounter, LoadRequest, fsdp, load_policy, load_tokenizer
+from cohort.models import fsdp
 from cohort.models.offload.pinned_memory import PinnedMemory
 from cohort.models.saving.export_weights import stream_weights
 from rank_engine import (
-    CPU,
     MANY,
     STEPS,
     batches_of,
     gradient,
+    load,
     nothing,
     out_of_memory_over,
+    resume_engine,
+    save_engine,
     step_sequences,
-    trainer_state,
 )
 
 BFLOAT16, MIXED = {"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}
@@ -50,25 +51,9 @@ MODES: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
 def make_engine(model: str, ranks: Ranks, mode: str, *, reshard: bool | int = True, **train: Any) -> TrainEngine:
     optim, dtypes = MODES[mode]
     config = ModelConfig(path=model, **dtypes)
-    request = LoadRequest(
-        config,
-        device=CPU,
-        tokenizer=load_tokenizer(config) if ranks.is_rank0 else None,
-        ranks=ranks,
-        collectives=CollectiveCounter(),
-        offload_master_weights=optim.offload,
-        reshard_after_forward=reshard,
-    )
-    return TrainEngine(
-        load_policy(request),
-        TrainConfig(**train),
-        optim,
-        budget=TokenBudget(10_000),
-        learning_rate=lambda _: 0.003,
-        temperature=0.9,
-        reference=None,
-        ranks=ranks,
-    )
+    policy = load(config, ranks, offload_master_weights=optim.offload, reshard_after_forward=reshard)
+    train = {"learning_rate": 0.003, "micro_batch_tokens": 10_000, **train}
+    return test_laws.make_engine(policy, optim=optim, ranks=ranks, **train)
 
 
 def whole_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
@@ -96,15 +81,7 @@ def run_saved(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any]:
     for number in range(4):
         update(engine, ranks, number)
         if number == 1:
-            save_checkpoint(
-                Path(root) / mode,
-                policy=engine.policy,
-                tokenizer=load_tokenizer(ModelConfig(path=model)) if ranks.is_rank0 else None,
-                engine_state=engine.state_dict(),
-                state=trainer_state(ranks.world_size),
-                keep=1,
-                ranks=ranks,
-            )
+            save_engine(engine, ranks, Path(root) / mode, model)
     return {"weights": whole_weights(engine)}
 
 
@@ -112,9 +89,7 @@ def run_resumed(ranks: Ranks, model: str, mode: str, root: str) -> dict[str, Any
     """The last two updates, from the checkpoint."""
     folder = Path(root) / mode / "step-2"
     engine = make_engine(str(folder), ranks, mode)
-    state = engine.state_dict()
-    load_engine_state(folder, state, ranks)
-    engine.load_state_dict(state)
+    resume_engine(engine, ranks, folder)
     for number in range(engine.updates_done, 4):
         update(engine, ranks, number)
     return {"weights": whole_weights(engine)}

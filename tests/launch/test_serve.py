@@ -241,7 +241,7 @@ def test_both_sides_read_the_documented_file_by_the_documented_commands(tmp_path
         assert (option(printed, "--host"), option(printed, "--port")) == ("0.0.0.0", port)
     config = load_config("run.yaml", commands[2][3:])
     assert config.rollout.urls == ("http://node7:8000", "http://node7:8001")
-    with pytest.raises(UserError, match="tensor_parallel has no effect with urls"):  # what belongs to one side alone
+    with pytest.raises(UserError, match="tensor_parallel: 2 has no effect with urls"):  # what belongs to one side alone
         load_config("run.yaml", commands[0][3:4])
 
 
@@ -250,7 +250,7 @@ def test_a_file_that_describes_own_servers_trains_elsewhere_by_the_documented_co
     Path("run.yaml").write_text(yaml.safe_dump(raw_config(tensor_parallel=2)))
     config = load_config("run.yaml", documented()[2][3:])
     assert config.rollout.urls == ("http://node7:8000",)
-    with pytest.raises(UserError, match="tensor_parallel has no effect with urls"):
+    with pytest.raises(UserError, match="tensor_parallel: 2 has no effect with urls"):
         load_config("run.yaml", documented()[2][3:4])
 
 

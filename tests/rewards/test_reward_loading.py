@@ -82,18 +82,18 @@ def test_loading_errors_say_what_works(folder):
     (folder / "unparsable.py").write_text("def f(:\n")
     (folder / "no_such_import.py").write_text("import no_such_package\n")
     for use, words in {
-        "maths": ["'maths'", "Did you mean 'math'?", "exact, format, math, overlong", "path/to/file.py:function"],
+        "maths": ["'maths'", "did you mean math?", "exact, format, math, overlong", "path/to/file.py:function"],
         "my_rewards.py": ["'my_rewards.py:function'"],
-        "my_reward.py:brevity": ["no such file", f"{folder}/my_reward.py", "Did you mean 'my_rewards.py'?"],
-        "my_rewards.py:brevety": ["has no 'brevety'", "Did you mean 'brevity'?", "level"],
+        "my_reward.py:brevity": ["no such file", str(folder), "did you mean my_rewards.py?"],
+        "my_rewards.py:brevety": ["has no 'brevety'", "did you mean brevity?", "level"],
         "my_rewards.py:constant": ["not callable", "5 (int)"],
         "my_rewards.py:Judge": ["is a class", "Judge()"],
         "broken.py:f": ["ZeroDivisionError: division by zero", f"{folder}/broken.py:2"],
         "unparsable.py:f": ["SyntaxError", f"{folder}/unparsable.py:1"],
         "no_such_import.py:f": ["No module named 'no_such_package'", f"{folder}/no_such_import.py:1"],
-        "no_such_module.sub:f": ["no module 'no_such_module'", str(folder)],
+        "no_such_module.sub:f": ["no module 'no_such_module'", "working directory"],
         "os.pth:f": ["no module 'os.pth'"],
-        "os.path:joim": ["Did you mean 'join'?"],
+        "os.path:joim": ["did you mean join?"],
     }.items():
         message = load_error(use)
         for word in [repr(use), *words]:
@@ -119,8 +119,8 @@ def test_build_rewards_names_weights_and_defaults(folder):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"use": "math"}, ["'math'", "the column 'answer'", "Columns: answers, difficulty", "Did you mean 'answers'?"]),
-        ({"use": "math", "args": {"answer_columm": "answers"}}, ["'answer_columm'", "Did you mean 'answer_column'?"]),
+        ({"use": "math"}, ["'math'", "the column 'answer'", "Columns: answers, difficulty", "did you mean answers?"]),
+        ({"use": "math", "args": {"answer_columm": "answers"}}, ["'answer_columm'", "did you mean answer_column?"]),
         ({"use": "math", "args": {"answer_column": "answers", "deadline_s": 0}}, ["deadline_s", "above 0, got 0"]),
         ({"use": "exact", "args": {"answer_column": "answers", "pattern": "(a"}}, ["'(a'", "not a regular expression"]),
         ({"use": "exact", "args": {"answer_column": "answers", "pattern": "a"}}, ["exactly 1 group", "but has 0"]),
@@ -132,7 +132,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
             ["buffer_tokens: 9 must be a whole number from 1 to rollout.max_completion_tokens: 8"],
         ),
         ({"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}}, ["penalty: -1 must be a number above 0"]),
-        ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "Did you mean 'scale'?"]),
+        ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "did you mean scale?"]),
         ({"use": "my_rewards.py:level", "args": {"prompts": 1}}, ["'prompts' is always passed"]),
         ({"use": "my_rewards.py:brevity", "args": {"answers": 1}}, ["'answers' is also a column of the dataset"]),
         ({"use": "my_rewards.py:by_position"}, ["'completions' by position only"]),
@@ -153,7 +153,7 @@ def test_check_columns_names_reward_parameter_and_columns():
     check_columns(reward(f, args={"answer": 1}), [], field="rewards[1]")
     with pytest.raises(UserError) as caught:
         check_columns(reward(f, name="f"), ["solution", "answers"], field="rewards[1]")
-    for word in ["rewards[1]", "reward 'f'", "parameter 'answer'", "Columns: answers, solution", "completion_ids"]:
+    for word in ["rewards[1]", "reward 'f'", "parameter 'answer'", "Columns: solution, answers", "completion_ids"]:
         assert word in str(caught.value)
 
 

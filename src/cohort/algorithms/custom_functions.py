@@ -15,9 +15,9 @@ from torch import Tensor
 from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.batch import LossInputs, LossOutput, PolicyLoss
 from cohort.config import CustomFunction
-from cohort.errors import UserError
+from cohort.errors import UserError, suggest
 from cohort.records import FloatArray, IntArray
-from cohort.user_code import describe_error, error_location, load_function, suggest
+from cohort.user_code import describe_error, error_location, load_function
 
 _LENGTHS = (3, 1, 4)  # completion lengths of the toy input for policy losses
 
@@ -226,7 +226,7 @@ class _CheckedFunction:
         except TypeError as error:
             named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             wrong = next((name for name in self._args if name not in named), "")
-            raise self.error(f"{error}. {suggest(wrong, named[num_inputs:], 'Its arguments')}") from None
+            raise self.error(f"{error}{suggest(wrong, sorted(named[num_inputs:]), 'Its arguments')}") from None
 
     def __call__(self, *inputs: Any) -> Any:
         try:

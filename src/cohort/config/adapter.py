@@ -1,10 +1,16 @@
 """The `model.adapter` section: LoRA and its variants."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from cohort.config.section import Section
+from cohort.config.paths import InputPath
+from cohort.config.section import Section, must_be
+
+
+def _is_targets(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and bool(value) and all(isinstance(name, str) and name for name in value)
+    return is_list or value == "all-linear"
 
 
 class AdapterConfig(Section):
@@ -15,7 +21,10 @@ class AdapterConfig(Section):
     alpha: float = Field(
         32.0, gt=0, description="LoRA scaling: the update is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."
     )
-    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+    targets: Annotated[
+        Literal["all-linear"] | tuple[str, ...],
+        must_be("all-linear or a list of names, such as [q_proj, v_proj]", _is_targets),
+    ] = Field(
         "all-linear",
         description="Modules to adapt, by the last parts of their names, such as [q_proj, v_proj]. all-linear: every "
         "linear layer except the LM head. lm_head and embed_tokens may be listed too.",
@@ -29,22 +38,12 @@ class AdapterConfig(Section):
     )
     rslora: bool = Field(False, description="Rank-stabilized scaling (arXiv:2312.03732).")
     dora: bool = Field(False, description="Decompose weights into magnitude and direction (arXiv:2402.09353).")
-    path: str | None = Field(
+    path: InputPath | None = Field(
         None,
-        min_length=1,
         description="Continue from this adapter, a folder saved by peft. Its rank, alpha, targets, rslora and dora "
         "are used; keys that are also set here must agree. The reference policy is the model with this "
         "adapter.",
     )
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _check_targets(cls, value: Any) -> Any:
-        if value == "all-linear" or (
-            isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value)
-        ):
-            return value
-        raise ValueError("must be all-linear or a list of names, such as [q_proj, v_proj]")
 
     @model_serializer(mode="wrap")
     def _serialize(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The `algorithm` section: a named algorithm, with overrides of its components and parameters."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -8,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_serializer, model_validator
 
 from cohort.config.catalogue import ALGORITHMS, COMPONENTS, Component, parameters
+from cohort.config.paths import find_function
 from cohort.config.section import Section
-from cohort.config.terms import ALL_TOKENS, check_regularizers, regularizer_defaults
+from cohort.config.terms import check_regularizers, regularizer_defaults
+from cohort.errors import did_you_mean
 
-CORRECTION_CAP = 2.0
 _OWN = "file.py:function, or {use: file.py:function, args: {name: value}}"
 
 
@@ -118,7 +118,7 @@ class AlgorithmConfig(_WithParameters):
         None, gt=0, description="With entropy_target: maximum entropy_coef. Default: 1.0."
     )
     top_entropy_quantile: float = Field(
-        ALL_TOKENS,
+        1.0,
         gt=0,
         le=1,
         description="Fraction of the step's tokens, those of highest entropy, that get a policy gradient. "
@@ -143,7 +143,7 @@ class AlgorithmConfig(_WithParameters):
         "(mask). auto: token_truncate with rollout.engine: vllm; none with local, which computes the same "
         "logprobs.",
     )
-    sampling_correction_cap: float = Field(CORRECTION_CAP, ge=1, description="Maximum importance weight.")
+    sampling_correction_cap: float = Field(2.0, ge=1, description="Maximum importance weight.")
 
     @model_validator(mode="before")
     @classmethod
@@ -182,14 +182,14 @@ class AlgorithmConfig(_WithParameters):
             is_own = isinstance(use, str) and ":" in use and value.keys() <= {"use", "args"}
             if not is_own or not _is_keyword_arguments(args):
                 raise ValueError(f"{value!r:.80}: must be {_OWN}; one of {', '.join(known)} is given by its name alone")
-            return CustomFunction(str(use), args)
+            return CustomFunction(find_function(str(use), info), args)
         if isinstance(value, CustomFunction) or value == "":
             return value
         if not isinstance(value, str):
             raise ValueError(f"must be one of {', '.join(known)}, or {_OWN}")
         if ":" not in value and value not in known:
             raise ValueError(unknown_name(value, known) + ", or a function of your own as file.py:function")
-        return CustomFunction(value) if ":" in value else value
+        return CustomFunction(find_function(value, info)) if ":" in value else value
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
@@ -209,10 +209,8 @@ class AlgorithmConfig(_WithParameters):
             raise ValueError(
                 f"delta: {self.delta} must be above 1 + clip_high, which is {1 + self.clip_high:g}; 3 is usual"
             )
-        if self.sampling_correction == "none" and self.sampling_correction_cap != CORRECTION_CAP:
-            raise ValueError(
-                "sampling_correction_cap has no effect with sampling_correction: none; remove one of the two"
-            )
+        if self.sampling_correction == "none":
+            self.refuse("sampling_correction_cap", "sampling_correction: none")
         check_regularizers(self)
         return self
 
@@ -223,9 +221,7 @@ class AlgorithmConfig(_WithParameters):
     @property
     def min_generations(self) -> int:
         """Minimum number of completions per prompt that gives a learning signal."""
-        keys = [component.min_generations_key for component in self.components()]
-        given = [getattr(self, key) for key in keys if key is not None]
-        return max([*(component.min_generations for component in self.components()), *given], default=1)
+        return max([self.at_k or 1, *(component.min_generations for component in self.components())])
 
     @property
     def needs_critic(self) -> bool:
@@ -268,7 +264,4 @@ def _components(chosen: dict[str, Any]) -> list[Component]:
 
 def unknown_name(name: str, known: Any) -> str:
     """Return an error message for an unknown name, with the closest known one."""
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    # prefer swapped letters: gpro is meant as grpo, not gspo
-    near.sort(key=lambda other: sorted(other) != sorted(name.lower()))
-    return f"is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"is not one of {', '.join(known)}{did_you_mean(name, known)}"

@@ -81,16 +81,8 @@ def _keys(keys: Any) -> str:
 
 def _link(sources: str) -> str:
     """Format sources as Markdown links to papers."""
-    linked = []
-    for source in sources.split("; "):
-        label, is_paper, number = source.partition("arXiv:")
-        if is_paper:
-            linked.append(f"{label}[arXiv:{number}](https://arxiv.org/abs/{number})")
-        elif source.startswith("doi:"):
-            linked.append(f"[{source}](https://doi.org/{source.removeprefix('doi:')})")
-        else:
-            linked.append(source)
-    return "; ".join(linked)
+    sources = re.sub(r"arXiv:([\d.]+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", sources)
+    return re.sub(r"doi:(\S+)", r"[doi:\1](https://doi.org/\1)", sources)
 
 
 _TABLES: dict[str, Callable[[], list[str]]] = {"names": _summary, "algorithms": _algorithms}

@@ -33,7 +33,6 @@ class Component:
     source: str  # paper
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     min_generations: int = 1  # completions per prompt needed for a signal
-    min_generations_key: str | None = None  # parameter that is also a lower bound on completions per prompt
     min_completions: int = 1  # completions per step needed for a signal, if all tokens of one have the same reward
     sequence_level: bool = False  # a token's loss depends on the other tokens of its trajectory
     learns_without_advantage: bool = False  # tokens with advantage 0 have a gradient
@@ -131,7 +130,6 @@ ADVANTAGES: dict[str, Component] = {
         source="arXiv:2505.15201",
         parameters={"at_k": Parameter(int, 4, "k of the max@k objective; at most rollout.num_generations.", ge=2)},
         min_generations=2,
-        min_generations_key="at_k",
     ),
     "gae": Component(
         formula="sum over k of (gamma * gae_lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)); "

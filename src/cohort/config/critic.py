@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from cohort.config.paths import InputPath
 from cohort.config.section import Section
 
 
@@ -11,9 +12,8 @@ class CriticConfig(Section):
     The keys of `model` and `train` (dtypes, checkpointing, schedule, clipping) apply to it too.
     """
 
-    path: str | None = Field(
+    path: InputPath | None = Field(
         None,
-        min_length=1,
         description="Model folder or id to start from: a causal language model, or `checkpoints/step-N/critic` of "
         "another run. Must have the policy's tokenizer. Default: `model.path`.",
     )

@@ -4,14 +4,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from cohort.config.paths import FunctionPath, InputPath
 from cohort.config.section import Section
 
 
 class DataConfig(Section):
     """The training prompts."""
 
-    path: str = Field(
-        min_length=1,
+    path: InputPath = Field(
         description="JSONL, JSON, Parquet or CSV file, a folder of such files or one saved by `datasets`, or a "
         "`datasets` id.",
     )
@@ -39,17 +39,16 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check_chat_keys(self) -> Self:
         for key in ("system_prompt", "chat_template_kwargs"):
-            if not self.apply_chat_template and getattr(self, key):
-                raise ValueError(f"{key} has no effect with apply_chat_template: false; remove one of the two")
+            if getattr(self, key) and not self.apply_chat_template:
+                self.refuse(key, "apply_chat_template: false")
         return self
 
 
 class RewardConfig(Section):
     """One reward function."""
 
-    use: str = Field(
-        min_length=1,
-        description="`math`, `format`, `exact`, `overlong`, `file.py:function` or `package.module:function`.",
+    use: FunctionPath = Field(
+        description="`math`, `format`, `exact`, `overlong`, `file.py:function` or `package.module:function`."
     )
     weight: float = Field(1.0, description="Weight of this reward in the sum.")
     name: str | None = Field(None, min_length=1, description="Name in metrics. Default: the function's name.")
@@ -60,7 +59,7 @@ class RewardConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out prompts, with its own sampling."""
 
-    path: str = Field(min_length=1, description="Held-out data; same formats as `data.path`.")
+    path: InputPath = Field(description="Held-out data; same formats as `data.path`.")
     split: str = Field("test", description="Split, for folders and `datasets` ids.")
     name: str | None = Field(None, description="Configuration name of a `datasets` id.")
     prompt: str | None = Field(None, min_length=1, description="Prompt column. Default: `data.prompt`.")
@@ -87,7 +86,6 @@ class EvalConfig(Section):
                     f"num_samples: {self.num_samples} with temperature: 0 gives the same completion "
                     f"{self.num_samples} times; set a temperature above 0 (such as 0.6), or num_samples: 1"
                 )
-            for key, off in (("top_p", 1.0), ("top_k", 0)):
-                if getattr(self, key) != off:
-                    raise ValueError(f"{key} has no effect with temperature: 0 (greedy); remove one of the two")
+            for key in ("top_p", "top_k"):
+                self.refuse(key, "temperature: 0 (greedy)")
         return self

@@ -1,6 +1,6 @@
 """Write `docs/config.md` from the schema: `python -m cohort.config.docs > docs/config.md`."""
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -57,6 +57,8 @@ def _type(annotation: Any) -> str:
         return "a section"
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _type(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
         return f"list of {_type(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:

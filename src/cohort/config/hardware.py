@@ -1,10 +1,11 @@
 """The `hardware` section."""
 
-from typing import Annotated, Any, Literal, Self
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from cohort.config.section import Section, number_or
+from cohort.config.section import Section, must_be, number_or
 
 MAX_PROCESSES = 100_000  # catches typos before anything is computed for them
 
@@ -36,8 +37,17 @@ class HardwareConfig(Section):
         "processes: auto the others train. shared: every GPU does both in turn, and vLLM sleeps during "
         "training. auto: choose a split and report why.",
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Device: auto, cpu, cuda or cuda:N.")
-    reshard_after_forward: bool | int | Literal["auto"] = Field(
+    device: Annotated[
+        str,
+        must_be("auto, cpu, cuda or cuda:N", lambda x: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(x)))),
+    ] = Field("auto", description="Device: auto, cpu, cuda or cuda:N.")
+    reshard_after_forward: Annotated[
+        bool | int | Literal["auto"],
+        must_be(
+            "auto, true, false or a whole number of at least 2 that divides the processes",
+            lambda x: x == "auto" or isinstance(x, bool) or (isinstance(x, int) and x >= 2),
+        ),
+    ] = Field(
         "auto",
         description="With several processes: true: free a layer's gathered weights after its forward pass and gather "
         "them again in backward. false: keep them until backward (one all-gather less; the whole model in "
@@ -62,13 +72,6 @@ class HardwareConfig(Section):
         description="Maximum restarts from the last checkpoint after a process fails. A rank that fails twice without "
         "a step in between is left out.",
     )
-
-    @field_validator("reshard_after_forward", mode="before")
-    @classmethod
-    def _check_reshard(cls, value: Any) -> Any:
-        if value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value >= 2):
-            return value
-        raise ValueError("must be auto, true, false or a whole number of at least 2 that divides the processes")
 
     @model_validator(mode="after")
     def _check_device(self) -> Self:

@@ -1,9 +1,6 @@
 """Load configurations: YAML, overrides, validation with actionable messages, and path resolution."""
 
-import difflib
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +8,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cohort.config.algorithm import CustomFunction
-from cohort.config.catalogue import COMPONENTS
-from cohort.config.data import RewardConfig
+from cohort.config.algorithm import unknown_name
 from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.config.yaml_text import read_yaml
-from cohort.errors import UserError
+from cohort.errors import UserError, did_you_mean
 
 CONFIG_HEADER = "# Written by cohort: a run's configuration with every default.\n"
 _MAX_FILE_BYTES = 200_000
@@ -43,8 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without: Seq
         text = _read_text(path)
     except FileNotFoundError:
         here = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, here, n=1)
-        raise UserError(f"{path}: no such configuration file{f'; did you mean {near[0]}?' if near else ''}") from None
+        raise UserError(f"{path}: no such configuration file{did_you_mean(path.name, here)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     try:
@@ -79,10 +73,9 @@ def config_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), *, b
     for override in overrides:
         _apply_override(merged, override)
     try:
-        config = Config.model_validate(merged)
+        return Config.model_validate(merged, context=(base_dir or Path.cwd(), Path.cwd()))
     except ValidationError as error:
         raise UserError(_explain_all(error.errors())) from None
-    return _with_absolute_paths(config, base_dir or Path.cwd())
 
 
 def to_yaml(config: Config) -> str:
@@ -153,91 +146,70 @@ def _explain_all(errors: Sequence[ErrorDetails]) -> str:
     reported = [e for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested]
     shown = reported[:_MAX_ERRORS]
     last_of_place = {e["loc"][:-1]: n for n, e in enumerate(shown)}
-    lines = [
-        (_explain(e) + _known_keys(e, last_of_place[e["loc"][:-1]] == n)).rstrip("; ") for n, e in enumerate(shown)
-    ]
+    lines = [_explain(e, list_keys=last_of_place[e["loc"][:-1]] == n) for n, e in enumerate(shown)]
     if len(reported) > len(shown):
         lines.append(f"and {len(reported) - len(shown):,} more mistakes")
     return "\n".join(lines)
 
 
-def _known_keys(error: ErrorDetails, is_last: bool) -> str:
-    """Return the keys of a section, after the last unknown key reported for it."""
-    if error["type"] != "extra_forbidden" or not is_last:
-        return ""
-    *place, _ = error["loc"]
-    section, name = _section_at(error["loc"]), ".".join(str(p) for p in place) or "the configuration"
+def _explain_unknown_key(loc: Sequence[str | int], field: str, list_keys: bool) -> str:
+    """Suggest what an unknown key was meant to be, and list the keys of its section."""
+    *place, key = map(str, loc)
+    section, name = _section_at(loc), ".".join(place) or "the configuration"
+    text = f"{field}: unknown key{_nearest_key(key, section)}"
     if place and place[0] in UNIONS:
-        name = f"{place[0]} {section.model_fields[UNIONS[str(place[0])]].default}"
-    return f"{name} has: {', '.join(section.model_fields)}"
+        said = UNIONS[place[0]]
+        name = f"{place[0]} {section.model_fields[said].default}"
+        others = [member for member, other in _members(place[0]).items() if key in other.model_fields]
+        if others and len(place) == 2:
+            said = f"{place[0]}.{said}"
+            text = f"{field}: only {said}: {' or '.join(others)} has this key; remove it, or use {said}: {others[0]}"
+    return text + f"{' ' if text.endswith('?') else '; '}{name} has: {', '.join(section.model_fields)}" * list_keys
 
 
-def _explain(error: ErrorDetails) -> str:
-    """Format one pydantic error as `field: value, rule, what works`."""
+def _explain(error: ErrorDetails, *, list_keys: bool) -> str:
+    """Format one pydantic error as `field: value, rule, what works`; list a section's keys for an unknown one."""
     loc, section = list(error["loc"]), _section_at(error["loc"])
     if loc and loc[0] in UNIONS and len(loc) > 1:  # a discriminated union puts the chosen name into the location
         del loc[1]
     field = ".".join(str(p) for p in loc)
     value, kind = error["input"], error["type"]
     if kind == "extra_forbidden":
-        if len(error["loc"]) == 3 and (others := _others_with(str(loc[0]), str(loc[1]))):
-            said = f"{loc[0]}.{UNIONS[str(loc[0])]}"
-            return f"{field}: only {said}: {' or '.join(others)} has this key; remove it, or use {said}: {others[0]}; "
-        known = list(section.model_fields)
-        meant = _nearest_key(str(loc[-1]), known, section)
-        return f"{field}: unknown key; " + (f"did you mean {meant}? " if meant else "")
+        return _explain_unknown_key(error["loc"], field, list_keys)
     if kind == "missing":
         return f"{field}: missing; this key is required"
     if kind == "union_tag_invalid":
         key = UNIONS[field]
-        name, known = value[key], list(_members(field))
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{field}.{key}: {name!r} is not one of {', '.join(known)}{hint}"
+        return f"{field}.{key}: {value[key]!r} {unknown_name(str(value[key]), list(_members(field)))}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, Mapping):  # a rule over several keys: the message names them
         return f"{field}: {message}" if field else message
     if kind in ("model_type", "model_attributes_type"):
-        message = f"a section is a mapping of keys: {', '.join(section.model_fields)}"
+        keys = ": " + ", ".join(section.model_fields)
         if field in UNIONS:
-            key = UNIONS[field]
-            message = f"a section is a mapping of keys, such as {{{key}: {list(_members(field))[-1]}}}"
+            keys = f", such as {{{UNIONS[field]}: {list(_members(field))[-1]}}}"
+        message = f"a section is a mapping of keys{keys}"
     if kind == "too_short":
         message = "at least one reward is needed, such as [{use: math}]"
     if kind == "tuple_type":
         message = "must be a list, such as " + ("[{use: math}]" if field == "rewards" else "[tensorboard]")
-    if field == "hardware.device":
-        message = "must be auto, cpu, cuda or cuda:N"
-    return f"{field}: {_shortened(repr(value))}: {message[0].lower()}{message[1:]}"
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    return f"{field}: {shown}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest_key(wrong: str, here: Sequence[str], section: type[BaseModel]) -> str | None:
-    """Return the intended key: the same name in the one other section that has it, else a similar one here."""
+def _nearest_key(wrong: str, section: type[BaseModel]) -> str:
+    """Suggest the same name in the one other section that has it, else a similar one here."""
     elsewhere = [
         f"{'rewards.0' if name == 'rewards' else name}.{wrong}"
         for name, sections in _SECTIONS.items()
         if section not in sections and any(wrong in other.model_fields for other in sections)
     ]
-    if len(elsewhere) == 1:
-        return elsewhere[0]
-    near = difflib.get_close_matches(wrong, here, n=1)
-    return near[0] if near else None
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
+    return f"; did you mean {elsewhere[0]}?" if len(elsewhere) == 1 else did_you_mean(wrong, section.model_fields)
 
 
 def _members(name: str) -> dict[str, type[BaseModel]]:
     """Return the classes of a union section by their discriminator value."""
     return {section.model_fields[UNIONS[name]].default: section for section in _SECTIONS[name]}
-
-
-def _others_with(name: str, key: str) -> list[str]:
-    """Return the members of a union section that have a key which the chosen one lacks."""
-    if name not in UNIONS:
-        return []
-    return [other for other, section in _members(name).items() if key in section.model_fields]
 
 
 def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
@@ -259,44 +231,3 @@ _SECTIONS |= {  # nested sections
     for key, field in section.model_fields.items()
     if (inner := sections_in(field.annotation))
 }
-
-
-def _with_absolute_paths(config: Config, base_dir: Path) -> Config:
-    """Make every existing path absolute, so that the configuration works from any directory."""
-    folders = (base_dir, Path.cwd())
-
-    def resolve(path: str) -> str:
-        for folder in folders:
-            candidate = folder / os.path.expanduser(path)
-            if os.path.exists(candidate):  # Path.exists raises for names that are too long
-                return str(candidate.resolve())
-        return path  # a Hub id, or missing: whoever reads it reports that
-
-    def resolve_function(use: str) -> str:
-        file, colon, function = use.rpartition(":")
-        return f"{resolve(file)}:{function}" if colon and file.endswith(".py") else use
-
-    def component(choice: str | CustomFunction) -> str | CustomFunction:
-        return replace(choice, use=resolve_function(choice.use)) if isinstance(choice, CustomFunction) else choice
-
-    def reward(entry: RewardConfig) -> RewardConfig:
-        return entry.model_copy(update={"use": resolve_function(entry.use)})
-
-    adapter: dict[str, Any] = {}
-    if config.model.adapter is not None and config.model.adapter.path is not None:
-        adapter = {"adapter": config.model.adapter.model_copy(update={"path": resolve(config.model.adapter.path)})}
-    updates: dict[str, Any] = {
-        "model": config.model.model_copy(update={"path": resolve(config.model.path)} | adapter),
-        "data": config.data.model_copy(update={"path": resolve(config.data.path)}),
-        "rewards": tuple(reward(entry) for entry in config.rewards),
-        "algorithm": config.algorithm.model_copy(
-            update={kind: component(getattr(config.algorithm, kind)) for kind in COMPONENTS}
-        ),
-        "rollout": config.rollout.in_folders(folders),
-        "run": config.run.model_copy(update={"dir": str(Path(os.path.expanduser(config.run.dir)).absolute())}),
-    }
-    if config.critic is not None and config.critic.path is not None:
-        updates["critic"] = config.critic.model_copy(update={"path": resolve(config.critic.path)})
-    if config.eval is not None:
-        updates["eval"] = config.eval.model_copy(update={"path": resolve(config.eval.path)})
-    return config.model_copy(update=updates)

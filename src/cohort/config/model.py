@@ -1,20 +1,19 @@
 """The `model` section."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from cohort.config.adapter import AdapterConfig
+from cohort.config.paths import InputPath
 from cohort.config.quantization import KINDS, Quantization, check_base
-from cohort.config.section import Section
+from cohort.config.section import Section, must_be
 
 
 class ModelConfig(Section):
     """The policy: a Hugging Face causal language model."""
 
-    path: str = Field(
-        min_length=1, description="Model folder (safetensors, config.json, tokenizer) or Hugging Face model id."
-    )
+    path: InputPath = Field(description="Model folder (safetensors, config.json, tokenizer) or Hugging Face model id.")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "float32",
         description="Dtype of the trained weights and of the optimizer state. bfloat16 halves both, but rounds away "
@@ -25,7 +24,10 @@ class ModelConfig(Section):
         description="Dtype of matrix products (autocast; with several processes, of the gathered weights). auto: "
         "bfloat16 on GPUs, the weights' dtype on CPU. Logits and logprobs are always float32 or wider.",
     )
-    gradient_checkpointing: bool | Literal["selective"] = Field(
+    gradient_checkpointing: Annotated[
+        bool | Literal["selective"],
+        must_be("true, false or selective", lambda x: isinstance(x, bool) or x == "selective"),
+    ] = Field(
         False,
         description="Recompute activations in backward: less memory, about a third slower. selective: save attention "
         "outputs, which cost quadratic time, and the adjacent projections; recompute the rest.",
@@ -52,30 +54,15 @@ class ModelConfig(Section):
         None, description=f"Quantize the frozen weights (QLoRA); needs an adapter and one process. {KINDS}."
     )
 
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _check_gradient_checkpointing(cls, value: Any) -> Any:
-        if isinstance(value, bool) or value == "selective":
-            return value
-        raise ValueError("must be true, false or selective")
-
     @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
+    def _check_keys(self) -> Self:
         if self.quantization is not None:
             check_base(self.quantization, has_adapter=self.adapter is not None, dtype=self.dtype)
-        return self
-
-    @model_validator(mode="after")
-    def _check_freeze(self) -> Self:
         if self.freeze and self.adapter is not None:
             raise ValueError(
                 "freeze has no effect with adapter, which leaves all of the model's own weights as they are; remove "
                 "one of the two"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_compute_dtype(self) -> Self:
         if self.compute_dtype not in ("auto", self.dtype) and (self.dtype, self.compute_dtype) != (
             "float32",
             "bfloat16",

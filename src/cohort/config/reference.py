@@ -38,7 +38,7 @@ class ReferenceConfig(Section):
         return {**values, "mix": 0.6} if refreshes and values.get("mix") is None else values
 
     @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
+    def _check_keys(self) -> Self:
         if self.quantization is not None and self.refresh_every:
             raise ValueError(
                 f"quantization: {self.quantization} with refresh_every: {self.refresh_every}: quantized weights "
@@ -49,10 +49,6 @@ class ReferenceConfig(Section):
                 f"quantization: {self.quantization} with device: cpu save the same memory; use device: auto, or "
                 f"no quantization"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_mix(self) -> Self:
-        if self.refresh_every == 0 and self.mix is not None:
-            raise ValueError(f"mix: {self.mix} has no effect with refresh_every: 0; remove it, or set refresh_every")
+        if self.refresh_every == 0:
+            self.refuse("mix", "refresh_every: 0", "remove it, or set refresh_every")
         return self

@@ -3,13 +3,11 @@
 The classes also declare what each engine can do; other code reads that instead of testing which engine it is.
 """
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from cohort.config.paths import PythonPath
 from cohort.config.section import Section, number_or
 
 # vLLM silently raises lower temperatures to this one.
@@ -89,10 +87,6 @@ class SamplingConfig(Section):
         missing = sorted(name for name in cls.__class_vars__ | {"samples_ahead"} if not hasattr(cls, name))
         if "engine" in cls.model_fields and missing:
             raise TypeError(f"rollout engine {cls.__name__} must declare {', '.join(missing)}")
-
-    def in_folders(self, folders: Sequence[Path]) -> Self:
-        """Return the section with relative paths resolved against the first folder that has them."""
-        return self
 
 
 class TrainingProcessesConfig(SamplingConfig):
@@ -218,14 +212,13 @@ class ServersConfig(SamplingConfig):
 
     @model_validator(mode="after")
     def _check_keys_have_an_effect(self) -> Self:
-        external, elsewhere = "urls, whose servers are already running", " (set it with `cohort serve`)"
-        without_effect = [(k, external + elsewhere * (k != "servers")) for k in self.managed_server_keys if self.urls]
-        without_effect += [("parity_tolerance", "parity_every: 0")] * (self.parity_every == 0)
-        without_effect += [("stale_completions", "max_staleness: 0")] * (self.max_staleness == 0)
-        for key, reason in without_effect:
-            # a key may have its default value: a run's config.yaml spells out every key
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise ValueError(f"{key} has no effect with {reason}; remove one of the two")
+        for key in self.managed_server_keys if self.urls else ():
+            elsewhere = "" if key == "servers" else " (set it with `cohort serve`)"
+            self.refuse(key, f"urls, whose servers are already running{elsewhere}")
+        if self.parity_every == 0:
+            self.refuse("parity_tolerance", "parity_every: 0")
+        if self.max_staleness == 0:
+            self.refuse("stale_completions", "max_staleness: 0")
         return self
 
     @property
@@ -244,7 +237,7 @@ class VllmRolloutConfig(ServersConfig):
     sampled_by: ClassVar[str] = "by vLLM servers"
     managed_server_keys: ClassVar[tuple[str, ...]] = (*ServersConfig.managed_server_keys, "vllm_python", "vllm_args")
     engine: Literal["vllm"] = Field("vllm", description="Sample on vLLM servers.")
-    vllm_python: str | None = Field(
+    vllm_python: PythonPath | None = Field(
         None,
         description="Python of the environment in which vLLM is installed. Default: $COHORT_VLLM_PYTHON, or the Python "
         "that runs Cohort.",
@@ -264,15 +257,6 @@ class VllmRolloutConfig(ServersConfig):
             if name in _NOT_VLLM_ARGS:
                 raise ValueError(f"{key} is set by Cohort; {_NOT_VLLM_ARGS[name]}")
         return value
-
-    def in_folders(self, folders: Sequence[Path]) -> Self:
-        """Return the section with an absolute `vllm_python` if one of the folders has it."""
-        if self.vllm_python is None:
-            return self
-        python = os.path.expanduser(self.vllm_python)
-        # keep symlinks: a virtual environment's python is a link, and finds its packages by the link's path
-        files = (str((folder / python).absolute()) for folder in folders if os.path.isfile(folder / python))
-        return self.model_copy(update={"vllm_python": next(files, python)})
 
 
 RolloutConfig = Annotated[AutoRolloutConfig | LocalRolloutConfig | VllmRolloutConfig, Field(discriminator="engine")]

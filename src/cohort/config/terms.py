@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cohort.config.algorithm import AlgorithmConfig
 
-ALL_TOKENS = 1.0  # algorithm.top_entropy_quantile that keeps all tokens
-
 
 def regularizer_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the keys that take effect, given the section's explicit values."""
@@ -25,21 +23,21 @@ def regularizer_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_regularizers(algorithm: "AlgorithmConfig") -> None:
-    """Reject keys without effect, and combinations that would not do what they seem to.
+    """Reject keys without effect and misleading combinations.
 
     Raises:
         ValueError: names the key, the value and what works.
     """
-    for key in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target", "kl_horizon"):
-        if algorithm.beta == 0 and getattr(algorithm, key) is not None:
-            _refuse(algorithm, key, "beta: 0", "set beta above 0 (such as 0.04)")
-    if algorithm.kl_in == "reward" and algorithm.kl_unbiased is not None:
-        _refuse(algorithm, "kl_unbiased", "kl_in: reward", "use kl_in: loss")
-    if algorithm.kl_target is None and algorithm.kl_horizon is not None:
-        _refuse(algorithm, "kl_horizon", "a fixed beta", "set kl_target")
-    for key in ("entropy_coef_delta", "entropy_coef_max"):
-        if algorithm.entropy_target is None and getattr(algorithm, key) is not None:
-            _refuse(algorithm, key, "a fixed entropy_coef", "set entropy_target")
+    if algorithm.beta == 0:
+        for key in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target", "kl_horizon"):
+            algorithm.refuse(key, "beta: 0", "remove it, or set beta above 0 (such as 0.04)")
+    if algorithm.kl_in == "reward":
+        algorithm.refuse("kl_unbiased", "kl_in: reward", "remove it, or use kl_in: loss")
+    if algorithm.kl_target is None:
+        algorithm.refuse("kl_horizon", "a fixed beta", "remove it, or set kl_target")
+    if algorithm.entropy_target is None:
+        for key in ("entropy_coef_delta", "entropy_coef_max"):
+            algorithm.refuse(key, "a fixed entropy_coef", "remove it, or set entropy_target")
     if algorithm.entropy_coef_max is not None and algorithm.entropy_coef > algorithm.entropy_coef_max:
         raise ValueError(
             f"entropy_coef: {algorithm.entropy_coef} is above entropy_coef_max: {algorithm.entropy_coef_max}; lower "
@@ -69,17 +67,13 @@ def _check_components(algorithm: "AlgorithmConfig") -> None:
             )
         if part.needs_critic or (part.uses_token_rewards and algorithm.kl_in == "reward"):
             by_token = f"advantage: {algorithm.advantage}" + ("" if part.needs_critic else " and kl_in: reward")
-    if algorithm.top_entropy_quantile < ALL_TOKENS:
+    if algorithm.top_entropy_quantile < 1:
         by_token = f"top_entropy_quantile: {algorithm.top_entropy_quantile}"
     if by_token and any(part.needs_uniform_advantage for part in parts):
         raise ValueError(
             f"policy_loss: {algorithm.policy_loss} has one ratio per completion and needs one advantage for all its "
             f"tokens, but with {by_token} they differ; use policy_loss: gspo_token"
         )
-
-
-def _refuse(algorithm: "AlgorithmConfig", key: str, because: str, instead: str) -> None:
-    raise ValueError(f"{key}: {getattr(algorithm, key)} has no effect with {because}; remove it, or {instead}")
 
 
 def _is_positive(value: Any) -> bool:

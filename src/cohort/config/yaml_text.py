@@ -1,5 +1,7 @@
 """Read YAML safely: reject cycles, alias bombs and excessive nesting before constructing any value."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -14,19 +16,8 @@ def compose(text: str) -> yaml.Node | None:
     Raises:
         ValueError: invalid YAML, or nested too deeply. The message has the position.
     """
-    try:
-        return yaml.compose(text, Loader=_Composer)
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(_error_message(error)) from error
-    except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from error
-
-
-def _error_message(error: yaml.MarkedYAMLError) -> str:
-    """Format the position and the problem."""
-    mark = error.problem_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + ", ".join(filter(None, (error.problem, error.context)))
+    with _readable_errors():
+        return yaml.compose(text, Loader=_Loader)
 
 
 def read_yaml(text: str) -> Any:
@@ -40,7 +31,21 @@ def read_yaml(text: str) -> Any:
     if node is None:
         return None
     _count(node, {}, set())
-    return _construct(node)
+    with _readable_errors():
+        return _Loader("").construct_document(node)
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Raise `ValueError` with the position and the problem in one line."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(where + ", ".join(filter(None, (error.problem, error.context)))) from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).replace("\n", " ")) from error
 
 
 def _count(node: yaml.Node, counts: dict[int, int], around: set[int]) -> int:
@@ -65,16 +70,8 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
-def _construct(node: yaml.Node) -> Any:
-    loader = _Loader("")
-    try:
-        return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(_error_message(error)) from error
-
-
-class _Composer(yaml.SafeLoader):
-    """Limits the nesting depth."""
+class _Loader(yaml.SafeLoader):
+    """Limits the nesting depth, and reports duplicate keys and values that do not fit their tags."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -88,10 +85,6 @@ class _Composer(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
-
-
-class _Loader(yaml.SafeLoader):
-    """Reports duplicate keys and values that do not fit their tags."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a dict."""

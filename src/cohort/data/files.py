@@ -5,16 +5,15 @@ folder of data files; a dataset id on the Hugging Face Hub.
 """
 
 import csv
-import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cohort.errors import UserError
+from cohort.errors import UserError, did_you_mean, suggest
 
 Row = dict[str, Any]
 
@@ -31,11 +30,11 @@ class _UnreadableError(Exception):
     """Describes what is wrong with the data; `read_rows` adds the name of the field."""
 
 
-def read_rows(path: str, *, field: str, base_dir: Path, split: str = "train", name: str | None = None) -> list[Row]:
+def read_rows(path: str, *, field: str, split: str = "train", name: str | None = None) -> list[Row]:
     """Return all rows of the data at `path`, in file order, each a dict from column name to value.
 
-    A relative path is resolved against `base_dir` (the folder of the configuration file), then the working directory;
-    if neither has it, it is taken as an id on the Hugging Face Hub. `field` is the configuration key named in messages.
+    A path that does not exist is taken as an id on the Hugging Face Hub. `field` is the configuration key named in
+    messages.
 
     - JSON lines (`.jsonl`, `.ndjson`; `.json` too, which may also be one array): one object per line; blank lines are
       skipped. Rows may have different keys.
@@ -51,30 +50,29 @@ def read_rows(path: str, *, field: str, base_dir: Path, split: str = "train", na
             and "test", is given for data without them.
     """
     try:
-        rows = _read(path, base_dir, split, name)
+        rows = _read(path, split, name)
         if not rows:
-            raise _UnreadableError("has no rows; at least one prompt is needed.")
+            raise _UnreadableError("has no rows; at least one prompt is needed")
     except _UnreadableError as error:
         raise UserError(f"{field}={path!r}: {error}") from error
     return rows
 
 
-def _read(path: str, base_dir: Path, split: str, name: str | None) -> list[Row]:
+def _read(path: str, split: str, name: str | None) -> list[Row]:
     if not path.strip():
-        raise _UnreadableError(f"is empty. Give {_what_works()}.")
-    candidates = [base_dir / Path(path).expanduser(), Path.cwd() / Path(path).expanduser()]
-    found = next((candidate for candidate in candidates if candidate.exists()), None)
-    if found is None:
+        raise _UnreadableError(f"is empty; use {_what_works()}")
+    found = Path.cwd() / Path(path).expanduser()
+    if not found.exists():
         if _is_meant_as_file(path):
-            raise _UnreadableError(_missing(candidates))
-        return _read_hub(path, split, name, candidates)
+            raise _UnreadableError(_missing(found))
+        return _read_hub(path, split, name, found)
     if found.is_dir():
         if found.resolve() == Path(found.resolve().anchor):
-            raise _UnreadableError(f"is the root of the file system. Give {_what_works()}.")
+            raise _UnreadableError(f"is the root of the file system; use {_what_works()}")
         return _read_folder(found, split, name)
     if split not in _DEFAULT_SPLITS or name is not None:
         option = f"name={name!r}" if name is not None else f"split={split!r}"
-        raise _UnreadableError(f"is a single file, where {option} has no effect. Leave it out, or give a folder or id.")
+        raise _UnreadableError(f"is a single file, where {option} has no effect; leave it out, or use a folder or id")
     return _read_file(found)
 
 
@@ -87,36 +85,27 @@ def _is_meant_as_file(path: str) -> bool:
     return suffix in _READERS or suffix in _FILE_ENDINGS or not _HUB_ID.fullmatch(path)
 
 
-def _missing(candidates: Sequence[Path]) -> str:
-    """Explain why none of the candidate paths exists, with similarly named files."""
-    folders = list(dict.fromkeys(candidate.parent.resolve() for candidate in candidates))
-    parts = []
-    for folder in folders:
-        if not folder.is_dir():
-            parts.append(f"the folder {folder} does not exist.")
-            continue
-        siblings = sorted(entry.name for entry in folder.iterdir())
-        similar = difflib.get_close_matches(candidates[0].name, siblings, n=3, cutoff=0.6)
-        usable = [sibling for sibling in siblings if Path(sibling).suffix.lower() in _READERS]
-        text = f"not in the folder {folder}."
-        if similar:
-            text += f" Similarly named there: {', '.join(similar)}."
-        elif usable:
-            text += f" Data files there: {', '.join(usable[:5])}{', ...' if len(usable) > 5 else ''}."
-        parts.append(text)
-    return "no such file: " + " ".join(parts)
+def _missing(file: Path) -> str:
+    """Say that there is no such file, with similarly named ones."""
+    folder = file.parent.resolve()
+    if not folder.is_dir():
+        return f"no such file: the folder {folder} does not exist"
+    siblings = sorted(entry.name for entry in folder.iterdir())
+    usable = [name for name in siblings if Path(name).suffix.lower() in _READERS]
+    hint = did_you_mean(file.name, siblings) or f". Data files there: {', '.join(usable[:5]) or 'none'}"
+    return f"no such file in the folder {folder}{hint}"
 
 
 def _read_file(file: Path) -> list[Row]:
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
-        raise _UnreadableError(f"the ending {file.suffix!r} is not supported. Give {_what_works()}.")
+        raise _UnreadableError(f"the ending {file.suffix!r} is not supported; use {_what_works()}")
     try:
         if file.stat().st_size == 0:
-            raise _UnreadableError("the file is empty (0 bytes).")
+            raise _UnreadableError("the file is empty (0 bytes)")
         return reader(file)
     except OSError as error:
-        raise _UnreadableError(f"cannot be read: {error.strerror or error}.") from error
+        raise _UnreadableError(f"cannot be read: {error.strerror or error}") from error
 
 
 # JSON
@@ -128,7 +117,8 @@ def _read_json_lines(file: Path) -> list[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                rows.append(_json_object(line, f"line {number}"))
+                where = f"line {number}"
+                rows.append(_require_object(_parse_json(line, where), where))
     return rows
 
 
@@ -142,28 +132,22 @@ def _read_json(file: Path) -> list[Row]:
     return [_require_object(value, f"element {number}") for number, value in enumerate(values, start=1)]
 
 
-def _json_object(line: bytes, where: str) -> Row:
-    return _require_object(_parse_json(line, where), where)
-
-
 def _parse_json(data: bytes, where: str) -> Any:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _UnreadableError(
-            f"{where} is not UTF-8 text (byte {error.start + 1}). Save the file as UTF-8."
-        ) from error
+        raise _UnreadableError(f"{where} is not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
     try:
         return json.loads(text, object_pairs_hook=_object_of_pairs)
     except json.JSONDecodeError as error:
         excerpt = text[max(0, error.pos - 40) : error.pos + 40].strip()
         at = f"line {error.lineno}, character {error.colno}" if where == "the file" else f"character {error.colno}"
         raise _UnreadableError(
-            f"{where} is not valid JSON: {error.msg} at {at}, near {excerpt!r}. "
-            "Write one JSON object per line, or, in a .json file, one array of objects."
+            f"{where} is not valid JSON: {error.msg} at {at}, near {excerpt!r}; "
+            "write one JSON object per line, or, in a .json file, one array of objects"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
-        raise _UnreadableError(f"{where} cannot be read as JSON: {error}.") from error
+        raise _UnreadableError(f"{where} cannot be read as JSON: {error}") from error
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -178,15 +162,10 @@ def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _require_object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise _UnreadableError(
-            f"{where} holds {_excerpt(value)}, which is not an object. "
-            'Every row must be an object of columns, such as {"prompt": "2 + 2 = ?", "answer": "4"}.'
+            f"{where} holds {json.dumps(value, ensure_ascii=False):.60}, which is not an object; "
+            'a row is an object of columns, such as {"prompt": "2 + 2 = ?", "answer": "4"}'
         )
     return value
-
-
-def _excerpt(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # CSV and Parquet
@@ -202,9 +181,9 @@ def _read_csv(file: Path) -> list[Row]:
             try:
                 return _csv_rows(reader)
             except csv.Error as error:
-                raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}.") from error
+                raise _UnreadableError(f"line {reader.line_num} is not valid CSV: {error}") from error
             except UnicodeDecodeError as error:
-                raise _UnreadableError("the file is not UTF-8 text. Save the file as UTF-8.") from error
+                raise _UnreadableError("the file is not UTF-8 text; save the file as UTF-8") from error
     finally:
         csv.field_size_limit(previous_limit)
 
@@ -219,7 +198,7 @@ def _csv_rows(reader: Any) -> list[Row]:
         if len(record) != len(header):
             raise _UnreadableError(
                 f"line {reader.line_num} has {len(record)} values, but the first line names {len(header)} columns "
-                f"({', '.join(header)}). Put values that hold commas or line breaks in double quotes."
+                f"({', '.join(header)}); put values with commas or line breaks in double quotes"
             )
         rows.append(dict(zip(header, record, strict=True)))
     return rows
@@ -240,7 +219,7 @@ def _read_parquet(file: Path) -> list[Row]:
 def _refuse_repeated(columns: Iterable[str]) -> None:
     repeated = [column for column, count in Counter(columns).items() if count > 1]
     if repeated:
-        raise _UnreadableError(f"names the column {repeated[0]!r} more than once. Give every column its own name.")
+        raise _UnreadableError(f"names the column {repeated[0]!r} more than once; give every column its own name")
 
 
 _READERS: Mapping[str, Callable[[Path], list[Row]]] = {
@@ -261,14 +240,14 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
 
     if (number := sum(1 for _ in islice(folder.rglob("*"), _MOST_FILES + 1))) > _MOST_FILES:
         raise _UnreadableError(
-            f"the folder {folder} has more than {number - 1:,} files. Give the one that holds the data."
+            f"the folder {folder} has more than {number - 1:,} files; use the one that holds the data"
         )
     try:
         files = datasets.load_dataset_builder(str(folder), name=name).config.data_files
     except Exception as error:  # whatever `datasets` finds wrong with the folder is a user error
         raise _UnreadableError(
-            f"the folder {folder} cannot be read: {_first_line(error)} It should hold {', '.join(_READERS)} files, "
-            "or what datasets.save_to_disk wrote."
+            f"the folder {folder} cannot be read: {_first_line(error)}; use a folder of {', '.join(_READERS)} "
+            "files, or one written by datasets.save_to_disk"
         ) from error
     files_per_split = {str(key): [Path(file) for file in value] for key, value in (files or {}).items()}
     chosen = files_per_split.get(split)
@@ -279,7 +258,7 @@ def _read_folder(folder: Path, split: str, name: str | None) -> list[Row]:
     if chosen is not None and all(file.suffix.lower() in _READERS for file in chosen):
         return [row for file in chosen for row in _read_member(file, folder)]
     if any(file.suffix.lower() == ".csv" for member in files_per_split.values() for file in member):
-        raise _UnreadableError(f"slices of CSV folders (split={split!r}) are not supported. Give a whole split.")
+        raise _UnreadableError(f"slices of CSV folders (split={split!r}) are not supported; use a whole split")
     return _load_dataset(str(folder), split, name)
 
 
@@ -296,9 +275,7 @@ def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
     import datasets
 
     if name is not None:
-        raise _UnreadableError(
-            f"was written by datasets.save_to_disk, where name={name!r} has no effect. Leave it out."
-        )
+        raise _UnreadableError(f"was written by datasets.save_to_disk, where name={name!r} has no effect; leave it out")
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # a missing or broken file among those that `datasets` wrote
@@ -308,15 +285,15 @@ def _read_saved(folder: Path, split: str, name: str | None) -> list[Row]:
             raise _UnreadableError(_no_split(split, saved))
         saved = saved[split]
     elif split not in (*_DEFAULT_SPLITS, str(saved.split)):
-        raise _UnreadableError(f"holds one dataset without splits, where split={split!r} has no effect. Leave it out.")
+        raise _UnreadableError(f"holds one dataset without splits, where split={split!r} has no effect; leave it out")
     return list(saved)
 
 
-def _read_hub(path: str, split: str, name: str | None, candidates: Sequence[Path]) -> list[Row]:
+def _read_hub(path: str, split: str, name: str | None, file: Path) -> list[Row]:
     try:
         return _load_dataset(path, split, name)
     except _UnreadableError as error:
-        raise _UnreadableError(f"{error} Nor is it a file or folder here: {_missing(candidates)}") from error
+        raise _UnreadableError(f"{error}; nor is it a file or folder here: {_missing(file)}") from error
 
 
 def _load_dataset(path: str, split: str, name: str | None) -> list[Row]:
@@ -332,9 +309,9 @@ def _load_dataset(path: str, split: str, name: str | None) -> list[Row]:
 
 
 def _no_split(split: str, available: Iterable[str]) -> str:
-    return f"has no split {split!r}. Splits: {', '.join(available) or 'none'}."
+    return f"has no split {split!r}{suggest(split, available, 'Splits')}"
 
 
 def _first_line(error: Exception) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return text[:300] + "."
+    return text[:300]

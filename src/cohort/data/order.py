@@ -4,6 +4,7 @@ N = prompts in the set.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -23,17 +24,14 @@ class PromptStream:
     number of prompts taken so far.
     """
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True, field: str = "data.path") -> None:
-        """`seed` must be at least 0. Without `shuffle` every epoch is in file order."""
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
+        """Start at the first prompt. Without `shuffle` every epoch is in file order."""
         assert prompts.prompts, "build_prompts never returns an empty set"
         self._prompts = prompts.prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._field = field
         self._fingerprint = _fingerprint(self._prompts)
         self._num_taken = 0
-        self._order_epoch = 0
-        self._order_N = _epoch_order(len(self._prompts), seed, 0, shuffle)
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts, continuing into the next epoch if needed.
@@ -67,9 +65,9 @@ class PromptStream:
         for key, here in self._identity().items():
             if state[key] != here:
                 raise UserError(
-                    f"{self._field}: the saved position belongs to a different order of prompts: it was saved with "
-                    f"{key}={state[key]!r}, but this run has {key}={here!r}. Resume with the dataset, train.seed and "
-                    "data settings of the saved run, or start a new run."
+                    f"data.path: the saved position belongs to a different order of prompts: it was saved with "
+                    f"{key}={state[key]!r}, but this run has {key}={here!r}; use the dataset, train.seed and "
+                    "data settings of the saved run, or a new run.dir"
                 )
         self._num_taken = int(state["epoch"]) * len(self._prompts) + int(state["position"])
 
@@ -83,12 +81,11 @@ class PromptStream:
 
     def _visit(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self._prompts))
-        if epoch != self._order_epoch:
-            self._order_N = _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
-            self._order_epoch = epoch
-        return dataclasses.replace(self._prompts[self._order_N[position]], epoch=epoch)
+        order_N = _epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
+        return dataclasses.replace(self._prompts[order_N[position]], epoch=epoch)
 
 
+@functools.lru_cache(maxsize=2)
 def _epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> IntArray:
     """[N] permutation of one epoch."""
     if not shuffle:

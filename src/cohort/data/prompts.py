@@ -4,16 +4,15 @@ P = tokens of one prompt.
 """
 
 import ast
-import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cohort.errors import UserError
+from cohort.errors import UserError, did_you_mean, suggest
 from cohort.records import IntArray, Message, Prompt
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class PromptRenderer:
             self._check_template()
 
     def render(self, value: Any, *, where: str) -> tuple[Content, IntArray]:
-        """The content as the user wrote it, and its token ids [P].
+        """Render one prompt: return its content as written, and its token ids [P].
 
         `value` is the prompt column of one row; errors start with `where`, such as "data.prompt='question': row 3".
         Keys of messages whose value is None are left out: Arrow adds them where messages have different keys.
@@ -85,7 +84,7 @@ class PromptRenderer:
         token_ids = self._render_template(content, where) if self._applies_template else self._encode(content, where)
         assert token_ids.ndim == 1, token_ids.shape
         if len(token_ids) == 0:
-            raise UserError(f"{where}: the prompt has no tokens in this tokenizer's vocabulary.")
+            raise UserError(f"{where}: the prompt has no tokens in this tokenizer's vocabulary")
         return content, token_ids
 
     def _render_template(self, content: Content, where: str) -> IntArray:
@@ -106,7 +105,7 @@ class PromptRenderer:
     def _encode(self, content: Content, where: str) -> IntArray:
         if not isinstance(content, str):
             raise UserError(
-                f"{where}: chat messages need the chat template. Set data.apply_chat_template=true, or give text."
+                f"{where}: chat messages need the chat template; use data.apply_chat_template=true, or text"
             )
         token_ids = self._tokenizer(content)["input_ids"]
         bos = self._tokenizer.bos_token_id
@@ -118,23 +117,23 @@ class PromptRenderer:
     def _check_template(self) -> None:
         if not self._tokenizer.chat_template:
             raise UserError(
-                "data.apply_chat_template=true: the tokenizer has no chat template. Put a chat_template.jinja into the "
-                "model's folder, or set data.apply_chat_template=false to use the text as it is."
+                "data.apply_chat_template=true: the tokenizer has no chat template; put a chat_template.jinja into the "
+                "model's folder, or use data.apply_chat_template=false, which takes the text as it is"
             )
         kwargs = self._template_kwargs
         reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
         if reserved:
             raise UserError(
-                f"data.chat_template_kwargs: {reserved[0]!r} is set by Cohort itself. Give only variables that the "
-                "chat template reads, such as enable_thinking."
+                f"data.chat_template_kwargs: {reserved[0]!r} is set by Cohort; use only variables that the chat "
+                "template reads, such as enable_thinking"
             )
         template = self._tokenizer.get_chat_template(tools=kwargs.get("tools"))
         identifiers = set(re.findall(r"[A-Za-z_]\w*", template))
         for key in kwargs:
             if key not in identifiers:
                 raise UserError(
-                    f"data.chat_template_kwargs: the model's chat template never reads {key!r}, so it has no effect."
-                    f"{_nearest(key, identifiers)}"
+                    f"data.chat_template_kwargs: the model's chat template never reads {key!r}, so it has no "
+                    f"effect{did_you_mean(key, identifiers)}"
                 )
 
 
@@ -156,14 +155,11 @@ def build_prompts(
         UserError: no rows, no prompt column, a prompt that cannot be rendered, or no prompt left.
     """
     if not rows:
-        raise UserError(f"{field}: the data has no rows; at least one prompt is needed.")
+        raise UserError(f"{field}: the data has no rows; at least one prompt is needed")
     where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if renderer.prompt_column not in columns:
-        raise UserError(
-            f"{where}: the data has no such column."
-            f"{_nearest(renderer.prompt_column, columns)} Columns: {', '.join(columns) or 'none'}."
-        )
+        raise UserError(f"{where}: the data has no such column{suggest(renderer.prompt_column, columns, 'Columns')}")
     columns.remove(renderer.prompt_column)
     prompts = []
     for index, row in enumerate(rows):
@@ -183,13 +179,13 @@ def _overlong_error(prompts: Sequence[Prompt], max_prompt_tokens: int, field: st
     num_overlong = sum(length > max_prompt_tokens for length in lengths)
     if num_overlong == len(prompts):
         return UserError(
-            f"{limit}: no prompt of {field} is that short. The shortest of {len(prompts)} has {min(lengths)} tokens, "
-            f"the longest {max(lengths)}. Raise the limit to {min(lengths)} or more; {max(lengths)} keeps every prompt."
+            f"{limit}: no prompt of {field} is that short; the shortest of {len(prompts)} has {min(lengths)} tokens, "
+            f"the longest {max(lengths)}; use at least {min(lengths)} ({max(lengths)} keeps every prompt)"
         )
     first = next(prompt for prompt, length in zip(prompts, lengths, strict=True) if length > max_prompt_tokens)
     return UserError(
         f"{limit}: the prompt in row {first.id + 1} of {field} has {len(first.token_ids)} tokens, and {num_overlong} "
-        f'of {len(prompts)} prompts are too long. Raise it to {max(lengths)}, or set data.overlong_prompts="drop".'
+        f"of {len(prompts)} prompts are too long; use at least {max(lengths)}, or data.overlong_prompts: drop"
     )
 
 
@@ -199,49 +195,49 @@ def _read_content(value: Any, where: str) -> Content:
         _check_text(value, where)
         if _is_messages_as_text(value):
             raise UserError(
-                f"{where}: holds chat messages as text. Store them as a list of messages, in JSON lines or "
-                "Parquet; CSV holds text prompts only."
+                f"{where}: holds chat messages as text; store them as a list of messages, in JSON lines or "
+                "Parquet (CSV holds text prompts only)"
             )
         return value
     if isinstance(value, list | tuple):
         return _read_messages(value, where)
     raise UserError(
-        f"{where}: a prompt is text or a list of chat messages, not {'missing' if value is None else _shown(value)}."
+        f"{where}: a prompt is text or a list of chat messages, not {'missing' if value is None else _shown(value)}"
     )
 
 
 def _read_messages(values: Sequence[Any], where: str) -> list[Message]:
     if not values:
-        raise UserError(f"{where}: the list of chat messages is empty.")
+        raise UserError(f"{where}: the list of chat messages is empty")
     messages: list[Message] = []
     for number, value in enumerate(values, start=1):
         at = f"{where}, message {number}"
         if not isinstance(value, Mapping):
-            raise UserError(f'{at}: a message is {{"role": ..., "content": ...}}, not {_shown(value)}.')
+            raise UserError(f'{at}: a message is {{"role": ..., "content": ...}}, not {_shown(value)}')
         message = {key: entry for key, entry in value.items() if entry is not None}
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise UserError(f'{at}: has no "role" such as "user". Its keys: {", ".join(map(str, message)) or "none"}.')
+            raise UserError(f'{at}: has no "role" such as "user". Its keys: {", ".join(map(str, message)) or "none"}')
         content = message.get("content")
         if isinstance(content, str):
             _check_text(content, at, may_be_empty=message["role"] != "user")
         elif content is not None or "tool_calls" not in message:
-            raise UserError(f'{at}: its "content" must be text, not {_shown(content)}.')
+            raise UserError(f'{at}: its "content" must be text, not {_shown(content)}')
         messages.append(message)
     if messages[-1]["role"] == "assistant":
         raise UserError(
-            f"{where}: the last message is the assistant's, so the prompt already holds an answer. End it with the "
-            "message to answer, and move the answer to a column of its own."
+            f"{where}: the last message is the assistant's, so the prompt already holds an answer; end it with the "
+            "message to answer, and move the answer to a column of its own"
         )
     return messages
 
 
 def _check_text(text: str, where: str, *, may_be_empty: bool = False) -> None:
     if not text.strip() and not may_be_empty:
-        raise UserError(f"{where}: the text is empty.")
+        raise UserError(f"{where}: the text is empty")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which tokenizers reject
-        raise UserError(f"{where}: character {error.start + 1} of the text is not valid Unicode.") from error
+        raise UserError(f"{where}: character {error.start + 1} of the text is not valid Unicode") from error
 
 
 def _is_messages_as_text(text: str) -> bool:
@@ -258,10 +254,4 @@ def _is_messages_as_text(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _nearest(name: str, available: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, sorted(available), n=1, cutoff=0.5)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{type(value).__name__} {value!r:.60}"

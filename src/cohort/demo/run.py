@@ -10,7 +10,7 @@ from cohort.config import Config, config_from_dict, to_yaml
 from cohort.demo import base_model, task
 from cohort.display import on_one_line, render_curve
 from cohort.launch import train
-from cohort.run_folder import check_folder_is_free
+from cohort.run_folder import check_folder
 from cohort.run_result import RunResult
 from cohort.startup import resume_gc
 
@@ -89,7 +89,7 @@ def free_folder(root: Path) -> Path:
 
 def write_data(folder: Path, config: Config, *, seed: int) -> None:
     """Write the problems and the configuration as files for inspection and reuse."""
-    check_folder_is_free(folder)
+    check_folder(folder, resume=False)
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
         return  # an earlier demo in this folder: `train` resumes the same one and rejects another

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from cohort.errors import UserError
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-
 
 def check_loggers(names: Sequence[str]) -> None:
     """Check that the packages of all loggers are installed.
@@ -21,7 +19,7 @@ def check_loggers(names: Sequence[str]) -> None:
         UserError: A package is missing.
     """
     for name in names:
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"run.log: {name!r}: the package is not installed; run `pip install 'cohort-rl[{name}]'` or remove it"
             )

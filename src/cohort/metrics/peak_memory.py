@@ -64,33 +64,30 @@ def largest_peaks(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 def _resident_peak() -> int:
     """Peak resident bytes since process start or the last reset."""
-    try:
-        return resident()["VmHWM"]
-    except (OSError, KeyError):  # not Linux
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident().get("VmHWM", peak if sys.platform == "darwin" else peak * 1024)
 
 
 def reset_resident_peak() -> bool:
     """Reset the peak to the current resident size (Linux: clear_refs in proc(5)); return whether it worked."""
     try:
         (_PROC / "clear_refs").write_text("5")
-        values = resident()
-        # a kernel that emulates Linux may ignore the write
-        return values["VmHWM"] - values["VmRSS"] < _SLACK_BYTES
-    except (OSError, KeyError):
+    except OSError:
         return False
+    values = resident()
+    # a kernel that emulates Linux may ignore the write
+    return bool(values) and values["VmHWM"] - values["VmRSS"] < _SLACK_BYTES
 
 
 def resident_now() -> int:
     """Resident bytes; the peak where the system does not report them."""
-    try:
-        return resident()["VmRSS"]
-    except (OSError, KeyError):
-        return _resident_peak()
+    return resident().get("VmRSS") or _resident_peak()
 
 
 def resident() -> dict[str, int]:
-    """Current (VmRSS) and peak (VmHWM) resident bytes."""
-    status = (_PROC / "status").read_text()
+    """Current (VmRSS) and peak (VmHWM) resident bytes; empty if the system does not report them."""
+    try:
+        status = (_PROC / "status").read_text()
+    except OSError:  # not Linux
+        return {}
     return {key: 1024 * int(kb) for key, kb in re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", status, re.MULTILINE)}

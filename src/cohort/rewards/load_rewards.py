@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cohort.config import RewardConfig
-from cohort.errors import UserError
+from cohort.errors import UserError, did_you_mean, suggest
 from cohort.rewards.exact import ExactReward
 from cohort.rewards.format import FormatReward
 from cohort.rewards.function import (
@@ -17,7 +17,7 @@ from cohort.rewards.function import (
 )
 from cohort.rewards.math import MathReward
 from cohort.rewards.overlong import OverlongReward
-from cohort.user_code import load_function, suggest
+from cohort.user_code import load_function
 
 BUILTINS = ("exact", "format", "math", "overlong")
 _BUDGET_SHARE = 0.8  # share of the deadline after which the math reward leaves the rest unscored
@@ -85,8 +85,8 @@ def load_reward(config: RewardConfig, *, field: str, max_completion_tokens: int)
     if use.endswith(".py"):
         raise UserError(f"{field}: {use!r} names a file but no function; write '{use}:function'")
     raise UserError(
-        f"{field}: no built-in reward {use!r}. {suggest(use, BUILTINS, 'Built in')} For your own, use "
-        f"path/to/file.py:function or package.module:function"
+        f"{field}: no built-in reward {use!r}{did_you_mean(use, BUILTINS)}; use {', '.join(BUILTINS)}, "
+        f"path/to/file.py:function, or package.module:function"
     )
 
 
@@ -126,7 +126,7 @@ def check_columns(reward: RewardFunction, columns: Collection[str], *, field: st
             )
         if arg not in allowed and (own or not parameters.has_var_keyword):
             raise UserError(
-                f"{field}.args: reward {name!r} takes no argument {arg!r}. {suggest(arg, allowed, 'It takes')}"
+                f"{field}.args: reward {name!r} takes no argument {arg!r}{suggest(arg, sorted(allowed), 'It takes')}"
             )
     _check_required(reward, parameters, columns, field)
 
@@ -147,8 +147,7 @@ def _check_required(
         if parameter not in available:
             raise UserError(
                 f"{field}: reward {reward.name!r} needs {described}, which is neither a column of the dataset nor in "
-                f"{field}.args. {suggest(parameter, columns, 'Columns')} Also available: "
-                f"{', '.join(ROLLOUT_NAMES)}"
+                f"{field}.args{suggest(parameter, columns, 'Columns')}; also available: {', '.join(ROLLOUT_NAMES)}"
             )
 
 

@@ -53,10 +53,10 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
         inputs = read_inputs(config)
         setup = engine_setup(config, inputs)
         with closing(RunFolder(config, resume=resume)) as folder:
-            finished = folder.finished_steps()
-            if finished is not None and finished >= inputs.plan.num_steps:
-                display.notify(f"this run is already finished ({finished} steps): {folder.final_path}")
-                return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=folder.summary())
+            summary = folder.summary()
+            if summary is not None and summary["steps"] >= inputs.plan.num_steps:
+                display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
+                return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
             inputs.rewards.marker = marker = RewardMarker(folder.path / REWARD_MARKER)
             if (crash := marker.last_crash()) is not None:
                 display.notify(crash)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cohort.algorithms import check_custom_functions
@@ -87,9 +86,7 @@ def read_inputs(config: Config) -> Inputs:
         num_rewards=len(config.rewards),
         gradients_in_forward=config.train.gradients_in_forward,
     )
-    rows = read_rows(
-        config.data.path, field="data.path", base_dir=Path.cwd(), split=config.data.split, name=config.data.name
-    )
+    rows = read_rows(config.data.path, field="data.path", split=config.data.split, name=config.data.name)
     rewards = read_rewards(config, column_names(rows))
     eval_rows = read_eval_rows(config.eval) if config.eval else []
     if config.eval:
@@ -180,7 +177,7 @@ def read_evaluation(
 
 def read_eval_rows(settings: EvalConfig) -> Rows:
     """Read the rows of the held-out data."""
-    return read_rows(settings.path, field="eval.path", base_dir=Path.cwd(), split=settings.split, name=settings.name)
+    return read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
 
 
 def column_names(rows: Rows) -> list[str]:

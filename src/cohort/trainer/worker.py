@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cohort.algorithms import Algorithm, Coefficients
 from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint, save_model
+from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint
 from cohort.distributed import Ranks
 from cohort.engine import (
     CriticEngine,
@@ -25,7 +25,7 @@ from cohort.engine import (
     must_fit,
 )
 from cohort.metrics import PeakMemory
-from cohort.models import Policy, SaveOptions, stream_weights, weight_specs
+from cohort.models import Policy, SaveOptions, save_policy, stream_weights, weight_specs
 from cohort.records import FloatArray, ForwardOnlyField, TrainSequence, scatter
 from cohort.rollout import Completion, Purpose, Sampler, SampleRequest
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
@@ -174,7 +174,7 @@ class Worker:
             TrainingError: the disk is full.
         """
         with disk_errors(folder):
-            save_model(self.policy, self.tokenizer, folder, self.ranks, self.save_options)
+            save_policy(self.policy, self.tokenizer, folder, self.ranks, self.save_options)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter alone, for servers to load.

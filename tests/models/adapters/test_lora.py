@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from adapters import KINDS, peft_model, save_adapter
-from cohort.checkpoint import save_model
 from cohort.config import AdapterConfig, ModelConfig
 from cohort.errors import UserError
-from cohort.models import LoadRequest, Policy, check_adapter, load_policy, load_tokenizer, merge
+from cohort.models import LoadRequest, Policy, check_adapter, load_policy, load_tokenizer, merge, save_policy
 from cohort.models.adapters.adapter_folder import adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit
 from cohort.models.batch_layout import Layout
@@ -206,7 +205,7 @@ def test_what_is_saved_is_what_peft_loads(base: Path, tmp_path: Path, kind: str)
     with torch.no_grad():
         for n, tensor in enumerate(policy.adapter.tensors().values()):
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(n)))
-    save_model(policy, load_tokenizer(ModelConfig(path=str(base))), tmp_path / "saved")
+    save_policy(policy, load_tokenizer(ModelConfig(path=str(base))), tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template is not None
     names = json.loads((tmp_path / "saved/adapter_config.json").read_text())["target_modules"]
     assert len(names) == (7 if kind == "lora" else 3)

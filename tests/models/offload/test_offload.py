@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cohort.checkpoint import save_model
 from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine.optimizer import Optimizers
 from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import UserError
-from cohort.models import load_tokenizer
+from cohort.models import load_tokenizer, save_policy
 from cohort.models.offload.master_weights import MasterWeights
 from cohort.plan.layout import check_cpu_offload, check_resharding
 from rank_engine import OPTIMIZERS
@@ -145,7 +144,7 @@ def test_the_masters_are_what_is_saved(folder: str, tmp_path: Path):
     update(engine, ALONE, 0)
     weight = engine.policy.model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == torch.bfloat16 and weight.grad_dtype == torch.float32
-    save_model(engine.policy, load_tokenizer(ModelConfig(path=folder)), tmp_path)
+    save_policy(engine.policy, load_tokenizer(ModelConfig(path=folder)), tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight  # dtype of config.json
     assert saved.dtype == torch.float32 and torch.equal(saved.bfloat16(), weight)
     assert not torch.equal(saved, weight.float())  # which are rounded
@@ -160,7 +159,7 @@ def parsed(**sections: Any) -> Config:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"optim": {"offload": True}, "model": {"adapter": {"rank": 4}}}, "only the small adapter is trained"),
+        ({"optim": {"offload": True}, "model": {"adapter": {"rank": 4}}}, "only the adapter has optimizer state"),
         (
             {"model": {"adapter": {"rank": 4}, "parameter_offload": True}},
             "copy the frozen weights from host memory twice",

@@ -11,14 +11,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cohort import train
-from cohort.checkpoint import save_model
 from cohort.config import Config, ModelConfig, config_from_dict
 from cohort.distributed import ALONE
 from cohort.engine import TrainEngine
 from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import DoesNotFitError, UserError
 from cohort.launch import local
-from cohort.models import LoadRequest, load_policy, load_tokenizer, saved_bytes
+from cohort.models import LoadRequest, load_policy, load_tokenizer, save_policy, saved_bytes
 from cohort.models.offload.master_weights import MasterWeights
 from cohort.plan.layout import check_cpu_offload
 from cohort.trainer import run, setup
@@ -73,7 +72,7 @@ def test_a_saved_folder_is_as_large_as_foreseen(folder: str, tmp_path: Path, mod
     config = ModelConfig(path=folder, **model)
     tokenizer = load_tokenizer(config)
     policy = load_policy(LoadRequest(config, device=CPU, tokenizer=tokenizer, offload_master_weights=offload))
-    save_model(policy, tokenizer, tmp_path)
+    save_policy(policy, tokenizer, tmp_path)
     assert saved_bytes(policy) == stored_bytes(tmp_path) > 0
 
 
@@ -162,7 +161,7 @@ def test_no_process_is_started_for_what_cannot_be_spread(tmp_path: Path, monkeyp
 def test_ranks_that_refuse_a_configuration_are_not_waited_for():
     """Every rank refuses it by itself, and none waits for a command then."""
     commands: list[Any] = []
-    ranks: Any = SimpleNamespace(world_size=2, rank=0, local_rank=0, is_first=True, command=commands.append)
+    ranks: Any = SimpleNamespace(world_size=2, rank=0, local_rank=0, is_rank0=True, command=commands.append)
     display: Any = SimpleNamespace(close=lambda: None)
     with pytest.raises(UserError, match="parameter_offload: true has no effect on CPU"):
         run.train(

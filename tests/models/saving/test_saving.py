@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cohort.checkpoint import save_model, write_folder_atomically
+from cohort.checkpoint import write_folder_atomically
 from cohort.config.sizes import parse_size
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError
@@ -79,13 +79,13 @@ def test_a_full_disk_in_the_third_file_leaves_what_there_was(tmp_path, monkeypat
             return real(Path("/dev/full"), *args, **kwargs)
         return real(self, *args, **kwargs)
 
-    write_folder_atomically(tmp_path / "final", lambda folder: save_model(policy, TOKENIZER, folder))
+    write_folder_atomically(tmp_path / "final", lambda folder: save_policy(policy, TOKENIZER, folder))
     before = (tmp_path / "final" / SINGLE).read_bytes()
     monkeypatch.setattr(Path, "open", open_on_a_full_disk)
     with pytest.raises(TrainingError, match=r"final: no space left on device. Earlier checkpoints are intact"):
         write_folder_atomically(
             tmp_path / "final",
-            lambda folder: save_model(policy, TOKENIZER, folder, save_options=SaveOptions(max_shard_bytes=20_000)),
+            lambda folder: save_policy(policy, TOKENIZER, folder, save_options=SaveOptions(max_shard_bytes=20_000)),
         )
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / SINGLE).read_bytes() == before
@@ -101,7 +101,7 @@ def test_an_interrupt_in_a_file_leaves_what_there_was(tmp_path):
     save_options = SaveOptions(max_shard_bytes=20_000, on_progress=interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_folder_atomically(
-            tmp_path / "step-1", lambda folder: save_model(policy, TOKENIZER, folder, save_options=save_options)
+            tmp_path / "step-1", lambda folder: save_policy(policy, TOKENIZER, folder, save_options=save_options)
         )
     assert list(tmp_path.iterdir()) == []
 
