@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import is_nccl_available
 
-from cohort.plan.flops import memory_bandwidth, peak_flops
+from cohort.plan.hardware import memory_bandwidth, peak_flops
 
 PACKAGES = ("cohort-rl", "transformers", "triton", "flash-attn", "liger-kernel", "trl", "bitsandbytes", "torchao")
 _OF_VLLM = """

@@ -69,7 +69,7 @@ def measure(
         prompt_tokens=PROMPT_TOKENS,
         completion_tokens=length,
         num_generations=1,
-        checkpointing=checkpointing,
+        gradient_checkpointing=checkpointing,
         adapter=adapter,
     )
     workload = Workload(
@@ -86,7 +86,7 @@ def measure(
         shared_prefix_tokens=0,
         sampled_sequences=0,
         sampled_tokens=0,
-        vllm_bytes=0,
+        awake_vllm_bytes=0,
         on_gpu=False,
         shares_prompts=False,
         adapter=adapter_shape(adapter, shape) if adapter else None,

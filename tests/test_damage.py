@@ -96,7 +96,7 @@ def test_every_kind_is_noticed(run: Path, cohort, damage, name: str, story: str)
     assert ended.err == ""
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines())
     assert re.search(f"damaged: .*{story}", lines["step-4"]), ended.out
-    assert lines["step-2"].startswith("whole (")
+    assert lines["step-2"].startswith("intact (")
     assert sorted(p.relative_to(run) for p in run.rglob("*")) == before
 
 
@@ -146,7 +146,7 @@ def test_an_earlier_version_left_no_manifest(config, whole: Path, run: Path, coh
     ended = cohort("verify", run)
     assert (ended.code, ended.out.splitlines()[1]) == (
         0,
-        "step-4: not known: it has no manifest, as those of earlier versions",
+        "step-4: unknown: it has no manifest (written by an earlier version)",
     )
     notes = Notes()
     library.train(changed(config, run={"dir": str(run)}), display=notes)
@@ -196,7 +196,7 @@ def test_a_trained_model_without_checkpoints_is_never_deleted(config, whole: Pat
 
 
 def test_what_is_no_run(tmp_path: Path, cohort):
-    assert_refused(cohort("verify", tmp_path), "RUN: ", "holds no run; give the run.dir of one")
+    assert_refused(cohort("verify", tmp_path), "RUN: ", "is not a run folder; use the run.dir of a run")
 
 
 def test_ranks_look_together(config, whole: Path, run: Path, tmp_path: Path):

@@ -34,7 +34,7 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0] * len(completions)
         ({"train": {"warmup_steps": 4}}, ["error: train: warmup_steps: 4 is more than steps: 3"]),
         (
             {"train": {"steps": None, "epochs": 1, "warmup_steps": 4}},
-            ["error: train.warmup_steps: 4 is more than the run's 3 steps (6 prompts, 2 per step); use at most 3"],
+            ["error: train.warmup_steps: 4 exceeds the run's 3 steps (6 prompts, 2 per step); use at most 3"],
         ),
         (
             {"hardware": {"processes": 0}},
@@ -324,7 +324,10 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, cohort):
             "error: eval.prompt='questoin': the data has no such column; did you mean question",
         ),
         ({"--reward": "exactly"}, "error: rewards[0].use: no built-in reward 'exactly'; did you mean exact?"),
-        ({"--reward-args": "{a: ["}, "error: --reward-args: '{a: [' is not valid YAML, such as '{pattern:"),
+        (
+            {"--reward-args": "{a: ["},
+            "error: --reward-args: '{a: [' is not valid YAML; use a mapping such as '{pattern:",
+        ),
         ({"--reward-args": "5"}, "error: rewards.0.args: 5: input should be a valid dictionary"),
         ({"--num-samples": "4", "--temperature": "0"}, "error: eval: num_samples: 4 with temperature: 0 gives the"),
         ({"--device": "cuda:99"}, "error: hardware.device: 'cuda:99': this machine has"),

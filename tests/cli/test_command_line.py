@@ -31,6 +31,20 @@ def test_debug_shows_the_traceback(tmp_path, cohort):
         (["train"], "Missing argument"),
         (["trian"], "No such command"),
         (["eval", "m", "--data", "d", "--reward", "exact", "--seed", "x"], "Invalid value"),
+        (["plan", "x.yaml", "--gpus", "0"], "Invalid value for '--gpus'"),
+        (["plan", "x.yaml", "--nodes", "0"], "Invalid value for '--nodes'"),
+        (["serve", "x.yaml", "--port", "0"], "Invalid value for '--port'"),
+        *(
+            (["launch", "slurm", "x.yaml", option, number], f"Invalid value for '{option}'")
+            for option, number in (
+                ("--nodes", "0"),
+                ("--gpus-per-node", "-1"),
+                ("--max-restarts", "-2"),
+                ("--min-nodes", "0"),
+                ("--rollout-nodes", "-1"),
+                ("--port", "70000"),
+            )
+        ),
     ],
 )
 def test_usage_errors_are_typers_own(cohort, arguments, part):
@@ -156,7 +170,7 @@ def test_what_nobody_foresaw_ends_with_one_message(tmp_path, cohort, monkeypatch
     written = file.read_text()
     assert "\ntorch 2." in written
     assert written.endswith("ZeroDivisionError: a mistake of ours\n")
-    monkeypatch.setattr("cohort.config.load_config", fail)
+    monkeypatch.setattr("cohort.cli.plan.load_config", fail)
     ended = cohort("plan", path)
     assert (ended.code, "Traceback" in ended.err) == (70, False)
 

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH
 from cohort.demo.pretrain import habit
 from cohort.demo.task import STORIES, Problem, demonstration, generate, is_heldout, write_jsonl
-from cohort.errors import UserError
 
 PROBLEM = Problem(question="2 and 3?", answer=1, calculation=("2*3=6", "6-5=1"))
 
@@ -72,11 +71,6 @@ def test_split_depends_on_the_calculation_alone():
     b = Problem(question="Ben has 17 cards.", answer=12, calculation=("17-5=12",))
     assert a.key == b.key == "17-5=12"
     assert is_heldout(a) == is_heldout(b)
-
-
-def test_unknown_split_is_refused():
-    with pytest.raises(UserError, match="split='test': must be 'train' or 'heldout'"):
-        generate(0, 1, split="test")  # type: ignore[arg-type]
 
 
 def test_every_line_is_right_and_the_last_one_gives_the_answer():

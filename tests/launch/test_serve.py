@@ -110,7 +110,7 @@ def test_a_server_has_its_share_of_the_gpus(monkeypatch):
     assert environment["CUDA_VISIBLE_DEVICES"] == "7,6"
     assert option(command, "--tensor-parallel-size") == "2" and option(command, "--dtype") == "bfloat16"
     assert option(command, "--gpu-memory-utilization") == "0.9" and "--enable-sleep-mode" not in command
-    with pytest.raises(UserError, match=r"rollout.tensor_parallel: 8 is more than this machine's 4 GPUs; use at mo"):
+    with pytest.raises(UserError, match=r"rollout.tensor_parallel: 8 exceeds this machine's 4 GPUs; use at mo"):
         serve_command(config_with(tensor_parallel=8), host="127.0.0.1", port=8000)
 
 
@@ -156,8 +156,6 @@ def test_only_vllm_is_served():
     local = config_from_dict(raw_config() | {"rollout": {"engine": "local"}})
     with pytest.raises(UserError, match=r"rollout.engine: local samples in the training processes, without a server"):
         serve_command(local, host="127.0.0.1", port=8000)
-    with pytest.raises(UserError, match="--port: 0: must be from 1 to 65535"):
-        serve_command(config_with(), host="127.0.0.1", port=0)
 
 
 # The command line

@@ -138,13 +138,13 @@ def test_the_engine_is_said_to_servers_and_ranks():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((VLLM, "hardware.processes=8"), "hardware.processes: 8 exceeds this machine's 4 GPUs"),
+        ((VLLM, "hardware.processes=8"), "hardware.processes: 8 exceeds the machine's 4 GPUs"),
         ((VLLM, "hardware.rollout_gpus=4"), "hardware.rollout_gpus: 4 of 4 GPUs leaves none to train"),
         ((VLLM, "rollout.tensor_parallel=8"), "rollout.tensor_parallel: 8 on 4 GPUs leaves none to train"),
-        (("rollout.engine=auto", "hardware.processes=5"), "hardware.processes: 5 exceeds this machine's 4 GPUs"),
+        (("rollout.engine=auto", "hardware.processes=5"), "hardware.processes: 5 exceeds the machine's 4 GPUs"),
         (
             ("rollout.engine=auto", "model={path: m, adapter: {dora: true}}", "hardware.processes=5"),
-            "hardware.processes: 5 is more than the 4 GPUs of a node (--gpus-per-node)",
+            "hardware.processes: 5 exceeds the machine's 4 GPUs",
         ),
     ],
 )

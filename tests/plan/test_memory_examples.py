@@ -4,6 +4,7 @@ import json
 import platform
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import cohort
 from cohort.cli.app import app
 from cohort.config import load_config
 from cohort.display import Display
-from cohort.plan.calibration import Calibration, save_calibration
+from cohort.plan.calibration import save_calibration
 from harness import write_model
 from modes import SIZES, measure
+from plans import MEASURED_CPU
 from test_mode_memory import compare
 from tiny import copy_task_rows, save_model_folder, write_jsonl
 
@@ -25,19 +27,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```\n\$ cohort (plan examples/.*)\n((?s:.*?))```$", PAGE, re.MULTILINE)
 # What of the machine of the page's `--gpu here` decides its memory; the rest decides times, which the page leaves out.
-LAPTOP = Calibration(
-    device="a laptop",
-    on_gpu=False,
-    machine=platform.node(),
-    date="2026-11-22T00:00:00+00:00",
-    torch_version="2.13.0",
-    flops={"float32": 1e11, "bfloat16": 1e11},
-    memory_bandwidth=1e10,
-    host_bandwidth=None,
-    collective_bandwidth=None,
-    memory_bytes=16_000_000_000,
-    framework_bytes=520_130_560,
-)
+LAPTOP = replace(MEASURED_CPU, device="a laptop", machine=platform.node(), framework_bytes=520_130_560)
 REWARD = """
 def letters(completions, **columns):
     return [sum(c.isalpha() for c in text) / (1 + len(text)) for text in completions]

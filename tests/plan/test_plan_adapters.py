@@ -86,7 +86,7 @@ def test_closed_form_agrees_with_the_symbolic_run(adapter: Any, checkpointing: A
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_generations=1,
-        checkpointing=checkpointing,
+        gradient_checkpointing=checkpointing,
         adapter=adapted,
     )
     some = workload(

@@ -32,10 +32,9 @@ _settings = st.builds(
 @examples(60)
 def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
     name, machines, overrides = case
-    wanted, shape = config(*overrides), preset_shape(name)
-    plan = predict_run(wanted, shape, machines)
-    for advice in advise(wanted, plan):
-        other = replan(wanted, shape, machines, advice.changes)
+    plan = predict_run(config(*overrides), preset_shape(name), machines)
+    for advice in advise(plan):
+        other = replan(plan, advice.changes)
         assert other.fits and advice.fits
         assert advice.saved_bytes == plan.memory.peak_bytes - other.memory.peak_bytes
         if plan.fits:
@@ -43,37 +42,35 @@ def test_advice_that_says_it_fits_does_fit(case: Any) -> None:
 
 
 def test_what_changes_nothing_comes_first_and_fewer_generations_last() -> None:
-    wanted = config("train.micro_batch_tokens=66560")
-    plan = predict_run(wanted, preset_shape("7b"), EIGHT)
+    plan = predict_run(config("train.micro_batch_tokens=66560"), preset_shape("7b"), EIGHT)
     assert not plan.fits
-    costs = [advice.costs for advice in advise(wanted, plan)]
-    assert advise(wanted, plan)[0].changes == {"train.micro_batch_tokens": "auto"}
+    costs = [advice.costs for advice in advise(plan)]
+    assert advise(plan)[0].changes == {"train.micro_batch_tokens": "auto"}
     assert costs.index("time; same gradient") < costs.index("the experiment: shorter completions")
     assert costs[-1].startswith("the experiment")
 
 
 @pytest.mark.parametrize(("limit", "key"), [("length", "max_completion_tokens"), ("generations", "num_generations")])
 def test_the_largest_number_fits_and_the_next_does_not(limit: Any, key: str) -> None:
-    wanted, shape = config("train.micro_batch_tokens=auto"), preset_shape("7b")
-    most = largest(wanted, shape, EIGHT, limit)
+    plan = predict_run(config("train.micro_batch_tokens=auto"), preset_shape("7b"), EIGHT)
+    most = largest(plan, limit)
     assert isinstance(most, int)
-    assert replan(wanted, shape, EIGHT, {f"rollout.{key}": most}).fits
-    assert not replan(wanted, shape, EIGHT, {f"rollout.{key}": most + 1}).fits
+    assert replan(plan, {f"rollout.{key}": most}).fits
+    assert not replan(plan, {f"rollout.{key}": most + 1}).fits
 
 
 def test_the_largest_model() -> None:
-    name = largest(config(), preset_shape("7b"), EIGHT, "model")
+    name = largest(predict_run(config(), preset_shape("7b"), EIGHT), "model")
     assert isinstance(name, str)
     assert predict_run(config("train.micro_batch_tokens=auto"), preset_shape(name), EIGHT).fits
-    assert (
-        largest(config(), preset_shape("7b"), hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB"), "model") is None
-    )
+    tiny = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory="1GB")
+    assert largest(predict_run(config(), preset_shape("7b"), tiny), "model") is None
 
 
 def test_the_largest_length_is_at_most_what_the_model_has_positions_for() -> None:
     plenty = hardware(gpu="b200", gpus=8, nodes=1, gpu_memory=None)
     checkpointed = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
-    assert largest(checkpointed, preset_shape("7b"), plenty, "length") == 32_768 - 512
+    assert largest(predict_run(checkpointed, preset_shape("7b"), plenty), "length") == 32_768 - 512
     beyond = predict_run(config("rollout.max_completion_tokens=32257"), preset_shape("7b"), plenty)
     assert "= 32769 exceeds the model's 32768 positions" in beyond.notes[0]
     assert not predict_run(config(), preset_shape("7b"), plenty).notes
@@ -84,14 +81,14 @@ def test_an_adapter_is_proposed_with_what_it_costs() -> None:
     one = hardware(gpu="4090", gpus=1, nodes=1, gpu_memory=None)
     wanted, shape = config("hardware.processes=1"), preset_shape("3b")
     plan = predict_run(wanted, shape, one)
-    adapters = [a for a in advise(wanted, plan) if "model.adapter" in a.changes]
+    adapters = [a for a in advise(plan) if "model.adapter" in a.changes]
     lora, *quantized = adapters  # the least that changes comes first
     assert all("model.quantization" in a.changes for a in quantized) and "model.quantization" not in lora.changes
     assert lora.changes["model.adapter"] == {"rank": 64}
     assert "'model.adapter={rank: 64}'" in lora.as_arguments()
     assert lora.costs.startswith("the experiment: a low-rank update only")
     assert lora.saved_bytes > 40e9
-    adapted = replan(wanted, shape, one, lora.changes)
+    adapted = replan(plan, lora.changes)
     assert adapted.workload.adapter is not None and adapted.workload.adapter.rank == 64
     whole_command = [*lora.as_arguments().replace("'", "").split(" ", maxsplit=lora.as_arguments().count("=") - 1)]
     again = predict_run(config("hardware.processes=1", *whole_command), shape, one)  # as a person would write it
@@ -106,13 +103,13 @@ def test_moments_in_8_bits_are_proposed_before_lora() -> None:
     )
     plan = predict_run(wanted, preset_shape("1.5b"), one)
     assert not plan.fits
-    found = advise(wanted, plan)
+    found = advise(plan)
     (small,) = [a for a in found if "optim.name" in a.changes]
     assert small.changes["optim.name"] == "adamw_8bit"  # Adafactor has no beta2
     assert "optim.name=adamw_8bit" in small.as_arguments() and small.costs.startswith("precision: 8-bit")
     assert found.index(small) < next(i for i, a in enumerate(found) if "model.adapter" in a.changes)
     assert small.saved_bytes > (8 - 2.04) * 1_543_714_304
-    changed_run = replan(wanted, preset_shape("1.5b"), one, small.changes)
+    changed_run = replan(plan, small.changes)
     assert changed_run.workload.optim == Adamw8bitConfig(beta2=0.99)
     assert changed_run.fits
 
@@ -121,7 +118,7 @@ def test_a_reference_in_host_memory_is_proposed_to_one_process_only() -> None:
     one = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory="34GB")
     wanted = config("algorithm.beta=0.1", "model.gradient_checkpointing=true", "rollout.max_num_seqs=8")
     plan = predict_run(wanted, preset_shape("1.5b"), one)
-    found = advise(wanted, plan)
+    found = advise(plan)
     assert not plan.fits
     assert next(a for a in found if a.changes == {"reference.device": "cpu"}).saved_bytes == 4 * 1_543_714_304
     assert not [a for a in found if "reference.device" in a.changes and "--gpus" in a.changes]
@@ -138,11 +135,11 @@ def test_adafactor_is_proposed_to_one_process_only(gpus: int, proposed: bool) ->
     wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true")
     plan = predict_run(wanted, preset_shape("7b"), machines)
     assert not plan.fits
-    names = [a.changes.get("optim.name") for a in advise(wanted, plan)]
+    names = [a.changes.get("optim.name") for a in advise(plan)]
     assert ("adafactor" in names) is proposed
     assert "sgd" not in names
     small = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "optim.name=sgd")
-    assert not [a for a in advise(small, predict_run(small, preset_shape("7b"), machines)) if "optim.name" in a.changes]
+    assert not [a for a in advise(predict_run(small, preset_shape("7b"), machines)) if "optim.name" in a.changes]
 
 
 def test_more_gpus_of_the_node_are_proposed_before_more_nodes() -> None:
@@ -150,12 +147,12 @@ def test_more_gpus_of_the_node_are_proposed_before_more_nodes() -> None:
     wanted = config("train.micro_batch_tokens=auto", "model.gradient_checkpointing=true", "hardware.processes=2")
     plan = predict_run(wanted, preset_shape("14b"), two)
     assert not plan.fits
-    advice = [a for a in advise(wanted, plan) if "--gpus" in a.changes]
+    advice = [a for a in advise(plan) if "--gpus" in a.changes]
     assert advice[0].changes == {"--gpus": 8, "hardware.processes": "auto"}
-    eight, four = (replan(wanted, preset_shape("14b"), two, {**advice[0].changes, "--gpus": n}) for n in (8, 4))
+    eight, four = (replan(plan, {**advice[0].changes, "--gpus": n}) for n in (8, 4))
     assert (eight.layout.num_training, eight.fits) == (8, True)
     assert not four.fits
-    assert "--nodes" not in advise(wanted, plan)[0].changes
+    assert "--nodes" not in advise(plan)[0].changes
 
 
 def test_where_no_split_fits_the_plan_says_why_and_what_would() -> None:
@@ -163,5 +160,5 @@ def test_where_no_split_fits_the_plan_says_why_and_what_would() -> None:
     plan = predict_run(wanted, preset_shape("14b"), hardware(gpu="l40s", gpus=4, nodes=1, gpu_memory=None))
     assert not plan.fits
     assert "hardware.rollout_gpus: auto: nothing fits 4 GPUs" in plan.notes[0]
-    found = advise(wanted, plan)
+    found = advise(plan)
     assert found and all(a.fits for a in found)

@@ -1,6 +1,7 @@
 """What `cohort plan` answers besides: activations by checkpointing, why nothing fits, and models by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +50,19 @@ def test_activations_by_checkpointing_are_those_of_a_plan_that_has_it(more: tupl
     ],
 )
 def test_where_nothing_fits_the_plan_says_why(limit: Any, why: str) -> None:
-    about = config(ONE), preset_shape("7b"), TINY
-    assert largest(*about, limit) is None
-    told = explain_no_limit(*about, limit)
+    plan = predict_run(config(ONE), preset_shape("7b"), TINY)
+    assert largest(plan, limit) is None
+    told = explain_no_limit(plan, limit)
     assert told.startswith(why) and told.endswith("of 1.0 GB available")
-    with_vllm = config("rollout.engine=vllm"), preset_shape("7b"), TINY
-    assert "GB" in explain_no_limit(*with_vllm, limit)
+    with_vllm = predict_run(config("rollout.engine=vllm"), preset_shape("7b"), TINY)
+    assert "GB" in explain_no_limit(with_vllm, limit)
 
 
 def test_other_reasons_than_memory() -> None:
-    long = config(ONE, "rollout.max_prompt_tokens=32768")
-    assert "leave no positions for completions" in explain_no_limit(long, preset_shape("7b"), TINY, "length")
-    impossible = config("hardware.processes=2"), preset_shape("7b"), TINY
-    assert "hardware.processes: 2 exceeds" in explain_no_limit(*impossible, "generations")
+    long = predict_run(config(ONE, "rollout.max_prompt_tokens=32768"), preset_shape("7b"), TINY)
+    assert "leave no positions for completions" in explain_no_limit(long, "length")
+    impossible = replace(long, config=config("hardware.processes=2"))
+    assert "hardware.processes: 2 exceeds" in explain_no_limit(impossible, "generations")
 
 
 def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
@@ -115,6 +116,6 @@ def test_a_symbolic_run_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("cohort.cli.plan_verify.track_step", track)
     plan = predict_run(config(), preset_shape("7b"), EIGHT)
     with pytest.raises(BegunError):
-        verify_plan(config(), plan, layers=4)
+        verify_plan(plan, layers=4)
     captured = capsys.readouterr()
     assert captured.err == "running 4 of 28 layers symbolically\n" and captured.out == ""

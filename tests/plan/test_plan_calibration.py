@@ -16,7 +16,6 @@ from cohort.cli.plan_calibrate import BenchmarkSize, calibrate, collective_bandw
 from cohort.errors import TrainingError, UserError
 from cohort.plan.calibration import (
     VERSION,
-    Calibration,
     calibration_file,
     cpu_name,
     find_calibration,
@@ -27,23 +26,10 @@ from cohort.plan.hardware import GPUS, hardware
 from cohort.plan.predict import predict_run
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape
-from plans import config
+from plans import MEASURED, config
 from selection import slow
 
 H100 = GPUS["h100"][0]
-MEASURED = Calibration(
-    device=H100,
-    on_gpu=True,
-    machine="elsewhere",
-    date="2026-11-01T00:00:00+00:00",
-    torch_version="2.13.0",
-    flops={"float32": 50e12, "bfloat16": 600e12},
-    memory_bandwidth=2.5e12,
-    host_bandwidth=50e9,
-    collective_bandwidth=300e9,
-    memory_bytes=84_000_000_000,
-    framework_bytes=700_000_000,
-)
 TINY = BenchmarkSize(matrix=64, copied_bytes=1 << 16, seconds=0.01)
 
 
@@ -82,7 +68,6 @@ def test_the_latest_of_this_machine_comes_first() -> None:
         lambda content: content | {"version": VERSION + 1},
         lambda content: {"version": VERSION},
         lambda content: [],
-        lambda content: content | {"measured": [content["measured"][0] | {"memory_bandwidth": 0}]},
         lambda content: content | {"measured": [{"device": H100}]},
     ],
 )

@@ -78,7 +78,7 @@ def test_targets_that_the_shape_cannot_tell_are_noted_and_not_refused(run_file: 
     unknown = adapter_shape(AdapterConfig(targets=("qkv_proj",)), shape)
     everywhere = adapter_shape(AdapterConfig(), shape)
     assert unknown.layer_parameters == everywhere.layer_parameters
-    assert "qkv_proj" in str(unknown.note) and everywhere.note is None
+    assert "qkv_proj" in str(unknown.warning) and everywhere.warning is None
     arguments = ["plan", str(run_file), "model.adapter={targets: [qkv_proj]}"]
     assert "qkv_proj not found in the shape" in CliRunner().invoke(app, arguments).output
     assert "qkv_proj" in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["notes"][0]

@@ -11,11 +11,11 @@ import torch
 
 import cohort
 from cohort.display import Display
-from cohort.plan.calibration import Calibration, cpu_name, save_calibration
+from cohort.plan.calibration import cpu_name, save_calibration
 from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan
 from cohort.trainer.preflight import compare_memory, preflight_on
-from plans import config
+from plans import MEASURED_CPU, config
 from runs import changed, make_inputs
 
 GB = 10**9
@@ -66,20 +66,7 @@ def test_a_run_keeps_its_plan_and_compares_resident_memory(tmp_path: Path) -> No
 
 
 def test_where_the_cpu_was_measured_there_are_times(tmp_path: Path) -> None:
-    measured = Calibration(
-        device=cpu_name(),
-        on_gpu=False,
-        machine="here",
-        date="2026-11-22T00:00:00+00:00",
-        torch_version="2.13.0",
-        flops={"float32": 1e11, "bfloat16": 1e11},
-        memory_bandwidth=1e10,
-        host_bandwidth=None,
-        collective_bandwidth=None,
-        memory_bytes=16 * GB,
-        framework_bytes=1,
-    )
-    save_calibration(measured)
+    save_calibration(replace(MEASURED_CPU, device=cpu_name()))
     run, _ = one_step(tmp_path)
     timing = json.loads((run / "plan.json").read_text())["timing"]
     assert timing["step_s"]["value"] > 0 and timing["products_tflops"]["origin"] == "measured"

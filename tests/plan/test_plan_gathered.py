@@ -28,7 +28,7 @@ def tracked(reshard: bool | int = True, offload: bool = False) -> TrackedStep:
         prompt_tokens=PROMPT,
         completion_tokens=COMPLETION,
         num_generations=GROUP,
-        checkpointing=False,
+        gradient_checkpointing=False,
         parameter_offload=offload,
         reshard_after_forward=reshard,
     )

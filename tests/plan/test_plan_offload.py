@@ -15,13 +15,13 @@ from cohort.errors import UserError
 from cohort.models.offload.activation_checkpointing import enable_offload
 from cohort.plan.activation_memory import activation_bytes, saved_bytes_per_token
 from cohort.plan.advice import advise, replan
-from cohort.plan.calibration import Calibration
 from cohort.plan.hardware import hardware
 from cohort.plan.memory import Workload, host_bytes, plan_memory
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.presets import PRESETS
 from cohort.plan.shape import preset_shape, read_shape, shape_from_config
 from cohort.trainer.preflight import preflight_on
+from plans import MEASURED
 from rank_engine import STEPS, batches_of, step_sequences
 from rank_offload import make_engine
 from test_activation_checkpointing import make_row, make_trained
@@ -156,21 +156,8 @@ def test_gathered_weights_that_stay_are_in_the_plan():
 def test_the_bus_is_in_the_predicted_time():
     """At 50 GB/s: 6 bytes of each weight for an update; 12 for a micro-batch whose weights visit."""
     base = hardware(gpu="h200", gpus=1, nodes=1, gpu_memory=None)
-    measured = Calibration(
-        device=base.gpu_name,
-        on_gpu=True,
-        machine="x",
-        date="2026-11-01",
-        torch_version="2.13.0",
-        flops={"float32": 5e13, "bfloat16": 6e14},
-        memory_bandwidth=4e12,
-        host_bandwidth=50e9,
-        collective_bandwidth=None,
-        memory_bytes=base.gpu_memory_bytes,
-        framework_bytes=10**9,
-    )
     plain, moved, visiting = (
-        predict_run(config(**sections), preset_shape("7b"), replace(base, calibration=measured))
+        predict_run(config(**sections), preset_shape("7b"), replace(base, calibration=MEASURED))
         for sections in ({}, {"optim": {"offload": True}}, {"model": {"parameter_offload": True}})
     )
     waited = moved.timing["training_s"].value - plain.timing["training_s"].value
@@ -182,14 +169,13 @@ def test_the_bus_is_in_the_predicted_time():
 
 
 def test_it_is_proposed_before_eight_bits_and_adapters_and_makes_the_run_fit():
-    one, wanted = hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None), config()
-    plan = predict_run(wanted, preset_shape("7b"), one)
+    plan = predict_run(config(), preset_shape("7b"), hardware(gpu="h100", gpus=1, nodes=1, gpu_memory=None))
     assert not plan.fits
-    told = [advice.as_arguments() for advice in advise(wanted, plan)]
+    told = [advice.as_arguments() for advice in advise(plan)]
     first = [next(n for n, text in enumerate(told) if part in text) for part in ("optim.offload=true", "model.adapter")]
     assert first == sorted(first)
     assert next(n for n, text in enumerate(told) if "parameter_offload" in text) < first[1]
-    assert replan(wanted, preset_shape("7b"), one, {"optim.offload": True}).fits
+    assert replan(plan, {"optim.offload": True}).fits
 
 
 def test_a_run_that_cannot_fit_is_told_so_at_its_start(tmp_path: Path):

@@ -124,4 +124,4 @@ def test_an_adapter_that_was_saved_has_the_shape_of_its_file(tmp_path: Any) -> N
     (tmp_path / "adapter_config.json").write_text('{"r": "many"}')
     with pytest.raises(UserError, match=r"model\.adapter\.path"):
         adapter_shape(asked, shape)
-    assert "nose" in str(adapter_shape(AdapterConfig(targets=("nose",)), shape).note)
+    assert "nose" in str(adapter_shape(AdapterConfig(targets=("nose",)), shape).warning)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.config import Config, config_from_dict
-from cohort.plan.calibration import Calibration
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape, preset_shape
 from cohort.plan.timing import StepTimes, step_times, training_operations
+from plans import MEASURED
 from selection import examples
 
 # 1,000 weights, of which a token is multiplied with 100: 50 of the head, and 25 of each of two layers. One token has
@@ -37,16 +37,10 @@ def config(*overrides: str) -> Config:
 
 def machine(*, flops: float = 1e3, bandwidth: float = 1e3, memory: int = 10**12) -> Hardware:
     """One whose speeds were measured: 60 % of the products and 80 % of the bandwidth are reckoned with."""
-    measured = Calibration(
-        device="x",
-        on_gpu=True,
-        machine="x",
-        date="2026-11-01",
-        torch_version="2.13.0",
+    measured = replace(
+        MEASURED,
         flops={"float32": flops / 0.6, "bfloat16": flops / 0.6},
         memory_bandwidth=bandwidth / 0.8,
-        host_bandwidth=None,
-        collective_bandwidth=None,
         memory_bytes=memory,
         framework_bytes=1,
     )

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.fit import memory_shortfall
-from cohort.plan.flops import memory_bandwidth
-from cohort.plan.hardware import Hardware
+from cohort.plan.hardware import Hardware, memory_bandwidth
 from cohort.plan.layout import Layout
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
@@ -126,10 +125,8 @@ def test_auto_makes_room_for_what_training_takes():
     """7.6B in float32 with AdamW is 122 GB of state: 2 training GPUs of 80 GB hold it, one does not."""
     shape, hungry = preset_shape("7b"), ("train.prompts_per_step=1000", "rollout.num_generations=2")
     wanted = config_with(*hungry)
-    assert memory_shortfall(wanted, wanted.rollout, shape, EIGHTY, 2) is None
-    assert (memory_shortfall(wanted, wanted.rollout, shape, EIGHTY, 1) or "").endswith(
-        "GB per GPU in forward, backward, of 80 GB"
-    )
+    assert memory_shortfall(wanted, shape, EIGHTY, 2) is None
+    assert (memory_shortfall(wanted, shape, EIGHTY, 1) or "").endswith("GB per GPU in forward, backward, of 80 GB")
     fast = ("rollout.max_num_seqs=1", AUTO, *hungry)  # sampling takes the longest by far
     assert split(4, *fast, model="1b").num_processes == 1
     assert split(4, *fast, model="7b").num_processes == 2
@@ -142,7 +139,7 @@ def test_a_split_and_a_plan_count_the_same_memory():
     for gigabytes in (20, 60):
         hardware = gpus_of(gigabytes)
         plan = predict_run(wanted, preset_shape("14b"), hardware, layout=layout)
-        why = memory_shortfall(wanted, wanted.rollout, preset_shape("14b"), hardware, 7)
+        why = memory_shortfall(wanted, preset_shape("14b"), hardware, 7)
         assert (why is None) == plan.fits
         if why is not None:
             assert f"needs {plan.memory.peak_bytes / 1e9:.3g} GB per GPU" in why
@@ -275,7 +272,7 @@ def test_what_has_no_known_bandwidth():
             "rollout.tensor_parallel: 2 on 2 GPUs leaves none to train; use at most 1 GPU for the servers, such as "
             "tensor_parallel: 1 with servers: auto",
         ),
-        (8, ("hardware.processes=9",), "hardware.processes: 9 exceeds this machine's 8 GPUs (one per process)"),
+        (8, ("hardware.processes=9",), "hardware.processes: 9 exceeds the machine's 8 GPUs (one per process)"),
         (0, ("hardware.rollout_gpus=shared",), "hardware.rollout_gpus: shared has no effect on CPU"),
         (0, ("rollout.tensor_parallel=2",), "rollout.tensor_parallel: 2 requires GPUs; use 1 on CPU"),
     ],

@@ -100,7 +100,7 @@ def test_a_plan_counts_them():
 
 def test_the_ladder_has_qlora_after_lora():
     config, shape = plan_config(train={"micro_batch_tokens": "auto"}), preset_shape("7b")
-    advice = advise(config, predict_run(config, shape, SMALL_GPU))
+    advice = advise(predict_run(config, shape, SMALL_GPU))
     told = [a.changes for a in advice]
     lora = {"model.adapter": {"rank": 16}, "model.dtype": "bfloat16"}
     (plain,) = [n for n, changes in enumerate(told) if lora.items() <= changes.items() and len(changes) == 4]

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from cohort.cli.options import Debug
+from cohort.config import ALGORITHMS, COMPONENTS
+from cohort.config.algorithm import unknown_name
+from cohort.config.algorithm_docs import describe_algorithm, describe_component
 from cohort.errors import UserError
 
 KINDS = ("advantage", "policy_loss", "loss_weight")
@@ -17,10 +20,6 @@ def algorithms(
     debug: Debug = False,
 ) -> None:
     """List the algorithms with their components, sources, defaults and when to use them."""
-    from cohort.config import ALGORITHMS, COMPONENTS
-    from cohort.config.algorithm import unknown_name
-    from cohort.config.algorithm_docs import describe_algorithm, describe_component
-
     kinds = {component: kind for kind, known in COMPONENTS.items() for component in known}
     if name is None:
         found: Any = [describe_algorithm(each) for each in ALGORITHMS]

@@ -11,10 +11,12 @@ from typer.core import TyperGroup
 
 from cohort.cli.algorithms import algorithms
 from cohort.cli.check import check, convert
+from cohort.cli.eval_config import eval_config
 from cohort.cli.merge import merge
 from cohort.cli.options import Debug, Overrides
 from cohort.cli.plan import plan
 from cohort.cli.verify import verify
+from cohort.config import load_config
 from cohort.crash_report import report_crash, set_run_dir
 from cohort.errors import TrainingError, UserError
 from cohort.startup import print_loading_notice
@@ -44,7 +46,7 @@ class _OutputLostError(OSError):
 
 
 class _Output:
-    """Standard output that raises its own exception type, to tell its errors from those of files."""
+    """Standard output whose write errors have their own exception type, unlike those of files."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -83,13 +85,10 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model. Run the same command again to resume from the last checkpoint."""
-    from cohort.config import load_config
-
     settings = load_config(config, overrides or ())
     set_run_dir(Path(settings.run.dir))
-    from cohort.display.safe_stdout import SafeStdout
-
     print_loading_notice()
+    from cohort.display.safe_stdout import SafeStdout
     from cohort.launch import train as run_training
 
     result = run_training(settings, resume=resume)
@@ -132,8 +131,6 @@ def evaluate(
 ) -> None:
     """Evaluate a model on a dataset: accuracy, mean@k, pass@k. A run is evaluated with its own settings."""
     given = {name: value for name, value in locals().items() if name not in ("model", "out", "json_", "debug")}
-    from cohort.cli.eval_config import eval_config
-
     config = eval_config(model, given)
     print_loading_notice()
     from cohort.cli.evaluate import run_eval
@@ -152,15 +149,13 @@ def serve(
             "the weights: use other addresses than 127.0.0.1 on trusted networks only."
         ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     print_only: Annotated[
         bool, typer.Option("--print-only", help="Print the shell command without running it.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Run a vLLM server for a training run on another machine, which lists it in rollout.urls."""
-    from cohort.config import load_config
-
     # rollout.urls is for the run, which reads the same file; this server has one of these addresses.
     settings = load_config(config, overrides or (), without=["rollout.urls"])
     print_loading_notice()
@@ -181,41 +176,29 @@ app.add_typer(launch, name="launch")
 def slurm(
     config: Annotated[Path, typer.Argument(help="YAML file, on a file system that all nodes share.")],
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="Training nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Training nodes.")] = 1,
     min_nodes: Annotated[
-        int | None, typer.Option(help="Keep running with at least this many nodes. Default: all.")
+        int | None, typer.Option(min=1, help="Keep running with at least this many nodes. Default: all.")
     ] = None,
-    rollout_nodes: Annotated[int, typer.Option(help="Additional nodes for vLLM servers.")] = 0,
+    rollout_nodes: Annotated[int, typer.Option(min=0, help="Additional nodes for vLLM servers.")] = 0,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs per node. Default: 8, or 0 with hardware.device: cpu.")
+        int | None, typer.Option(min=0, help="GPUs per node. Default: 8, or 0 with hardware.device: cpu.")
     ] = None,
     time: Annotated[str, typer.Option(help="Time limit of the job.")] = "24:00:00",
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
     job_name: Annotated[str, typer.Option(help="Slurm job name.")] = "cohort",
-    max_restarts: Annotated[int, typer.Option(help="Maximum restarts of the processes within the job.")] = 3,
-    port: Annotated[int, typer.Option(help="Rendezvous port.")] = 29500,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum restarts of the processes within the job.")] = 3,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Rendezvous port.")] = 29500,
     out: Annotated[Path, typer.Option(help="Write the script to this file; -: print it.")] = Path("-"),
     debug: Debug = False,
 ) -> None:
     """Write an sbatch script for a multi-node run."""
-    from cohort.config import load_config
+    given = {name: value for name, value in locals().items() if name not in ("config", "overrides", "out", "debug")}
     from cohort.launch.slurm import SlurmOptions, slurm_script
 
-    options = SlurmOptions(
-        nodes=nodes,
-        min_nodes=min_nodes,
-        rollout_nodes=rollout_nodes,
-        gpus_per_node=gpus_per_node,
-        time=time,
-        partition=partition,
-        account=account,
-        job_name=job_name,
-        max_restarts=max_restarts,
-        port=port,
-    )
     settings = load_config(config, overrides or ())
-    script = slurm_script(settings, config_path=config, overrides=overrides or (), options=options)
+    script = slurm_script(settings, config_path=config, overrides=overrides or (), options=SlurmOptions(**given))
     if str(out) == "-":
         typer.echo(script, nl=False)
         return

@@ -70,11 +70,13 @@ def convert(
 def _sizes(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= MAX_PROCESSES for part in parts):
-        raise UserError(f"--world-sizes {text!r}: must be whole numbers from 1 to {MAX_PROCESSES:,}, such as 1,2,3")
+        raise UserError(
+            f"--world-sizes: {text!r} is not a list of numbers from 1 to {MAX_PROCESSES:,}; use one such as 1,2,3"
+        )
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def _version(text: str | None) -> str | None:
     if text is not None and not (text[:1].isdecimal() and len(text.split(".")) >= 2 and text.split(".")[1].isdecimal()):
-        raise UserError(f"--trl-version {text!r}: must be a version, such as 0.18.0 or 1.16")
+        raise UserError(f"--trl-version: {text!r} is not a version; use one such as 0.18.0 or 1.16")
     return text

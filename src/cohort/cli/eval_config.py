@@ -61,12 +61,12 @@ def _of_model(model: str) -> dict[str, Any]:
 
 
 def _of_run(run: Path) -> dict[str, Any]:
-    """Take the final model and the evaluation settings of a run."""
+    """Return the final model and the evaluation settings of a run."""
     config = load_config(run / "config.yaml")
     final = run / "final"
     if not final.is_dir():
         found = checkpoints(run / "checkpoints")
-        other = f"; its last checkpoint is {found[-1]}" if found else ""
+        other = f"; use its last checkpoint, {found[-1]}" if found else ""
         raise UserError(f"MODEL: {str(run)!r} is a run without a final model yet{other}")
     if config.model.adapter is not None:
         raise UserError(
@@ -88,6 +88,6 @@ def _rewards(names: list[str], args_of_first: str) -> list[dict[str, Any]]:
         args = yaml.safe_load(args_of_first)
     except yaml.YAMLError as error:
         raise UserError(
-            f"--reward-args: {args_of_first!r} is not valid YAML, such as '{{pattern: \"#### (.*)\"}}'"
+            f"--reward-args: {args_of_first!r} is not valid YAML; use a mapping such as '{{pattern: \"#### (.*)\"}}'"
         ) from error
     return [{"use": use, "args": args if i == 0 else {}} for i, use in enumerate(names)]

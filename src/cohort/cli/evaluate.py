@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from cohort.config import Config
-from cohort.display import EvalProgress
+from cohort.display import ProgressBar
 from cohort.errors import UserError
 from cohort.run_folder import write_completions_file
 from cohort.trainer.evaluate_model import evaluate_model
@@ -18,7 +18,7 @@ def run_eval(config: Config, *, out: Path | None, as_json: bool) -> None:
     """Evaluate, print the metrics, and write the completions to `out` if given."""
     if out is not None:
         _check_can_be_written(out)
-    with EvalProgress() as progress:
+    with ProgressBar("evaluating") as progress:
         result = evaluate_model(config, on_progress=progress.update)
     metrics = {name.removeprefix("eval/"): value for name, value in result.metrics.items()}
     if out is not None:

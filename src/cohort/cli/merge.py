@@ -1,11 +1,9 @@
 """`cohort merge`: merge an adapter into its base model."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, TaskID
 
 from cohort.cli.options import Debug
 from cohort.errors import UserError
@@ -21,14 +19,13 @@ def merge(
     print_loading_notice()
     from cohort import models
     from cohort.checkpoint import write_folder_atomically
+    from cohort.display import ProgressBar
 
     source = _find_adapter(adapter)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT: folder {str(out)!r} exists and is not empty; give a new folder")
-    with Progress(transient=True) as bar:
-        task = bar.add_task("tensors", total=None)
-        on_progress = partial(_update_progress, bar, task)
-        write_folder_atomically(out, lambda folder: models.merge(source, folder, on_progress=on_progress))
+    with ProgressBar("merging tensors") as bar:
+        write_folder_atomically(out, lambda folder: models.merge(source, folder, on_progress=bar.update))
     typer.echo(f"merged: {source}\nmodel:  {out}")
     quantized = models.saved_quantization(source)
     if quantized is not None:
@@ -36,10 +33,6 @@ def merge(
             f"note:   the adapter was trained on a base quantized to {quantized} but merged into the unquantized base, "
             f"so logprobs differ from training by the rounding of {quantized}"
         )
-
-
-def _update_progress(bar: Progress, task: TaskID, done: int, total: int) -> None:
-    bar.update(task, completed=done, total=total)
 
 
 def _find_adapter(folder: Path) -> Path:

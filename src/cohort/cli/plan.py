@@ -3,17 +3,25 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import Console
 
 from cohort.cli.options import Debug, Overrides
+from cohort.cli.plan_report import print_calibration, print_plan
+from cohort.config import Config, load_config
+from cohort.config.hardware import MAX_PROCESSES
+from cohort.errors import UserError
+from cohort.plan.advice import advise
+from cohort.plan.calibration import local_calibration, save_calibration
+from cohort.plan.dataset import count_prompts, missing_files
+from cohort.plan.hardware import Hardware, hardware, local_cpu
+from cohort.plan.limits import Limit, explain_no_limit, largest
+from cohort.plan.predict import Plan, predict_run
 from cohort.plan.presets import PRESETS
-
-if TYPE_CHECKING:
-    from cohort.config import Config
-    from cohort.plan.hardware import Hardware
-    from cohort.plan.predict import Plan
+from cohort.plan.rollout_engine import plan_engine
+from cohort.plan.shape import preset_shape, read_shape
 
 
 def plan(
@@ -22,11 +30,13 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
+            min=1,
+            max=MAX_PROCESSES,
             help="GPUs per node, or processes per CPU. Default: hardware.processes + rollout_gpus, or 8 (CPU: 1) if "
-            "processes is auto."
+            "processes is auto.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=MAX_PROCESSES, help="Number of machines.")] = 1,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -58,9 +68,6 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Predict memory, time and GPU layout of a run without loading anything. Exit code 1: it does not fit."""
-    from cohort.config import load_config
-    from cohort.errors import UserError
-
     if calibrate:
         _calibrate(as_json=json_, alone=config is None)
     if config is None:
@@ -71,25 +78,21 @@ def plan(
         raise UserError(f"--layers: {layers} has no effect without --verify; remove it")
     settings = load_config(config, overrides or ())
     machines = _plan_hardware(settings, gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
-    settings, predicted, notes = _predict(settings, machines, config.parent, model_shape=model_shape, nodes=nodes)
+    predicted, notes = _predict(settings, machines, config.parent, model_shape=model_shape)
     verified_layers = (4 if layers is None else layers) if verify else None
-    _print_result(settings, predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
+    _print_result(predicted, notes, max_=max_, price=price, verified_layers=verified_layers, as_json=json_)
     if not predicted.fits:
         raise typer.Exit(1)
 
 
 def _plan_hardware(
-    settings: "Config", *, gpu: str | None, gpus: int | None, nodes: int, gpu_memory: str | None
-) -> "Hardware":
+    settings: Config, *, gpu: str | None, gpus: int | None, nodes: int, gpu_memory: str | None
+) -> Hardware:
     """Hardware to plan for: this machine's CPU with `hardware.device: cpu`, else as given by the options.
 
     Raises:
         UserError: An option is invalid, by itself or with the configuration.
     """
-    from cohort.errors import UserError
-    from cohort.plan.calibration import local_calibration
-    from cohort.plan.hardware import hardware, local_cpu
-
     processes, rollout_gpus = settings.hardware.processes, settings.hardware.rollout_gpus
     if settings.hardware.device == "cpu":
         if gpu is not None and gpu.lower() != "here":
@@ -107,58 +110,40 @@ def _plan_hardware(
     return hardware(gpu=gpu, gpus=gpus, nodes=nodes, gpu_memory=gpu_memory)
 
 
-def _predict(
-    settings: "Config", machines: "Hardware", folder: Path, *, model_shape: str | None, nodes: int
-) -> tuple["Config", "Plan", list[str]]:
-    """Return the configuration with the rollout engine that is assumed, its plan, and notes.
+def _predict(settings: Config, machines: Hardware, folder: Path, *, model_shape: str | None) -> tuple[Plan, list[str]]:
+    """Plan the run, with `rollout.engine: auto` resolved, and collect notes for the user.
 
     Args:
-        settings: the configuration.
-        machines: hardware to plan for.
-        folder: where the configuration file is, for the files it names.
-        model_shape: name of a preset; otherwise the shape of `model.path`.
-        nodes: number of machines.
+        settings: The configuration.
+        machines: Hardware to plan for.
+        folder: Folder of the configuration file; relative paths are looked up there too.
+        model_shape: Name of a preset to use instead of `model.path`.
     """
-    from cohort.plan.dataset import count_prompts, missing_files
-    from cohort.plan.predict import predict_run
-    from cohort.plan.rollout_engine import plan_engine
-    from cohort.plan.shape import preset_shape, read_shape
-
     notes = [message for _, message in missing_files(settings, folder)]
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)
     if settings.rollout.engine == "auto" and machines.on_gpu:
         settings, reason = plan_engine(settings, shape, machines)
         taken = "vllm, if it is installed" if reason is None else f"local, since {reason}"
-        if reason is None and nodes > 1:
+        if reason is None and machines.nodes > 1:
             taken = "vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
-    predicted = predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path))
-    return settings, predicted, notes
+    return predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path)), notes
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:
     """Measure this machine and save the result. JSON is printed only if `alone`: a plan prints its own."""
-    from dataclasses import asdict
-
-    from cohort.cli.plan_calibrate import calibrate
-    from cohort.plan.calibration import save_calibration
+    from cohort.cli.plan_calibrate import calibrate  # imports torch
 
     measured = calibrate()
     file = save_calibration(measured)
-    if as_json:
-        if alone:
-            typer.echo(json.dumps(asdict(measured), indent=2))
-        return
-    from rich.console import Console
-
-    from cohort.cli.plan_report import print_calibration
-
-    print_calibration(measured, file, Console())
+    if not as_json:
+        print_calibration(measured, file, Console())
+    elif alone:
+        typer.echo(json.dumps(asdict(measured), indent=2))
 
 
 def _print_result(
-    settings: "Config",
-    predicted: "Plan",
+    predicted: Plan,
     notes: list[str],
     *,
     max_: str | None,
@@ -166,40 +151,30 @@ def _print_result(
     verified_layers: int | None,
     as_json: bool,
 ) -> None:
-    """Print the plan with the answers to further options, as text or JSON."""
-    from cohort.plan.advice import advise
-
-    advice = advise(settings, predicted)
+    """Print the plan and the results of --max, --price and --verify, as text or JSON."""
+    advice = advise(predicted)
     answer: dict[str, Any] = {**predicted.as_json(), "advice": [asdict(a) for a in advice]}
     if price is not None and predicted.num_steps is None:
         notes.append("--price: the number of steps is unknown; set train.steps")
     answer["notes"] = [*notes, *answer["notes"]]
     if max_ is not None:
-        answer["max"], answer["max_problem"] = _largest(settings, predicted, max_)
+        answer["max"], answer["max_problem"] = _largest(predicted, max_)
     if price is not None and "gpu_hours" in answer["timing"]:
         answer["cost"] = price * answer["timing"]["gpu_hours"]["value"]
     if verified_layers is not None:
-        from cohort.cli.plan_verify import verify_plan
+        from cohort.cli.plan_verify import verify_plan  # imports torch
 
-        answer["verified"] = verify_plan(settings, predicted, layers=verified_layers)
+        answer["verified"] = verify_plan(predicted, layers=verified_layers)
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
-        return
-    from rich.console import Console
-
-    from cohort.cli.plan_report import print_plan
-
-    print_plan(predicted, advice, answer, Console(), with_servers=settings.rollout.uses_servers)
+    else:
+        print_plan(predicted, advice, answer, Console())
 
 
-def _largest(settings: "Config", predicted: "Plan", wanted: str) -> tuple[dict[str, str | int | None], str | None]:
+def _largest(predicted: Plan, wanted: str) -> tuple[dict[str, str | int | None], str | None]:
     """Largest value that fits, and the reason if there is none."""
-    from cohort.errors import UserError
-    from cohort.plan.limits import Limit, explain_no_limit, largest
-
-    about = settings, predicted.shape, predicted.hardware
     for limit in get_args(Limit):
         if limit == wanted:
-            most = largest(*about, limit)
-            return {limit: most}, explain_no_limit(*about, limit) if most is None else None
-    raise UserError(f"--max: {wanted!r} must be model, length or generations")
+            found = largest(predicted, limit)
+            return {limit: found}, explain_no_limit(predicted, limit) if found is None else None
+    raise UserError(f"--max: {wanted!r} is unknown; use model, length or generations")

@@ -181,7 +181,7 @@ def _framework_bytes_of_cpu() -> int:
 
 
 def _framework_bytes_of_gpu(device: torch.device) -> int:
-    """GPU memory of a process beside its tensors: CUDA context, kernels, library workspaces."""
+    """GPU memory of a process besides its tensors: CUDA context, kernels, library workspaces."""
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(device)[0]
     command = [sys.executable, "-c", _GPU_PROCESS, str(device.index or 0)]

@@ -27,7 +27,7 @@ _LABELS = {
     "gpu_hours": "run, GPU hours",
 }
 
-_MOST = {  # --max: label and unit
+_LIMITS = {  # --max: label and unit
     "model": ("largest model", ""),
     "length": ("longest completion", " tokens"),
     "generations": ("largest group", " generations"),
@@ -55,9 +55,7 @@ def _speed(bandwidth: float | None) -> str:
     return "n/a" if bandwidth is None else f"{bandwidth / 1e9:.3g} GB/s"
 
 
-def print_plan(
-    plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console, *, with_servers: bool
-) -> None:
+def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], console: Console) -> None:
     """Print a plan: tables, verdict and advice.
 
     Args:
@@ -65,7 +63,6 @@ def print_plan(
         advice: Suggested changes.
         answer: The plan as JSON, with the answers to further options.
         console: Where to print.
-        with_servers: Whether the run already samples with servers.
     """
     shape, machines, memory = plan.shape, plan.hardware, plan.memory
     console.print(
@@ -99,42 +96,37 @@ def print_plan(
         highlight=False,
         soft_wrap=True,
     )
-    for line in _verdict(plan, advice, answer, with_servers=with_servers):
+    for line in _verdict(plan, advice, answer):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     layout, micro_batches = plan.layout, plan.micro_batches
-    updates = f"{plan.updates_per_step} optimizer step{'s' * (plan.updates_per_step > 1)}"
+    prompts, updates = plan.config.train.prompts_per_step, plan.config.train.updates_per_rollout
     yield (
         "one step, over all processes",
-        f"{plan.prompts_per_step} prompts x {plan.num_generations} = "
-        f"{plan.prompts_per_step * plan.num_generations} completions, {updates}",
+        f"{prompts} prompts x {plan.config.rollout.num_generations} = {plan.completions_per_step} completions, "
+        f"{updates} optimizer step{'s' * (updates > 1)}",
     )
     sampling = "the same" if layout.shared else str(layout.num_sampling or "external")
     yield "training / rollout GPUs", f"{layout.num_training} / {sampling} ({layout.reason})"
     if plan.num_idle:
         yield "idle GPUs", f"{plan.num_idle} of {plan.hardware.num_gpus}"
-    if micro_batches.completions_per_rank == micro_batches.prompts_per_rank:
+    if plan.config.rollout.num_generations == 1:
         yield "prompts per step and process", f"{micro_batches.prompts_per_rank:.4g}, with one completion each"
     else:
         yield "prompts per step and process", f"{micro_batches.prompts_per_rank:.4g}"
         yield "completions per step and process", f"{micro_batches.completions_per_rank:.4g}"
-    most = (
-        "one completion"
-        if micro_batches.completions_per_micro_batch == 1
-        else f"at most {micro_batches.completions_per_micro_batch} completions"
-    )
+    num = micro_batches.completions_per_micro_batch
+    completions = "one completion" if num == 1 else f"at most {num} completions"
     yield (
         "micro-batches per step and process",
-        f"{micro_batches.num_micro_batches}, of {most} (train.micro_batch_tokens: {micro_batches.budget_tokens})",
+        f"{micro_batches.num_micro_batches}, of {completions} "
+        f"(train.micro_batch_tokens: {micro_batches.budget_tokens})",
     )
     if plan.workload.critic is not None:
         critic = plan.workload.critic.shape
-        yield (
-            "critic",
-            f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})",
-        )
+        yield "critic", f"{critic.num_parameters / 1e9:.2f} billion parameters ({critic.name})"
     if plan.steps_per_epoch is not None:
         yield "steps per epoch", f"{plan.steps_per_epoch:.4g} ({plan.num_prompts} prompts)"
     if plan.num_steps is not None:
@@ -143,7 +135,7 @@ def _layout_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield _LABELS[name], f"{_digits(number.value, 3)}  [dim]{number.origin}: {number.how}[/dim]"
 
 
-def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, with_servers: bool) -> Iterator[str]:
+def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> Iterator[str]:
     memory, headroom = plan.memory, plan.headroom_bytes
     peak = f"peak {_gb(memory.peak_bytes)} in {PHASES[memory.peak_phase]}"
     if plan.fits:
@@ -166,13 +158,11 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], *, wi
             size = f"{_gb(abs(change.saved_bytes))} {'less' if change.saved_bytes > 0 else 'more'}"
             yield escape(f"  {change.as_arguments()}: {size}, {seconds}; costs {change.costs}")
     elif not plan.fits:
-        others = (
-            "other GPUs or a smaller model" if with_servers else "other GPUs, a smaller model, or rollout.engine: vllm"
-        )
-        yield f"\nno known change makes it fit; try {others}"
+        also = "" if plan.config.rollout.uses_servers else ", or rollout.engine: vllm"
+        yield f"\nno known change makes it fit; try other GPUs or a smaller model{also}"
     for name, value in answer.get("max", {}).items():
-        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_MOST[name][1]}"
-        yield escape(f"\n{_MOST[name][0]} that fits: {found}")
+        found = f"none: {answer['max_problem']}" if value is None else f"{value}{_LIMITS[name][1]}"
+        yield escape(f"\n{_LIMITS[name][0]} that fits: {found}")
     if "cost" in answer:
         yield f"\ncost: {answer['cost']:.2f}, derived: GPU hours times --price"
     if "verified" in answer:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cohort.batch import MicroBatch
-from cohort.config import AdamwConfig, AdapterConfig, Config, ModelConfig
+from cohort.config import AdamwConfig, ModelConfig
 from cohort.distributed import Ranks
 from cohort.errors import UserError
 from cohort.host_to_device import to_device
@@ -61,42 +61,25 @@ def track_step(
     prompt_tokens: int,
     completion_tokens: int,
     num_generations: int,
-    checkpointing: bool | Literal["selective"],
-    dtype: str = "float32",
-    compute_dtype: str = "bfloat16",
-    adapter: AdapterConfig | None = None,
     critic: bool = False,
-    parameter_offload: bool = False,
     reshard_after_forward: bool | int = True,
+    **model: Any,
 ) -> TrackedStep:
     """Run a step symbolically, with one group per micro-batch.
 
     Args:
-        model_config: config.json.
+        model_config: Content of config.json.
         world_size: Number of training processes, at least 2, with fake collectives.
         prompt_tokens: Length of the prompt.
         completion_tokens: Length of each completion.
         num_generations: Completions in the group.
-        checkpointing: as `model.gradient_checkpointing`.
-        dtype: as `model.dtype`.
-        compute_dtype: as `model.compute_dtype`.
-        adapter: as `model.adapter`.
         critic: Whether to build a critic (value model).
-        parameter_offload: as `model.parameter_offload`. Host memory is counted as well.
-        reshard_after_forward: as `hardware.reshard_after_forward`.
+        reshard_after_forward: As `hardware.reshard_after_forward`.
+        **model: Other keys of the `model` section. With `parameter_offload`, host memory is counted as well.
     """
     with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
         (Path(folder) / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
-        settings = ModelConfig.model_validate(
-            {
-                "path": folder,
-                "dtype": dtype,
-                "compute_dtype": compute_dtype,
-                "gradient_checkpointing": checkpointing,
-                "adapter": adapter,
-                "parameter_offload": parameter_offload,
-            }
-        )
+        settings = ModelConfig.model_validate({"path": folder, "compute_dtype": "bfloat16", **model})
         policy = _sharded_policy(settings, Critic if critic else Policy, reshard_after_forward)
         sequences = _group(prompt_tokens, completion_tokens, num_generations)
         micro_batch = collate(sequences, share_prompts=True)
@@ -213,7 +196,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
+def verify_plan(plan: Plan, *, layers: int) -> dict[str, Any]:
     """Compare the plan's closed form with a symbolic run of its micro-batch.
 
     Both use a model with `layers` layers (0: all), AdamW, no critic and no CPU offload.
@@ -223,20 +206,20 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
     """
     if plan.layout.num_training < 2:
         raise UserError("--verify requires sharded training; plan for at least 2 GPUs")
-    model_config = _model_config(config, plan)
+    model_config = _model_config(plan)
     model_config["num_hidden_layers"] = layers = layers or plan.shape.layers
     typer.echo(f"running {layers} of {plan.shape.layers} layers symbolically", err=True)
-    rollout, completions = config.rollout, plan.micro_batches.completions_per_micro_batch
+    model, rollout, completions = plan.config.model, plan.config.rollout, plan.micro_batches.completions_per_micro_batch
     tracked = track_step(
         model_config,
         world_size=plan.layout.num_training,
         prompt_tokens=rollout.max_prompt_tokens,
         completion_tokens=rollout.max_completion_tokens,
         num_generations=completions,
-        checkpointing=config.model.gradient_checkpointing,
-        dtype=config.model.dtype,
-        compute_dtype=compute_dtype(config.model, on_gpu=True),
-        adapter=config.model.adapter,
+        gradient_checkpointing=model.gradient_checkpointing,
+        dtype=model.dtype,
+        compute_dtype=compute_dtype(model, on_gpu=True),
+        adapter=model.adapter,
         reshard_after_forward=plan.workload.reshard_after_forward,
     )
     workload = replace(
@@ -264,7 +247,7 @@ def verify_plan(config: Config, plan: Plan, *, layers: int) -> dict[str, Any]:
     }
 
 
-def _model_config(config: Config, plan: Plan) -> dict[str, Any]:
+def _model_config(plan: Plan) -> dict[str, Any]:
     if plan.shape.name in PRESETS:
         return dict(PRESETS[plan.shape.name])
-    return dict(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+    return dict(json.loads((Path(plan.config.model.path) / "config.json").read_text(encoding="utf-8")))

@@ -15,14 +15,14 @@ def verify(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     Exit codes: 0 intact, 1 damaged.
     """
     if not (run / "config.yaml").is_file():
-        raise UserError(f"RUN: {str(run)!r} holds no run; give the run.dir of one")
+        raise UserError(f"RUN: {str(run)!r} is not a run folder; use the run.dir of a run")
     found = checkpoints(run / "checkpoints")
     lines = {path.name: _checkpoint(path) for path in found}
     _, bad = read_metrics(run / "metrics.jsonl")
-    lines["metrics.jsonl"] = f"damaged: {format_line_numbers(bad)} cannot be read" if bad else "whole"
+    lines["metrics.jsonl"] = f"damaged: {format_line_numbers(bad)} cannot be read" if bad else "intact"
     if (run / "summary.json").exists():
-        whole = read_summary(run / "summary.json") is not None
-        lines["summary.json"] = "whole" if whole else "damaged: it does not say how many steps there were"
+        is_intact = read_summary(run / "summary.json") is not None
+        lines["summary.json"] = "intact" if is_intact else "damaged: the number of steps is missing"
     for name, status in lines.items():
         typer.echo(f"{name}: {status}")
     if not found:
@@ -37,6 +37,6 @@ def _checkpoint(path: Path) -> str:
     except ValueError as error:
         return f"damaged: {error}"
     if manifest is None:
-        return "not known: it has no manifest, as those of earlier versions"
+        return "unknown: it has no manifest (written by an earlier version)"
     wrong = find_damage(path, manifest)
-    return f"damaged: {'; '.join(wrong)}" if wrong else f"whole ({len(manifest)} files)"
+    return f"damaged: {'; '.join(wrong)}" if wrong else f"intact ({len(manifest)} files)"

@@ -6,8 +6,7 @@ learning.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,19 +14,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from cohort.demo.task import Problem, demonstration, generate
 
-IGNORED = -100  # label of tokens without a loss
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStart:
-    """Steps, batch sizes and learning rates of the two stages."""
-
-    clean_steps: int = 1400
-    clean_batch_size: int = 16
-    clean_learning_rate: float = 3e-2  # Muon's; embeddings and norms take AdamW at a fifth of it
-    habit_steps: int = 200
-    habit_batch_size: int = 32
-    habit_learning_rate: float = 4e-4
+_IGNORED = -100  # label of tokens without a loss
+_CLEAN_STEPS, _CLEAN_BATCH_SIZE = 1400, 16
+_CLEAN_LEARNING_RATE = 3e-2  # Muon's; embeddings and norms take AdamW at a fifth of it
+_HABIT_STEPS, _HABIT_BATCH_SIZE = 200, 32
+_HABIT_LEARNING_RATE = 4e-4
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
@@ -53,29 +44,22 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
         return Qwen3ForCausalLM(config)
 
 
-def warm_start(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    settings: WarmStart,
-    progress: Callable[[str], None],
-) -> None:
+def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> None:
     """Train the model in place: stage 1 on demonstrations, stage 2 on mixed habits."""
     rng = random.Random(seed)
-    problems = generate(seed, settings.clean_steps * settings.clean_batch_size)
+    problems = generate(seed, _CLEAN_STEPS * _CLEAN_BATCH_SIZE)
     _train(
         model,
-        _batches([(problem, demonstration(problem)) for problem in problems], tokenizer, settings.clean_batch_size),
-        _muon_and_adamw(model, settings.clean_learning_rate),
-        lambda loss, step: progress(f"stage 1, step {step}: loss {loss:.3f}"),
+        _batches([(problem, demonstration(problem)) for problem in problems], tokenizer, _CLEAN_BATCH_SIZE),
+        _muon_and_adamw(model, _CLEAN_LEARNING_RATE),
+        "stage 1",
     )
-    problems = generate(seed + 1, settings.habit_steps * settings.habit_batch_size)
+    problems = generate(seed + 1, _HABIT_STEPS * _HABIT_BATCH_SIZE)
     _train(
         model,
-        _batches([(problem, habit(problem, rng)) for problem in problems], tokenizer, settings.habit_batch_size),
-        [torch.optim.AdamW(model.parameters(), lr=settings.habit_learning_rate, weight_decay=0.0)],
-        lambda loss, step: progress(f"stage 2, step {step}: loss {loss:.3f}"),
+        _batches([(problem, habit(problem, rng)) for problem in problems], tokenizer, _HABIT_BATCH_SIZE),
+        [torch.optim.AdamW(model.parameters(), lr=_HABIT_LEARNING_RATE, weight_decay=0.0)],
+        "stage 2",
     )
 
 
@@ -113,7 +97,7 @@ def _batches(
         rows = list(zip(prompt_ids, completion_ids, strict=True))[start : start + batch_size]
         width = max(len(prompt) + len(completion) for prompt, completion in rows)
         ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-        labels = torch.full((len(rows), width), IGNORED)
+        labels = torch.full((len(rows), width), _IGNORED)
         for row, (prompt, completion) in enumerate(rows):
             end = len(prompt) + len(completion)
             ids[row, :end] = torch.tensor(prompt + completion)
@@ -138,7 +122,7 @@ def _train(
     model: Qwen3ForCausalLM,
     batches: Sequence[tuple[Tensor, Tensor]],
     optimizers: Sequence[torch.optim.Optimizer],
-    report: Callable[[float, int], None],
+    name: str,
 ) -> None:
     """Train one epoch with a short warm-up and linear decay of the learning rate to 0."""
     model.train()
@@ -157,4 +141,4 @@ def _train(
             scheduler.step()
             optimizer.zero_grad()
         if (step + 1) % 100 == 0:
-            report(loss.item(), step + 1)
+            print(f"{name}, step {step + 1}: loss {loss.item():.3f}")

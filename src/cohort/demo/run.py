@@ -1,4 +1,4 @@
-"""`cohort demo`: an ordinary run on the small base model, with a narrated result."""
+"""`cohort demo`: an ordinary run on the small base model, with a summary of what it learned."""
 
 from pathlib import Path
 
@@ -22,10 +22,10 @@ def run_demo(*, seed: int, out: Path | None, processes: int = 1, engine: str = "
     """Train the base model on word problems and show the result.
 
     Args:
-        seed: seed of the training problems, their order and the sampling. Held-out problems are always the same.
-        out: run folder; by default runs/demo, or runs/demo-2 and so on if that exists.
-        processes: training processes; the run is the same for any number.
-        engine: rollout engine.
+        seed: Seed of the training problems, their order and sampling. Held-out problems are always the same.
+        out: Run folder; by default runs/demo, or the next free runs/demo-N.
+        processes: Number of training processes; the run is the same for any.
+        engine: Rollout engine.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs"))

@@ -141,19 +141,19 @@ def on_one_line(text: str, limit: int = 240) -> str:
     return flat if len(flat) <= limit else f"{flat[:limit]}…"
 
 
-class EvalProgress:
-    """Progress bar of a standalone evaluation; silent without a terminal."""
+class ProgressBar:
+    """Progress bar of a command on standard error; silent without a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, description: str) -> None:
         console = Console(stderr=True)
         self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("evaluating", total=None)
+        self._task = self._progress.add_task(description, total=None)
 
     def update(self, done: int, total: int) -> None:
-        """Report that `done` of `total` prompts are evaluated."""
+        """Report that `done` of `total` items are finished."""
         self._progress.update(self._task, completed=done, total=total)
 
-    def __enter__(self) -> "EvalProgress":
+    def __enter__(self) -> "ProgressBar":
         self._progress.start()
         return self
 

@@ -55,7 +55,7 @@ def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
 
 
 def _called_silent(files: Mapping[int, Path], noticed: set[int]) -> set[int]:
-    """Return the ranks that all ranks which gave up report as silent; by default those that did not give up."""
+    """Return the ranks that every rank in `noticed` reports as silent; without reports, all other ranks."""
     silent = files.keys() - noticed
     for rank in noticed:
         for found in re.findall(r"ranks \[([\d, ]+)\] did not answer", _tail(files[rank], _NOTICED_LINES)):

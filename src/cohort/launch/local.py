@@ -19,19 +19,19 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cohort import stopping
 from cohort.config import Config, to_yaml
-from cohort.errors import TrainingError, UserError
+from cohort.errors import TrainingError
 from cohort.launch.failure_report import Failure, read_failures
 from cohort.placement import num_gpus, place, visible_devices
 from cohort.plan.layout import check_processes
 from cohort.plan.split import GpuSplit
-from cohort.run_files import checkpoints, read_metrics
+from cohort.run_files import checkpoints, read_metrics, resume_hint
 from cohort.run_folder import LOGS, check_folder, make_folder
 from cohort.run_result import EXIT_STATUS_FILE, ExitStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """Result of one start of all processes."""
+    """Result of starting all processes once."""
 
     outcome: ExitStatus | None  # as reported by rank 0; None if the processes failed
     failures: tuple[Failure, ...]  # root causes, if they failed
@@ -44,15 +44,15 @@ def run_processes(
     """Train with `num_processes` processes and wait for the end.
 
     Args:
-        config: configuration of the run.
-        num_processes: initial number; a rank that keeps failing is left out.
-        split: this machine's GPUs for training and rollouts; None if the run starts no servers.
-        resume: require an existing run to resume.
-        notify: called with messages for the user, such as a restart.
+        config: Configuration of the run.
+        num_processes: Initial number of processes; a rank that fails twice without a step in between is dropped.
+        split: GPUs of this machine for training and rollouts; None if the run starts no servers.
+        resume: Whether the run must exist already.
+        notify: Called with messages for the user, such as a restart.
 
     Raises:
-        UserError: the configuration does not work with this many processes, or rank 0 raised it.
-        TrainingError: rank 0 raised it, or a process failed and no restart is left.
+        UserError: The configuration does not work with this many processes, or rank 0 raised it.
+        TrainingError: Rank 0 raised it, or a process failed and no restarts are left.
     """
     check_processes(config, num_processes)
     check_folder(Path(config.run.dir), resume=resume)
@@ -63,10 +63,11 @@ def run_processes(
         if result.outcome is not None:
             result.outcome.raise_error()
             return
-        story = "\n".join(failure.describe() for failure in result.failures)
+        report = "\n".join(failure.describe() for failure in result.failures)
         left = config.hardware.max_restarts - attempt
         if left == 0:
-            raise TrainingError(f"{story}\n{_resume_hint(config)}")
+            also = ", or set hardware.max_restarts" if config.hardware.max_restarts == 0 else ""
+            raise TrainingError(f"{report}\n{resume_hint(Path(config.run.dir))}{also}")
         culprit = slots[result.failures[0].rank] if len(result.failures) == 1 else None
         without = ""
         if culprit is not None and culprit == failed_before and not result.made_progress and len(slots) > 1:
@@ -77,28 +78,9 @@ def run_processes(
         failed_before = culprit
         resume = False  # the first start may have failed before it made the run folder
         found = checkpoints(Path(config.run.dir) / "checkpoints")
-        start = found[-1].name if found else "the beginning"
-        notify(f"{story}\nrestarting{without} from {start} ({left} restarts left)")
-
-
-def count_processes(config: Config) -> int:
-    """Resolve `hardware.processes` on this machine.
-
-    Raises:
-        UserError: more processes than GPUs.
-    """
-    processes, device = config.hardware.processes, config.hardware.device
-    if processes == 1 or device == "cpu":
-        return 1 if processes == "auto" else processes
-    gpus = num_gpus(config)
-    if processes == "auto":
-        return max(1, gpus)
-    if 0 < gpus < processes:
-        raise UserError(
-            f"hardware.processes: {processes} is more than this machine's {gpus} GPUs, and each process needs its own; "
-            f"use at most {gpus}, or device: cpu"
+        notify(
+            f"{report}\nrestarting{without} from {found[-1].name if found else 'the beginning'} ({left} restarts left)"
         )
-    return processes
 
 
 def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: bool, attempt: int) -> _Attempt:
@@ -129,8 +111,11 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
             log_dir=str(logs), redirects={r: Std.ERR if r == 0 else Std.ALL for r in range(len(slots))}
         ),
     )
-    environment = {EXIT_STATUS_FILE: str(logs / "outcome.json"), "OMP_NUM_THREADS": _threads(len(slots))}
-    environment |= {stopping.LAUNCHER: str(os.getpid())}
+    environment = {
+        EXIT_STATUS_FILE: str(logs / "outcome.json"),
+        "OMP_NUM_THREADS": _threads(len(slots)),
+        stopping.LAUNCHER: str(os.getpid()),
+    }
     if split is not None:
         environment |= place(config, split, slots).environment()
     environment |= _gpus_of_ranks(config, slots)
@@ -160,12 +145,6 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
     return _Attempt(outcome=outcome, failures=failures, made_progress=made_progress)
 
 
-def _resume_hint(config: Config) -> str:
-    if config.hardware.max_restarts == 0:
-        return "Run the same command to resume from the last checkpoint, or set hardware.max_restarts"
-    return "Run the same command to resume from the last checkpoint"
-
-
 def _identity(file: Path) -> tuple[int, int] | None:
     """Return a value that changes when a file is replaced or written to."""
     try:
@@ -187,7 +166,7 @@ def _threads(num_processes: int) -> str:
 
 
 def _gpus_of_ranks(config: Config, slots: list[int]) -> dict[str, str]:
-    """Environment that shows each rank its GPU, and hides those of the servers.
+    """Environment that gives each rank its GPU and hides those of the servers.
 
     The first GPUs train (see `cohort.plan.split`). A single process may have its GPU set by hardware.device.
     """

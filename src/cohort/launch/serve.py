@@ -22,20 +22,20 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     The server gets the first `rollout.tensor_parallel` visible GPUs; without GPUs it runs on CPU.
 
     Raises:
-        UserError: the run does not sample with vLLM, or this machine has too few GPUs.
+        UserError: The run does not sample with vLLM, or this machine has too few GPUs.
     """
     config = set_engine(config, "vllm")
     rollout = config.rollout
     if not rollout.uses_servers:
         raise UserError("rollout.engine: local samples in the training processes, without a server; use vllm")
     if not rollout.has_serve_command:
-        raise UserError(f"rollout.engine: {rollout.engine}: `cohort serve` starts no {rollout.server_name}; use vllm")
-    if not 1 <= port <= 65535:
-        raise UserError(f"--port: {port}: must be from 1 to 65535; use 8000, which is usual")
+        raise UserError(
+            f"rollout.engine: {rollout.engine}: `cohort serve` cannot start a {rollout.server_name}; use vllm"
+        )
     found, needed = num_gpus(config), rollout.tensor_parallel
     if needed > max(1, found):
         raise UserError(
-            f"rollout.tensor_parallel: {needed} is more than this machine's {found} GPUs; use at most {max(1, found)}"
+            f"rollout.tensor_parallel: {needed} exceeds this machine's {found} GPUs; use at most {max(1, found)}"
         )
     gpus = ",".join(visible_devices(config)[:needed]) if found else ""
     options = server_options(config, gpus=gpus)
@@ -58,8 +58,8 @@ def serve(config: Config, *, host: str, port: int) -> None:
     """Run a server until this process is terminated. The server's processes end with this one, however it ends.
 
     Raises:
-        UserError: no supported vLLM, or as for `serve_command`.
-        TrainingError: the server exited.
+        UserError: No supported vLLM, or as for `serve_command`.
+        TrainingError: The server exited.
     """
     command, added = serve_command(config, host=host, port=port)
     check_vllm(command[0])

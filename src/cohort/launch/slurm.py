@@ -12,7 +12,7 @@ from cohort.config import Config
 from cohort.errors import UserError
 from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
 from cohort.plan.rollout_engine import plan_engine, set_engine
-from cohort.plan.split import split_gpus
+from cohort.plan.split import count_processes, split_gpus
 from cohort.stopping import LAUNCHER_GRACE_S, SIGNALS
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]*")
 _SLURM_LATE_S = 60
 # How long a restart waits for more nodes once the minimum has joined.
 _LAST_CALL_S = 60
-# Servers only end before training if they fail to start.
+# Servers end before training only if they fail to start.
 _END_OF_BOTH = """ &
 status=0
 wait -n || status=$?
@@ -54,13 +54,13 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     It uses this Python's environment and the current working directory.
 
     Args:
-        config: the configuration in `config_path` with `overrides`.
+        config: The configuration in `config_path` with `overrides`.
         config_path: YAML file, read by every rank.
-        overrides: `key.sub=value`, passed to every rank.
-        options: resources to request.
+        overrides: `key.sub=value` arguments, passed to every rank.
+        options: Resources to request.
 
     Raises:
-        UserError: an option is invalid, by itself or with the configuration.
+        UserError: An option is invalid, by itself or with the configuration.
     """
     _check_options(options)
     gpus = _gpus_per_node(config, options)
@@ -78,7 +78,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
         who = [f"Nodes: 1, with {gpus} GPUs, which `cohort train` splits between training and vLLM."]
         launch = _launch_on_one_node([*arguments, f"hardware.max_restarts={options.max_restarts}"])
     else:
-        ranks_per_node = _ranks_per_node(config, gpus)
+        ranks_per_node = count_processes(config, gpus)
         rollout = plan_rollout_nodes(
             config, num_nodes=options.rollout_nodes, gpus_per_node=gpus, gpus_left=gpus - ranks_per_node
         )
@@ -96,7 +96,7 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
 
 
 def _splits_its_gpus(config: Config, options: SlurmOptions, gpus: int) -> bool:
-    """Whether the run is on one node and may split its GPUs between training and its own servers."""
+    """Whether the run is on one node, whose GPUs `cohort train` may split between training and servers."""
     rollout = config.rollout
     may_have_servers = rollout.engine == "auto" or (rollout.uses_servers and not rollout.urls)
     return may_have_servers and gpus > 0 and options.nodes == 1 and options.rollout_nodes == 0
@@ -106,36 +106,19 @@ def _check_split(config: Config, gpus: int) -> None:
     """Check that the node's GPUs suffice for the configured split.
 
     Raises:
-        UserError: names the number that is too large.
+        UserError: They do not.
     """
     planned, _ = plan_engine(config)
     if planned.rollout.uses_servers:
         split_gpus(planned, num_gpus=gpus, shape=None, hardware=None)
     else:
-        _ranks_per_node(planned, gpus)
-
-
-def _ranks_per_node(config: Config, gpus: int) -> int:
-    """Return the training processes per node: `hardware.processes`, by default one per GPU.
-
-    Raises:
-        UserError: a node has fewer GPUs.
-    """
-    processes = config.hardware.processes
-    if processes == "auto":
-        return gpus or 1
-    if 0 < gpus < processes:
-        raise UserError(
-            f"hardware.processes: {processes} is more than the {gpus} GPUs of a node (--gpus-per-node), and each "
-            f"process needs its own; use at most {gpus}, auto, or --gpus-per-node {processes}"
-        )
-    return processes
+        count_processes(planned, gpus)
 
 
 def _who_trains_and_samples(
     config: Config, options: SlurmOptions, rollout: RolloutNodes | None, gpus: int, ranks_per_node: int
 ) -> list[str]:
-    """Return comment lines that say which nodes train and which sample."""
+    """Return comment lines that describe the training and rollout nodes."""
     each = f"{gpus} GPUs" if gpus else "no GPUs"
     if rollout is not None:
         samples = rollout.header(gpus)
@@ -153,7 +136,7 @@ def _who_trains_and_samples(
 
 
 def _directives(options: SlurmOptions, gpus: int, *, grace_s: float | None) -> str:
-    """Return the #SBATCH lines. `grace_s`: time to save after a signal; None if the run does not save."""
+    """Return the #SBATCH lines. `grace_s`: time to save after a signal; None without checkpoints."""
     elastic = _min_nodes(options) < options.nodes
     lines = [
         f"--job-name={options.job_name}",
@@ -281,28 +264,17 @@ def _min_nodes(options: SlurmOptions) -> int:
 
 
 def _check_options(options: SlurmOptions) -> None:
-    """Reject option values that are invalid with any configuration."""
-    for name, value, least in (
-        ("nodes", options.nodes, 1),
-        ("gpus-per-node", options.gpus_per_node, 0),
-        ("max-restarts", options.max_restarts, 0),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"--{name}: {value}: must be at least {least}; use {least} or more")
-    if not 1 <= _min_nodes(options) <= options.nodes:
-        raise UserError(
-            f"--min-nodes: {options.min_nodes}: must be from 1 to --nodes: {options.nodes}; use "
-            f"{1 if _min_nodes(options) < 1 else options.nodes}"
-        )
-    if not 1 <= options.port <= 65535:
-        raise UserError(
-            f"--port: {options.port}: must be from 1 to 65535; use {1 if options.port < 1 else 65535}, or 29500, which "
-            f"is usual"
-        )
+    """Check the options that need no configuration.
+
+    Raises:
+        UserError: An option is invalid.
+    """
+    if _min_nodes(options) > options.nodes:
+        raise UserError(f"--min-nodes: {options.min_nodes} exceeds --nodes: {options.nodes}; use {options.nodes}")
     if not _TIME.fullmatch(options.time):
         raise UserError(
-            f"--time: {options.time!r}: must be hours:minutes:seconds or days-hours, such as 24:00:00 or 1-00 (Slurm "
-            f"also takes minutes, minutes:seconds and days-hours:minutes:seconds)"
+            f"--time: {options.time!r} is not a time limit of Slurm; use hours:minutes:seconds or days-hours, such as "
+            f"24:00:00 or 1-00 (or minutes, minutes:seconds, days-hours:minutes:seconds)"
         )
     for name, text in (
         ("partition", options.partition),
@@ -311,14 +283,14 @@ def _check_options(options: SlurmOptions) -> None:
     ):
         if text is not None and not _NAME.fullmatch(text):
             near = re.sub(r"[^A-Za-z0-9_.,-]+", "-", text).strip("-.,") or "cohort"
-            raise UserError(f"--{name}: {text!r}: must be of letters, digits and _ . , - only; use {near}")
+            raise UserError(f"--{name}: {text!r} has characters other than letters, digits and _ . , -; use {near}")
 
 
 def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
     """Return the GPUs per node.
 
     Raises:
-        UserError: contradicts `hardware.device`.
+        UserError: It contradicts `hardware.device`.
     """
     device, gpus = config.hardware.device, options.gpus_per_node
     if gpus is None:
@@ -334,7 +306,7 @@ def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
         )
     if ":" in device:
         raise UserError(
-            f"hardware.device: {device!r} names one GPU, and every rank of a node has its own; use hardware.device=cuda"
+            f"hardware.device: {device!r} names one GPU, but each rank needs its own; use hardware.device=cuda"
         )
     return gpus
 
@@ -343,11 +315,11 @@ def _check_restarts(config: Config, options: SlurmOptions) -> None:
     """Reject restarts without checkpoints, and fewer nodes without restarts."""
     if options.max_restarts > 0 and config.run.checkpoint_every == 0:
         raise UserError(
-            f"run.checkpoint_every: 0 with --max-restarts: {options.max_restarts}: a restart goes on from the last "
-            f"checkpoint, and there would be none; use run.checkpoint_every=50, or --max-restarts 0"
+            f"run.checkpoint_every: 0 leaves no checkpoint to restart from with --max-restarts: "
+            f"{options.max_restarts}; use run.checkpoint_every=50, or --max-restarts 0"
         )
     if options.max_restarts == 0 and _min_nodes(options) < options.nodes:
         raise UserError(
-            f"--min-nodes: {options.min_nodes} has no effect with --max-restarts: 0, since going on with fewer nodes "
-            f"is a restart; use --max-restarts 3, or --min-nodes {options.nodes}"
+            f"--min-nodes: {options.min_nodes} has no effect with --max-restarts: 0, since continuing with fewer "
+            f"nodes takes a restart; use --max-restarts 3, or --min-nodes {options.nodes}"
         )

@@ -34,20 +34,18 @@ class RolloutNodes:
 
 
 def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gpus_left: int) -> RolloutNodes | None:
-    """Plan the servers of `--rollout-nodes`; None if there are no such nodes.
+    """Plan the servers of `--rollout-nodes`; None without such nodes.
 
     Args:
-        config: configuration of the run.
-        num_nodes: number of rollout nodes.
+        config: Configuration of the run.
+        num_nodes: Number of rollout nodes.
         gpus_per_node: GPUs of every node.
         gpus_left: GPUs of a training node without a rank.
 
     Raises:
-        UserError: contradicts the configuration, or leaves the run without servers.
+        UserError: It contradicts the configuration, or leaves the run without servers.
     """
     rollout = config.rollout
-    if num_nodes < 0:
-        raise UserError(f"--rollout-nodes: {num_nodes}: must be at least 0; use 0 or more")
     if not rollout.uses_servers:
         if num_nodes > 0:
             raise UserError(
@@ -58,16 +56,15 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     if num_nodes == 0:
         if gpus_per_node and not gpus_left and not rollout.urls:
             raise UserError(
-                f"--rollout-nodes: 0 with rollout.engine: {rollout.engine}: the ranks take all GPUs of the training "
-                f"nodes, so that none is left for servers; use --rollout-nodes 1, or rollout.urls, or --nodes 1, whose "
-                f"GPUs are split"
+                f"--rollout-nodes: 0 leaves no GPUs for the servers of rollout.engine: {rollout.engine}, since the "
+                f"ranks use all GPUs of the training nodes; use --rollout-nodes 1, rollout.urls, or --nodes 1, which "
+                f"splits the node's GPUs"
             )
         return None
     if not rollout.has_serve_command:
         raise UserError(
-            f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine}: `cohort serve`, which the script "
-            f"starts there, starts no {rollout.server_name}; use 0 and name servers of yours in rollout.urls, or "
-            f"rollout.engine=vllm"
+            f"--rollout-nodes: {num_nodes} with rollout.engine: {rollout.engine} is not supported, since `cohort "
+            f"serve` cannot start a {rollout.server_name}; use 0 with rollout.urls, or rollout.engine=vllm"
         )
     for field, value, default in (
         ("rollout.urls", list(rollout.urls), []),
@@ -75,8 +72,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     ):
         if value != default:
             raise UserError(
-                f"{field}: {value} with --rollout-nodes: {num_nodes}, whose servers sample for the run; remove one of "
-                f"the two"
+                f"{field}: {value} conflicts with --rollout-nodes: {num_nodes}, whose servers the run uses; remove one"
             )
     return _servers_of(rollout, num_nodes, gpus_per_node)
 
@@ -88,7 +84,7 @@ def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> R
         near = sorted({max([n for n in fitting if n < size]), min([n for n in fitting if n > size] or [gpus_per_node])})
         raise UserError(
             f"rollout.tensor_parallel: {size} does not divide the {gpus_per_node} GPUs of a rollout node, and a server "
-            f"is on one node; use {' or '.join(map(str, near))}"
+            f"cannot span nodes; use {' or '.join(map(str, near))}"
         )
     if not gpus_per_node and size != 1:
         raise UserError(f"rollout.tensor_parallel: {size} requires GPUs, but there are none; use 1")
@@ -99,14 +95,14 @@ def _servers_of(rollout: ServersConfig, num_nodes: int, gpus_per_node: int) -> R
     )
     if rollout.servers not in ("auto", nodes.num_servers):
         raise UserError(
-            f"rollout.servers: {rollout.servers}, and --rollout-nodes: {num_nodes} have GPUs for {nodes.num_servers}; "
-            f"use auto"
+            f"rollout.servers: {rollout.servers} does not match the {nodes.num_servers} servers of --rollout-nodes: "
+            f"{num_nodes}; use auto"
         )
     return nodes
 
 
 def training_overrides(config: Config) -> list[str]:
-    """Reset keys of the run's own servers to defaults: they have no effect on ranks that are given addresses."""
+    """Overrides that reset the keys of the run's own servers, which have no effect together with `rollout.urls`."""
     rollout = config.rollout
     assert rollout.uses_servers
     fields = type(rollout).model_fields
@@ -119,9 +115,9 @@ def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Se
     """Return the script lines that start the servers and set `urls`.
 
     Args:
-        nodes: rollout nodes.
-        num_training_nodes: number of nodes before them.
-        overrides: `key.sub=value` of the configuration.
+        nodes: The rollout nodes.
+        num_training_nodes: Number of nodes before them.
+        overrides: `key.sub=value` arguments of the run.
     """
     arguments = " ".join(['"$config"', *map(shlex.quote, overrides)])
     return f"""\

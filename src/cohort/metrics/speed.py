@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from cohort.plan.flops import ModelFlops, model_flops, peak_flops
+from cohort.plan.flops import ModelFlops, model_flops
+from cohort.plan.hardware import peak_flops
 
 
 def flops_of(model: Any) -> ModelFlops:

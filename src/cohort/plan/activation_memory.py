@@ -6,7 +6,7 @@ Symbols as in `cohort.plan.memory`.
 from cohort.plan.adapter_shape import AdapterShape
 from cohort.plan.workload import Workload
 
-_KEPT_LAYERS_OF_OFFLOAD = 2  # on the GPU at a time: the one computing and the one being copied
+_RESIDENT_LAYERS = 2  # with offloading, on the GPU at a time: the one computing and the one being copied
 
 
 def layer_bytes_per_token(workload: Workload) -> int:
@@ -17,11 +17,11 @@ def layer_bytes_per_token(workload: Workload) -> int:
     if shape.experts_per_token > 1:
         mlp += shape.experts_per_token * 2 * a * shape.hidden  # tokens dispatched to experts and combined
     if workload.adapter is None:
-        trained, kept_of_norm = _saved_inputs_full(workload), a  # the normalized input, for the weight's gradient
+        trained, norm_input_bytes = _saved_inputs_full(workload), a  # the normalized input, for the weight's gradient
     else:
-        trained, kept_of_norm = _saved_inputs_adapter(workload, workload.adapter), 0
-    norms = shape.norms_per_layer * (8 if workload.autocasts else 4 + kept_of_norm) * shape.hidden
-    query_norms = shape.has_query_norm * (4 + kept_of_norm) * (shape.query_width + shape.key_width)
+        trained, norm_input_bytes = _saved_inputs_adapter(workload, workload.adapter), 0
+    norms = shape.norms_per_layer * (8 if workload.autocasts else 4 + norm_input_bytes) * shape.hidden
+    query_norms = shape.has_query_norm * (4 + norm_input_bytes) * (shape.query_width + shape.key_width)
     return norms + query_norms + attention + mlp + trained
 
 
@@ -64,7 +64,7 @@ def norm_bytes(workload: Workload) -> int:
 
 
 def mlp_bytes_per_token(workload: Workload) -> int:
-    """The part of `layer_bytes_per_token` that is free again when backward reaches the layer's attention."""
+    """The part of `layer_bytes_per_token` that is already freed when backward reaches the layer's attention."""
     shape, a = workload.shape, workload.compute_bytes
     mlp = shape.experts_per_token * 4 * a * shape.mlp
     return min(mlp, layer_bytes_per_token(workload)) + shape.norms_per_layer // 2 * 4 * shape.hidden
@@ -76,8 +76,8 @@ def attention_transient_bytes(workload: Workload) -> int:
     if workload.on_gpu:  # fused kernels keep the dtype and the number of key heads; norms are float32
         width = shape.query_width + shape.key_width
         # tokens after a shared prompt attend twice: q, outputs and both gradients once more
-        of_prompts = 4 * a * shape.query_width * workload.shares_prompts
-        return 2 * a * width + of_prompts + 4 * width * shape.has_query_norm
+        shared_prompts = 4 * a * shape.query_width * workload.shares_prompts
+        return 2 * a * width + shared_prompts + 4 * width * shape.has_query_norm
     return (20 + 7 * a) * shape.query_width + a * shape.key_width  # float32, key heads repeated
 
 
@@ -88,8 +88,8 @@ def saved_bytes_per_token(workload: Workload) -> int:
         # attention to the shared prompt and to later tokens has an output each, in float32 on CPU
         in_parts = 2 * a if workload.on_gpu else 8
         attended = (in_parts if workload.shares_prompts else a) * shape.query_width + 4 * shape.num_heads
-        early = workload.adapter.qkv_output_features if workload.adapter else 0  # matmul outputs too
-        return stream + attended + a * (shape.query_width + 2 * shape.key_width + shape.hidden + early)
+        qkv_outputs = workload.adapter.qkv_output_features if workload.adapter else 0  # matmul outputs too
+        return stream + attended + a * (shape.query_width + 2 * shape.key_width + shape.hidden + qkv_outputs)
     return stream if workload.checkpointing else layer_bytes_per_token(workload)
 
 
@@ -106,7 +106,7 @@ def offloaded_bytes_per_token(workload: Workload) -> int:
 
 
 def offloaded_bytes(workload: Workload) -> int:
-    """Host memory that activations take at the end of forward, in bytes."""
+    """Host memory for offloaded activations at the end of forward, in bytes."""
     return (
         offloaded_bytes_per_token(workload)
         * workload.shape.layers
@@ -117,14 +117,14 @@ def offloaded_bytes(workload: Workload) -> int:
 def activation_bytes(workload: Workload) -> int:
     """Peak activation memory in backward: saved tensors plus the layer being recomputed."""
     shape, tokens = workload.shape, workload.packed_tokens + workload.shared_prefix_tokens
-    away = offloaded_bytes_per_token(workload) * max(0, shape.layers - _KEPT_LAYERS_OF_OFFLOAD)
-    kept = (saved_bytes_per_token(workload) * shape.layers - away) * tokens
-    again = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
-    return kept + again + transient_bytes(workload)
+    offloaded = offloaded_bytes_per_token(workload) * max(0, shape.layers - _RESIDENT_LAYERS)
+    saved = (saved_bytes_per_token(workload) * shape.layers - offloaded) * tokens
+    recomputed = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
+    return saved + recomputed + transient_bytes(workload)
 
 
 def transient_bytes(workload: Workload) -> int:
-    """Peak temporaries beside the saved tensors: gradients in a layer's MLP, or DoRA's norms."""
+    """Peak temporaries besides the saved tensors: gradients in a layer's MLP, or DoRA's norms."""
     shape = workload.shape
     gradients = (
         2 * workload.compute_bytes * (shape.experts_per_token * shape.mlp + shape.hidden) * workload.packed_tokens
@@ -133,7 +133,7 @@ def transient_bytes(workload: Workload) -> int:
 
 
 def forward_only_bytes(workload: Workload) -> int:
-    """Peak of one layer without backward: the MLP's three wide tensors or a norm's float32 ones."""
+    """Peak activation memory of one layer without backward: the MLP's wide tensors or a norm's float32 ones."""
     shape, a = workload.shape, workload.compute_bytes
     widest = max(3 * a * shape.experts_per_token * shape.mlp, 12 * shape.hidden)
     return (widest + 2 * a * shape.hidden) * workload.packed_tokens + norm_bytes(workload)

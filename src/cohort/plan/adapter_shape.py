@@ -1,4 +1,4 @@
-"""Size of a LoRA adapter, from the configuration alone.
+"""Sizes of a LoRA adapter, computed from the configuration alone.
 
 A target matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an unknown name all
 linear layers are counted. `all-linear` leaves out experts and routers, which are no `nn.Linear`. Adapting a weight
@@ -20,7 +20,6 @@ from cohort.plan.shape import ModelShape, WeightShape
 ADAPTER_BYTES = 4  # per trained parameter: peft keeps adapters in float32 whatever the model's dtype
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 _BLOCKS = {"gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}  # parent modules; others are in self_attn
-_Targets = str | tuple[str, ...]  # "all-linear", a regular expression saved by peft, or names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class AdapterShape:
     qkv_output_features: int  # per token and layer: outputs of both factors of q, k and v
     dropout_features: int  # per token and layer: inputs after dropout, plus a one-byte mask each
     dora_layers: tuple[tuple[int, int], ...] = ()  # (in, out) features of each DoRA layer
-    note: str | None = None  # what the shape leaves open
+    warning: str | None = None  # about targets that are not in the shape
 
     def num_parameters(self, layers: int) -> int:
         """Number of adapter parameters, all of them trained."""
@@ -65,39 +64,40 @@ class AdapterShape:
 
 
 def adapter_shape(config: AdapterConfig, shape: ModelShape) -> AdapterShape:
-    """Size of the configured adapter.
+    """Compute the sizes of the configured adapter.
 
     Raises:
         UserError: `path` is a folder without a readable adapter_config.json.
     """
-    rank, targets, dora = _requested(config)
+    requested = requested_adapter(config)
+    rank, dora = requested.rank, requested.dora
     linear = shape.linear_layers
-    places = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
-    known = [name for names in places.values() for name in names] + [_HEAD, _EMBEDDING]
-    meant, unknown = _matched(targets, known)
+    names_of = {layer: [_full_name(layer, number) for number in range(shape.layers)] for layer in linear}
+    all_names = [name for names in names_of.values() for name in names] + [_HEAD, _EMBEDDING]
+    targeted, unknown = _match_targets(requested.targets, all_names)
     if unknown:
-        meant |= {name for names in places.values() for name in names}
-    counts = {layer: len(meant.intersection(names)) for layer, names in places.items()}
-    chosen = {layer: linear[layer] for layer, count in counts.items() if count}
-    weights = {layer: _factors(rank, fan_in, fan_out, dora=dora) for layer, (fan_in, fan_out) in chosen.items()}
-    sizes = {layer: sum(map(math.prod, of_layer)) for layer, of_layer in weights.items()}
-    everywhere = shape.layers * sum(sizes.values())
-    there = sum(size * counts[layer] for layer, size in sizes.items())
-    early = [fan_out for name, (_, fan_out) in chosen.items() if name in ("q_proj", "k_proj", "v_proj")]
+        targeted |= {name for names in names_of.values() for name in names}
+    counts = {layer: len(targeted.intersection(names)) for layer, names in names_of.items()}
+    adapted = {layer: linear[layer] for layer, count in counts.items() if count}
+    weights = {layer: _factors(rank, fan_in, fan_out, dora=dora) for layer, (fan_in, fan_out) in adapted.items()}
+    sizes = {layer: sum(map(math.prod, factors)) for layer, factors in weights.items()}
+    size_on_all_layers = shape.layers * sum(sizes.values())
+    adapted_size = sum(size * counts[layer] for layer, size in sizes.items())
+    qkv_outputs = [fan_out for name, (_, fan_out) in adapted.items() if name in ("q_proj", "k_proj", "v_proj")]
     return AdapterShape(
         rank=rank,
-        layer_weights=tuple(weight for of_layer in weights.values() for weight in of_layer),
-        layer_fraction=there / everywhere if everywhere else 1.0,
-        head_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=dora) if _HEAD in meant else (),
-        embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in meant else (),
-        saved_input_features=shape.hidden * bool(early)
-        + shape.hidden * bool({"gate_proj", "up_proj"} & set(chosen))
-        + shape.mlp * ("down_proj" in chosen),
-        rank_features=rank * len(chosen),
-        qkv_output_features=sum(rank + fan_out for fan_out in early),
-        dropout_features=sum(fan_in for fan_in, _ in chosen.values()) * bool(config.dropout),
-        dora_layers=tuple(chosen.values()) if dora else (),
-        note=f"model.adapter.targets: {unknown} not found in the shape of {shape.name}; "
+        layer_weights=tuple(weight for factors in weights.values() for weight in factors),
+        layer_fraction=adapted_size / size_on_all_layers if size_on_all_layers else 1.0,
+        head_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=dora) if _HEAD in targeted else (),
+        embedding_weights=_factors(rank, shape.hidden, shape.vocabulary, dora=False) if _EMBEDDING in targeted else (),
+        saved_input_features=shape.hidden * bool(qkv_outputs)
+        + shape.hidden * bool({"gate_proj", "up_proj"} & set(adapted))
+        + shape.mlp * ("down_proj" in adapted),
+        rank_features=rank * len(adapted),
+        qkv_output_features=sum(rank + fan_out for fan_out in qkv_outputs),
+        dropout_features=sum(fan_in for fan_in, _ in adapted.values()) * bool(config.dropout),
+        dora_layers=tuple(adapted.values()) if dora else (),
+        warning=f"model.adapter.targets: {unknown} not found in the shape of {shape.name}; "
         f"the plan assumes an adapter on all linear layers"
         if unknown
         else None,
@@ -110,7 +110,14 @@ class RequestedAdapter:
 
     rank: int
     dora: bool
-    modules: tuple[str, ...]  # target names; of a regular expression only head and embedding, if it matches them
+    targets: str | tuple[str, ...]  # "all-linear", a regular expression saved by peft, or module names
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Target names; of a regular expression only head and embedding, if it matches them."""
+        if isinstance(self.targets, tuple):
+            return self.targets
+        return tuple(sorted(_match_targets(self.targets, [_HEAD, _EMBEDDING])[0]))
 
 
 def requested_adapter(config: AdapterConfig) -> RequestedAdapter:
@@ -119,15 +126,8 @@ def requested_adapter(config: AdapterConfig) -> RequestedAdapter:
     Raises:
         UserError: `path` is a folder without a readable adapter_config.json.
     """
-    rank, targets, dora = _requested(config)
-    modules = targets if isinstance(targets, tuple) else tuple(sorted(_matched(targets, [_HEAD, _EMBEDDING])[0]))
-    return RequestedAdapter(rank=rank, dora=dora, modules=modules)
-
-
-def _requested(config: AdapterConfig) -> tuple[int, _Targets, bool]:
-    """Rank, targets and whether it is DoRA."""
     saved = None if config.path is None else _saved(config.path)
-    return (config.rank, config.targets, config.dora) if saved is None else saved
+    return saved or RequestedAdapter(rank=config.rank, dora=config.dora, targets=config.targets)
 
 
 def _factors(rank: int, fan_in: int, fan_out: int, *, dora: bool) -> tuple[WeightShape, ...]:
@@ -139,8 +139,8 @@ def _full_name(layer: str, number: int) -> str:
     return f"model.layers.{number}.{_BLOCKS.get(layer, 'self_attn')}.{layer}"
 
 
-def _matched(targets: _Targets, known: list[str]) -> tuple[set[str], str]:
-    """Split targets into the known layers that they match and those that match none."""
+def _match_targets(targets: str | tuple[str, ...], known: list[str]) -> tuple[set[str], str]:
+    """Return the known layers that match a target, and the targets that match no layer."""
     if targets == "all-linear":
         return set(known) - {_HEAD, _EMBEDDING}, ""
     if isinstance(targets, str):
@@ -153,8 +153,8 @@ def _matched(targets: _Targets, known: list[str]) -> tuple[set[str], str]:
     return set().union(*found.values()), ", ".join(target for target, names in found.items() if not names)
 
 
-def _saved(path: str) -> tuple[int, _Targets, bool] | None:
-    """Rank, targets and DoRA flag of a saved adapter; None if it is not on this machine."""
+def _saved(path: str) -> RequestedAdapter | None:
+    """Read a saved adapter; None if it is not on this machine."""
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return None
@@ -162,6 +162,6 @@ def _saved(path: str) -> tuple[int, _Targets, bool] | None:
         saved: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         names = saved["target_modules"]
         targets = names if isinstance(names, str) else tuple(map(str, names))
-        return int(saved["r"]), targets, bool(saved.get("use_dora"))
+        return RequestedAdapter(rank=int(saved["r"]), dora=bool(saved.get("use_dora")), targets=targets)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.adapter.path: cannot read {file}: {error!r}") from error

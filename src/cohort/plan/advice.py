@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.config import AdafactorConfig, Adamw8bitConfig, Config, ReferenceConfig
+from cohort.config import AdafactorConfig, Adamw8bitConfig, ReferenceConfig
 from cohort.config.adapter import AdapterConfig
 from cohort.config.optim import BaseOptimConfig
 from cohort.errors import UserError
-from cohort.plan.hardware import Hardware
 from cohort.plan.predict import Plan, predict_run
-from cohort.plan.shape import ModelShape
 
 Changes = Mapping[str, Any]  # by configuration key, or --gpus and --nodes
 
@@ -45,108 +43,110 @@ _NODE_GPUS = 8  # largest proposal for one machine
 _RANKS = (64, 16)  # proposed LoRA ranks
 
 
-def _idle_gpus(config: Config, plan: Plan) -> Iterator[Changes]:
-    if plan.num_idle and config.hardware.processes != "auto":
+def _idle_gpus(plan: Plan) -> Iterator[Changes]:
+    if plan.num_idle and plan.config.hardware.processes != "auto":
         yield {"hardware.processes": "auto"}
 
 
-def _auto_budget(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.train.micro_batch_tokens != "auto":
+def _auto_budget(plan: Plan) -> Iterator[Changes]:
+    if plan.config.train.micro_batch_tokens != "auto":
         yield {"train.micro_batch_tokens": "auto"}
 
 
-def _fewer_sequences(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.rollout.shares_weights:
-        for number in _halvings(config.rollout.max_num_seqs, least=8):
+def _fewer_sequences(plan: Plan) -> Iterator[Changes]:
+    if plan.config.rollout.shares_weights:
+        for number in _halvings(plan.config.rollout.max_num_seqs, minimum=8):
             yield {"rollout.max_num_seqs": number}
 
 
-def _checkpointing(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.model.gradient_checkpointing is False:
+def _checkpointing(plan: Plan) -> Iterator[Changes]:
+    if plan.config.model.gradient_checkpointing is False:
         yield {"model.gradient_checkpointing": "selective"}
-    if config.model.gradient_checkpointing is not True:
+    if plan.config.model.gradient_checkpointing is not True:
         yield {"model.gradient_checkpointing": True}
 
 
-def _offload(config: Config, plan: Plan) -> Iterator[Changes]:
-    if not config.model.activation_offload:
+def _offload(plan: Plan) -> Iterator[Changes]:
+    if not plan.config.model.activation_offload:
         yield {"model.activation_offload": True}
 
 
-def _offloaded_reference(config: Config, plan: Plan) -> Iterator[Changes]:
-    if plan.workload.has_reference and config.model.adapter is None:
+def _offloaded_reference(plan: Plan) -> Iterator[Changes]:
+    if plan.workload.has_reference and plan.config.model.adapter is None:
         yield {"reference.device": "cpu"}
 
 
-def _offloaded_optimizer(config: Config, plan: Plan) -> Iterator[Changes]:
-    model, optim = config.model, config.optim
-    is_on_host = optim.offload or model.parameter_offload
-    cannot = optim.name == "muon" or model.adapter is not None or getattr(optim, "stochastic_rounding", False)
-    if plan.hardware.on_gpu and not is_on_host and not cannot:
+def _offloaded_optimizer(plan: Plan) -> Iterator[Changes]:
+    if _can_offload(plan) and not getattr(plan.config.optim, "stochastic_rounding", False):
         yield {"optim.offload": True}
 
 
-def _offloaded_parameters(config: Config, plan: Plan) -> Iterator[Changes]:
-    is_on_host = config.optim.offload or config.model.parameter_offload
-    cannot = config.optim.name == "muon" or config.model.adapter is not None or config.reference is not None
-    if plan.hardware.on_gpu and not is_on_host and not cannot:
+def _offloaded_parameters(plan: Plan) -> Iterator[Changes]:
+    if _can_offload(plan) and plan.config.reference is None:
         yield {"model.parameter_offload": True}
 
 
-def _gpus(config: Config, plan: Plan) -> Iterator[Changes]:
+def _can_offload(plan: Plan) -> bool:
+    """Whether the optimizer or the parameters can be offloaded and are not yet."""
+    model, optim = plan.config.model, plan.config.optim
+    is_on_host = optim.offload or model.parameter_offload
+    return plan.hardware.on_gpu and not is_on_host and optim.name != "muon" and model.adapter is None
+
+
+def _gpus(plan: Plan) -> Iterator[Changes]:
     for number in (2, 4, _NODE_GPUS):
-        if _may_add_gpus(config, plan) and number > plan.hardware.gpus_per_node:
-            yield {"--gpus": number, **_on_all(config)}
+        if _may_add_gpus(plan) and number > plan.hardware.gpus_per_node:
+            yield {"--gpus": number, **_on_all(plan)}
 
 
-def _nodes(config: Config, plan: Plan) -> Iterator[Changes]:
+def _nodes(plan: Plan) -> Iterator[Changes]:
     more = {"--gpus": _NODE_GPUS} if plan.hardware.gpus_per_node < _NODE_GPUS else {}
-    for factor in (2, 4, 8) if _may_add_gpus(config, plan) else ():
-        yield {"--nodes": plan.hardware.nodes * factor, **more, **_on_all(config)}
+    for factor in (2, 4, 8) if _may_add_gpus(plan) else ():
+        yield {"--nodes": plan.hardware.nodes * factor, **more, **_on_all(plan)}
 
 
-def _may_add_gpus(config: Config, plan: Plan) -> bool:
+def _may_add_gpus(plan: Plan) -> bool:
     """Whether to propose more GPUs: not while some are idle."""
-    return plan.hardware.on_gpu and not [*_idle_gpus(config, plan)]
+    return plan.hardware.on_gpu and not [*_idle_gpus(plan)]
 
 
-def _on_all(config: Config) -> Changes:
-    return {} if config.hardware.processes == "auto" else {"hardware.processes": "auto"}
+def _on_all(plan: Plan) -> Changes:
+    return {} if plan.config.hardware.processes == "auto" else {"hardware.processes": "auto"}
 
 
-def _adamw_8bit(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.optim.name == "adamw":
+def _adamw_8bit(plan: Plan) -> Iterator[Changes]:
+    if plan.config.optim.name == "adamw":
         yield {"optim.name": "adamw_8bit"}
 
 
-def _adafactor(config: Config, plan: Plan) -> Iterator[Changes]:
-    """Adafactor, on one process and if it has every `optim` key that is set."""
-    given = config.optim.model_fields_set
-    is_adamw = config.optim.name in ("adamw", "adamw_8bit")
-    if is_adamw and plan.layout.num_training == 1 and given <= AdafactorConfig.model_fields.keys():
+def _adafactor(plan: Plan) -> Iterator[Changes]:
+    """Propose Adafactor for a single process, if Adafactor has every `optim` key that is set."""
+    optim = plan.config.optim
+    has_keys = optim.model_fields_set <= AdafactorConfig.model_fields.keys()
+    if optim.name in ("adamw", "adamw_8bit") and plan.layout.num_training == 1 and has_keys:
         yield {"optim.name": "adafactor"}
 
 
-def _adapter(config: Config, plan: Plan) -> Iterator[Changes]:
-    in_bfloat16 = {"model.dtype": "bfloat16"} if config.model.dtype == "float32" else None
-    if config.model.adapter is None:
+def _adapter(plan: Plan) -> Iterator[Changes]:
+    if plan.config.model.adapter is None:
         for rank in _RANKS:
             yield {"model.adapter": {"rank": rank}}
-        if in_bfloat16:
-            yield {"model.adapter": {"rank": _RANKS[-1]}, **in_bfloat16}
+        if plan.config.model.dtype == "float32":
+            yield {"model.adapter": {"rank": _RANKS[-1]}, "model.dtype": "bfloat16"}
 
 
-def _quantized_reference(config: Config, plan: Plan) -> Iterator[Changes]:
-    kept = config.reference is None or (config.reference.quantization is None and not config.reference.refresh_every)
-    if plan.workload.has_reference and config.model.adapter is None and kept:
+def _quantized_reference(plan: Plan) -> Iterator[Changes]:
+    reference = plan.config.reference
+    may_round = reference is None or (reference.quantization is None and not reference.refresh_every)
+    if plan.workload.has_reference and plan.config.model.adapter is None and may_round:
         for kind in ("int8", "nf4"):
             yield {"reference.quantization": kind}
 
 
-def _quantized(config: Config, plan: Plan) -> Iterator[Changes]:
-    """Quantization, if the sampler shares the quantized weights."""
-    model = config.model
-    if model.quantization is not None or not config.rollout.shares_weights or model.dtype == "float64":
+def _quantized(plan: Plan) -> Iterator[Changes]:
+    """Propose quantization, if the sampler uses the training weights."""
+    model = plan.config.model
+    if model.quantization is not None or not plan.config.rollout.shares_weights or model.dtype == "float64":
         return
     if model.adapter is not None:
         if not model.adapter.dora:
@@ -159,24 +159,25 @@ def _quantized(config: Config, plan: Plan) -> Iterator[Changes]:
         yield {**adapter, "model.dtype": "bfloat16"}
 
 
-def _narrower_adapter(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.model.adapter is not None and config.model.adapter.path is None:
-        for rank in _halvings(config.model.adapter.rank, least=4):
+def _narrower_adapter(plan: Plan) -> Iterator[Changes]:
+    adapter = plan.config.model.adapter
+    if adapter is not None and adapter.path is None:
+        for rank in _halvings(adapter.rank, minimum=4):
             yield {"model.adapter.rank": rank}
 
 
-def _dtype(config: Config, plan: Plan) -> Iterator[Changes]:
-    if config.model.dtype == "float32":
+def _dtype(plan: Plan) -> Iterator[Changes]:
+    if plan.config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
 
 
-def _shorter_completions(config: Config, plan: Plan) -> Iterator[Changes]:
-    for length in _halvings(config.rollout.max_completion_tokens, least=64):
+def _shorter_completions(plan: Plan) -> Iterator[Changes]:
+    for length in _halvings(plan.config.rollout.max_completion_tokens, minimum=64):
         yield {"rollout.max_completion_tokens": length}
 
 
-def _smaller_groups(config: Config, plan: Plan) -> Iterator[Changes]:
-    for number in _halvings(config.rollout.num_generations, least=max(2, config.algorithm.min_generations)):
+def _smaller_groups(plan: Plan) -> Iterator[Changes]:
+    for number in _halvings(plan.config.rollout.num_generations, minimum=max(2, plan.config.algorithm.min_generations)):
         yield {"rollout.num_generations": number}
 
 
@@ -192,7 +193,7 @@ _QLORA = (
 )
 _TURNS = "GPU memory, which servers and training then share in turn; same gradient"
 _USES_ALL = "nothing: uses idle GPUs; same gradient"
-_Change = Callable[[Config, Plan], Iterable[Changes]]  # changes of one kind, smallest first
+_Change = Callable[[Plan], Iterable[Changes]]  # changes of one kind, smallest first
 _SAME_GRADIENT: Mapping[_Change, str] = {  # may be combined with later kinds
     _idle_gpus: _USES_ALL,
     _auto_budget: "nothing; same gradient",
@@ -223,50 +224,43 @@ _CHANGES_COSTS: Mapping[_Change, str] = {  # cheapest for the experiment first
 }
 
 
-def advise(config: Config, plan: Plan) -> list[Advice]:
+def advise(plan: Plan) -> list[Advice]:
     """Suggest minimal changes that make a run fit or, if it fits, changes that make it faster.
 
     In the order of `docs/memory.md`. If no change of a kind suffices alone, it is combined with earlier kinds.
     """
-    return _changes_that_speed_up(config, plan) if plan.fits else _changes_that_fit(config, plan)
+    return _changes_that_speed_up(plan) if plan.fits else _changes_that_fit(plan)
 
 
-def _changes_that_fit(config: Config, plan: Plan) -> list[Advice]:
-    found: list[Advice] = []
+def _changes_that_fit(plan: Plan) -> list[Advice]:
+    found: dict[frozenset[str], Advice] = {}  # by changed keys: the first, which is the smallest change
     made: dict[str, Any] = {}  # changes of earlier kinds, none of them enough alone
     for kind, costs in _CHANGES_COSTS.items():
-        for changes in kind(config, plan):
-            alone = _evaluate(config, plan, changes, costs)
-            together = _evaluate(config, plan, _drop_unneeded(config, plan, {**made, **changes}), costs)
+        for changes in kind(plan):
+            alone = _evaluate(plan, changes, costs)
+            together = _evaluate(plan, _drop_unneeded(plan, {**made, **changes}), costs)
             for advice in (alone, together):
                 if advice is not None and advice.fits and changes.items() <= advice.changes.items():
-                    found.append(advice)
+                    found.setdefault(frozenset(advice.changes), advice)
                     break
             if kind in _SAME_GRADIENT:
                 made |= changes
-    return _smallest_of_each_kind(found)
+    return list(found.values())
 
 
-def _drop_unneeded(config: Config, plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
+def _drop_unneeded(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
     """Drop the changes that the run fits without, costliest first."""
     for key in reversed(changes):
         fewer = {name: value for name, value in changes.items() if name != key}
-        advice = _evaluate(config, plan, fewer, "")
+        advice = _evaluate(plan, fewer, "")
         if advice is not None and advice.fits:
             changes = fewer
     return changes
 
 
-def _smallest_of_each_kind(found: list[Advice]) -> list[Advice]:
-    """Keep the first, which is the smallest, of the changes of the same keys."""
-    seen: dict[frozenset[str], Advice] = {}
-    for advice in found:
-        seen.setdefault(frozenset(advice.changes), advice)
-    return list(seen.values())
-
-
-def _changes_that_speed_up(config: Config, plan: Plan) -> list[Advice]:
-    options: list[tuple[Changes, str]] = [(changes, _USES_ALL) for changes in _idle_gpus(config, plan)]
+def _changes_that_speed_up(plan: Plan) -> list[Advice]:
+    config = plan.config
+    options: list[tuple[Changes, str]] = [(changes, _USES_ALL) for changes in _idle_gpus(plan)]
     if config.model.gradient_checkpointing:
         kept = {"model.gradient_checkpointing": False}
         options.append((kept, _MEMORY))
@@ -274,15 +268,15 @@ def _changes_that_speed_up(config: Config, plan: Plan) -> list[Advice]:
             options.append(({**kept, "train.micro_batch_tokens": "auto"}, _MEMORY))
     if config.rollout.uses_servers and not plan.layout.shared and config.hardware.rollout_gpus == "auto":
         options.append(({"hardware.rollout_gpus": "shared"}, _TURNS))
-    options += [(changes, _GPUS) for changes in [*_gpus(config, plan)][:1] or [*_nodes(config, plan)][:1]]
-    tried = (_evaluate(config, plan, changes, costs) for changes, costs in options)
+    options += [(changes, _GPUS) for changes in [*_gpus(plan)][:1] or [*_nodes(plan)][:1]]
+    tried = (_evaluate(plan, changes, costs) for changes, costs in options)
     return [a for a in tried if a is not None and a.fits and a.saved_seconds > 0.01 * plan.timing["step_s"].value]
 
 
-def _evaluate(config: Config, plan: Plan, changes: Changes, costs: str) -> Advice | None:
+def _evaluate(plan: Plan, changes: Changes, costs: str) -> Advice | None:
     """Predict the effect of a change; None if it contradicts the configuration."""
     try:
-        other = replan(config, plan.shape, plan.hardware, changes, num_prompts=plan.num_prompts)
+        other = replan(plan, changes)
     except UserError:
         return None
     return Advice(
@@ -294,20 +288,19 @@ def _evaluate(config: Config, plan: Plan, changes: Changes, costs: str) -> Advic
     )
 
 
-def replan(
-    config: Config, shape: ModelShape, hardware: Hardware, changes: Changes, *, num_prompts: int | None = None
-) -> Plan:
+def replan(plan: Plan, changes: Changes) -> Plan:
     """Predict the run with some keys changed, or `--gpus` and `--nodes`.
 
     Raises:
         UserError: As `predict_run`.
     """
+    config, hardware = plan.config, plan.hardware
     for key, value in changes.items():
         if key in ("--gpus", "--nodes"):
             hardware = replace(hardware, **{"gpus_per_node" if key == "--gpus" else "nodes": value})
         else:
             config = _changed(config, key.split("."), value)
-    return predict_run(config, shape, hardware, num_prompts=num_prompts)
+    return predict_run(config, plan.shape, hardware, num_prompts=plan.num_prompts)
 
 
 def _changed(section: Any, path: list[str], value: Any) -> Any:
@@ -323,7 +316,7 @@ def _changed(section: Any, path: list[str], value: Any) -> Any:
     return section.model_copy(update={name: value})
 
 
-def _halvings(number: int, *, least: int) -> Iterator[int]:
-    while number // 2 >= least:
+def _halvings(number: int, *, minimum: int) -> Iterator[int]:
+    while number // 2 >= minimum:
         number //= 2
         yield number

@@ -26,15 +26,10 @@ def gathered_bytes(workload: Workload, *, backward: bool) -> int:
     if workload.quantization is not None:
         return dequantized_bytes(shape, workload.quantization, a)
     if workload.gathers:
-        # before they are cast
-        visiting = -(
-            -workload.weight_bytes * workload.parameters_on_host * shape.layer_parameters // workload.processes
-        )
-        return (
-            a * (shape.non_layer_parameters + min(2, shape.layers) * shape.layer_parameters)
-            + visiting
-            + _unresharded_bytes(workload)
-        )
+        # a layer's shard from host memory, before it is cast
+        shard = -(-workload.weight_bytes * workload.parameters_on_host * shape.layer_parameters // workload.processes)
+        gathered = a * (shape.non_layer_parameters + min(2, shape.layers) * shape.layer_parameters)
+        return gathered + shard + _unresharded_bytes(workload)
     if not workload.autocasts:
         return 0
     if backward and not workload.checkpointing:
@@ -51,7 +46,7 @@ def _unresharded_bytes(workload: Workload) -> int:
 
 
 def head_bytes(workload: Workload, *, backward: bool) -> int:
-    """Memory of the LM head beside its weight: tiles of logits and, in backward, gradients."""
+    """Memory of the LM head besides its weight: tiles of logits and, in backward, gradients."""
     shape, a = workload.shape, workload.compute_bytes
     loss_tokens, hidden = workload.loss_tokens, shape.hidden
     if loss_tokens == 0:
@@ -69,8 +64,8 @@ def head_bytes(workload: Workload, *, backward: bool) -> int:
     # a cast slice of the weight, or its gradient before accumulation
     part = 4 * ids * hidden * (is_trained or not workload.on_gpu)
     rounded = tile * a // 4 if a < 4 else 0  # the tile in the compute dtype
-    passing = part + rounded if workload.on_gpu else max(part, 8 * min(tokens * ids, CPU_BLOCK))
-    return tile + passing + sums + 2 * a * loss_tokens * hidden
+    temporary = part + rounded if workload.on_gpu else max(part, 8 * min(tokens * ids, CPU_BLOCK))
+    return tile + temporary + sums + 2 * a * loss_tokens * hidden
 
 
 def _loss_head_bytes(workload: Workload) -> int:
@@ -83,12 +78,12 @@ def _loss_head_bytes(workload: Workload) -> int:
     tokens = loss_tile_tokens(loss_tokens, shape.vocabulary, elements)
     copies = workload.autocasts or a < 4
     ids = copied_weight_rows(shape.vocabulary, hidden, TILE_ELEMENTS) if copies else shape.vocabulary
-    passing = (4 * ids * hidden + 4 * tokens * hidden) * copies  # casts, or products before accumulation
+    temporary = (4 * ids * hidden + 4 * tokens * hidden) * copies  # casts, or products before accumulation
     if workload.on_gpu:
-        passing += a * tokens * ids * (a < 4)  # the tile in the compute dtype
+        temporary += a * tokens * ids * (a < 4)  # the tile in the compute dtype
     else:
-        passing = max(passing, 8 * min(tokens * shape.vocabulary, CPU_BLOCK))
-    return 4 * tokens * shape.vocabulary + passing + (4 + 2 * a) * loss_tokens * hidden
+        temporary = max(temporary, 8 * min(tokens * shape.vocabulary, CPU_BLOCK))
+    return 4 * tokens * shape.vocabulary + temporary + (4 + 2 * a) * loss_tokens * hidden
 
 
 def _head_gradient(workload: Workload) -> int:
@@ -109,32 +104,32 @@ def backward_parts(workload: Workload) -> dict[str, int]:
     """
     shape, a = workload.shape, workload.compute_bytes
     gathered, activations = gathered_bytes(workload, backward=True), activation_bytes(workload)
-    head = _head_gradient(workload)
-    of_head = _loss_head_bytes(workload) if workload.gradients_in_forward else head_bytes(workload, backward=True)
+    head_gradient = _head_gradient(workload)
+    head_tiles = _loss_head_bytes(workload) if workload.gradients_in_forward else head_bytes(workload, backward=True)
     if workload.gradients_in_forward:  # accumulated in float32 from forward on
-        summed = max(4 * workload.trained_head_parameters, head)
-        of_head = summed - head + max(of_head, head if head < summed else 0)
+        accumulated = max(4 * workload.trained_head_parameters, head_gradient)
+        head_tiles = accumulated - head_gradient + max(head_tiles, head_gradient if head_gradient < accumulated else 0)
     last_norm = (4 + 2 * a) * shape.hidden * workload.packed_tokens
-    again = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
-    passing = transient_bytes(workload)
-    kept = activations - passing - again
-    at_head = kept + last_norm
-    outer_only = (a * shape.non_layer_parameters + _unresharded_bytes(workload)) * workload.gathers
+    recomputed = layer_bytes_per_token(workload) * workload.packed_tokens if workload.checkpointing else 0
+    transient = transient_bytes(workload)
+    saved = activations - transient - recomputed
+    at_head = saved + last_norm
+    outer_weights = (a * shape.non_layer_parameters + _unresharded_bytes(workload)) * workload.gathers
     # attention's backward is the peak in models whose attention is wider than the MLP
     at_attention = (
         activations
-        - passing
+        - transient
         + (attention_transient_bytes(workload) - mlp_bytes_per_token(workload)) * workload.packed_tokens
     )
     # neither attention nor the head holds a dequantized weight
     activations = max(activations, at_attention - gathered * (workload.quantization is not None))
     candidates = [
         {
-            "gathered weights": outer_only if workload.gathers else gathered * (workload.quantization is None),
+            "gathered weights": outer_weights if workload.gathers else gathered * (workload.quantization is None),
             "activations": at_head,
-            "logprob head": head + of_head,
+            "logprob head": head_gradient + head_tiles,
         },
-        {"gathered weights": gathered, "activations": activations, "logprob head": head},
+        {"gathered weights": gathered, "activations": activations, "logprob head": head_gradient},
     ]
     if workload.gathers:
         layer = a * workload.trained_layer_parameters
@@ -143,25 +138,27 @@ def backward_parts(workload: Workload) -> dict[str, int]:
             # the all-gather buffer of the non-layer weights is freed after the first layer's
             {"gathered weights": 2 * (a * (shape.non_layer_parameters + shape.layer_parameters) + layer)},
             {  # the last layer's gathered buffer is still allocated
-                "gathered weights": outer_only + a * shape.layer_parameters + layer,
+                "gathered weights": outer_weights + a * shape.layer_parameters + layer,
                 "activations": at_head,
                 "logprob head": head_bytes(workload, backward=False),
             },
-            *_reduction_parts(workload, gathered, head, outer_only, [(activations, gradients), (kept, layer)]),
+            *_reduction_parts(
+                workload, gathered, head_gradient, outer_weights, [(activations, gradients), (saved, layer)]
+            ),
         ]
     return largest_parts(candidates)
 
 
 def _reduction_parts(
-    workload: Workload, gathered: int, head: int, outer_only: int, in_layer: Sequence[tuple[int, int]]
+    workload: Workload, gathered: int, head_gradient: int, outer_weights: int, in_layer: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, int]]:
-    """Yield the memory while gradients are reduced: of a layer, of the embedding, of the other weights.
+    """Yield the memory while the gradients of a layer, the embedding and the other weights are reduced.
 
     Args:
         workload: Workload of the process.
         gathered: Gathered weights inside a layer.
-        head: Gradient of the head.
-        outer_only: Gathered weights outside of layers.
+        head_gradient: Gradient of the head.
+        outer_weights: Gathered weights outside of layers.
         in_layer: Activations and unreduced gradients, at two moments in a layer.
     """
     shape, a = workload.shape, workload.compute_bytes
@@ -170,14 +167,17 @@ def _reduction_parts(
     for activations, gradients in in_layer:
         yield {
             "gathered weights": gathered,
-            "logprob head": head,
+            "logprob head": head_gradient,
             "activations": max(0, activations - saved_by_one),
             "gradient reduction": reduced + gradients,
         }
     # a tied embedding has the head's gradient added to it
     embedding = (1 + shape.tied) * a * shape.embedding_parameters if workload.adapter is None else 0
-    yield {"gathered weights": outer_only, "logprob head": head, "gradient reduction": embedding + reduced}
-    yield {"logprob head": head, "gradient reduction": (4 + a) * workload.trained_non_layer_parameters - head}
+    yield {"gathered weights": outer_weights, "logprob head": head_gradient, "gradient reduction": embedding + reduced}
+    yield {
+        "logprob head": head_gradient,
+        "gradient reduction": (4 + a) * workload.trained_non_layer_parameters - head_gradient,
+    }
 
 
 def largest_parts(candidates: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -10,7 +10,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from cohort.errors import UserError
 
@@ -72,7 +71,7 @@ def save_calibration(measured: Calibration) -> Path:
         temporary.replace(file)
     except OSError as error:
         raise UserError(
-            f"--calibrate: cannot write {file}: {error.strerror}. Set XDG_CACHE_HOME to a writable folder."
+            f"--calibrate: cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
         ) from error
     return file
 
@@ -105,20 +104,7 @@ def _calibrations() -> list[Calibration]:
         content = json.loads(calibration_file().read_text(encoding="utf-8"))
         if content["version"] != VERSION:
             return []
-        return [_calibration(entry) for entry in content["measured"]]
+        names = [field.name for field in fields(Calibration)]
+        return [Calibration(**{name: entry[name] for name in names}) for entry in content["measured"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-
-
-def _calibration(entry: Mapping[str, Any]) -> Calibration:
-    """Parse one entry of the file.
-
-    Raises:
-        ValueError: A number is not positive.
-    """
-    found = Calibration(**{field.name: entry[field.name] for field in fields(Calibration)})
-    numbers = [*found.flops.values(), found.memory_bandwidth, found.memory_bytes, found.framework_bytes]
-    numbers += [n for n in (found.host_bandwidth, found.collective_bandwidth) if n is not None]
-    if not all(n > 0 for n in numbers):
-        raise ValueError(found)
-    return found

@@ -59,18 +59,16 @@ def plan_timing(
         num_sampling=num_sampling,
         shared=layout.shared,
     )
-    moved, beside = (
-        dict(_blocking_transfers(config, workload)),
-        dict(_overlapped_transfers(hardware, micro_batches, workload)),
-    )
     bus = bus_rate(hardware)
-    # overlapped copies cost time only if they take longer than the computation
-    longest, waited_s = max([times.training_s, *(n.value for n in beside.values())]), sum(moved.values()) / bus.achieved
+    blocking = dict(_blocking_transfers(config, workload))
+    overlapped = dict(_overlapped_transfers(hardware, micro_batches, workload))
+    # overlapped transfers cost time only if they take longer than the computation
+    longest_s = max([times.training_s, *(n.value for n in overlapped.values())])
     used = f"at {computing.utilization:.0%} of that (assumed)"
-    if longest > times.training_s:
+    if longest_s > times.training_s:
         used += ", less than the overlapped copies"
-    used += "".join(f", and {what}" for what in moved)
-    times = replace(times, training_s=longest + waited_s)
+    used += "".join(f", and {what}" for what in blocking)
+    times = replace(times, training_s=longest_s + sum(blocking.values()) / bus.achieved)
     operations = ", ".join(training_operations(config, workload.shape))
     sampler = (
         f"weights, keys and values are read at {reading.utilization:.0%} of the bandwidth, or computed with at "
@@ -79,11 +77,11 @@ def plan_timing(
     if config.rollout.shares_weights:
         sampler += "; the local engine is slower than that"
     numbers = {
-        "products_tflops": _rate(computing, hardware, 1e-12),
-        "memory_gbytes/s": _rate(reading, hardware, 1e-9),
-        **({"bus_gbytes/s": _bus(bus, hardware)} if moved or beside.keys() - {"gathering_s"} else {}),
+        "products_tflops": _peak(computing, 1e-12),
+        "memory_gbytes/s": _peak(reading, 1e-9),
+        **({"bus_gbytes/s": _peak(bus, 1e-9)} if blocking or overlapped.keys() - {"gathering_s"} else {}),
         "training_s": _derived(times.training_s, f"{operations} {used}"),
-        **beside,
+        **overlapped,
         "sampling_s": _derived(times.sampling_s, f"{sampler} (assumed)"),
         "step_s": _derived(times.step_s, "the longer phase" if times.overlap else "one phase after the other"),
     }
@@ -116,16 +114,8 @@ def _derived(value: float, how: str) -> PlannedValue:
     return PlannedValue(value=value, origin="derived", how=how)
 
 
-def _rate(rate: Rate, hardware: Hardware, unit: float) -> PlannedValue:
-    if rate.is_measured and hardware.calibration is not None:
-        return PlannedValue(value=rate.peak * unit, origin="measured", how=hardware.calibration.describe())
-    return PlannedValue(value=rate.peak * unit, origin="assumed", how="data sheet")
-
-
-def _bus(rate: Rate, hardware: Hardware) -> PlannedValue:
-    if rate.is_measured:
-        return _rate(rate, hardware, 1e-9)
-    return PlannedValue(value=rate.peak * 1e-9, origin="assumed", how="typical of PCIe 4.0 x16")
+def _peak(rate: Rate, unit: float) -> PlannedValue:
+    return PlannedValue(value=rate.peak * unit, origin=rate.origin, how=rate.source)
 
 
 def _overlapped_transfers(

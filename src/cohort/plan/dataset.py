@@ -8,7 +8,7 @@ from cohort.config import Config
 # A path with one of these is a file, not a dataset id.
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _BEGINNINGS = ("/", "./", "../", "~")
-_MOST_BYTES = 200 << 20  # do not read larger files
+_MAX_BYTES = 200 << 20  # do not read larger files
 
 
 def count_prompts(path: str) -> int | None:
@@ -22,7 +22,7 @@ def count_prompts(path: str) -> int | None:
             import pyarrow.parquet as pq
 
             return int(pq.read_metadata(file).num_rows)
-        if file.suffix == ".jsonl" and file.stat().st_size <= _MOST_BYTES:
+        if file.suffix == ".jsonl" and file.stat().st_size <= _MAX_BYTES:
             with file.open("rb") as lines:
                 return sum(1 for line in lines if line.strip()) or None
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""FLOPs of a training step in closed form, and peak FLOP/s and bandwidth of GPUs.
+"""FLOPs of a training step in closed form.
 
 Model FLOPs: matmuls and attention over attended pairs, forward and backward, each once. Recomputation, padding, norms,
 activation functions and token mixing other than full attention (windows, recurrent states) are not counted, so MFU is
@@ -7,10 +7,8 @@ never overstated.
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 _INITIAL_FACTOR = re.compile(r"\.lora_\w+\.start\b")  # initial adapter weights, kept as the reference
@@ -53,7 +51,7 @@ def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> M
 
     Args:
         parameters: Parameters in model order, tied weights once, adapter weights included.
-        config: config.json; for multimodal models the text part.
+        config: Content of config.json; for multimodal models the text part.
     """
     body_forward = body_backward = head_forward = head_backward = 0.0
     trained_before = False
@@ -137,33 +135,3 @@ def _head_dims(config: Mapping[str, Any]) -> tuple[int, int]:
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
     """Value of the first of these keys that is set."""
     return next((config[name] for name in names if config.get(name)), None)
-
-
-# Peaks of GPUs
-
-_DATA_SHEETS: Mapping[str, Mapping[str, float]] = tomllib.loads(
-    Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
-)["data_sheets"]
-
-
-def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | None:
-    """Peak dense FLOP/s of a GPU; None for an unknown one.
-
-    Args:
-        device_name: Driver's name, such as "NVIDIA H100 80GB HBM3".
-        dtype: Dtype of the matmuls, such as "bfloat16".
-        tf32: Whether float32 matmuls may use TF32.
-    """
-    keys = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "tf32" if tf32 else "float32"}
-    return _peak(device_name, keys.get(dtype, dtype))
-
-
-def memory_bandwidth(device_name: str) -> float | None:
-    """Peak memory bandwidth of a GPU in bytes/s; None for an unknown one."""
-    return _peak(device_name, "memory")
-
-
-def _peak(device_name: str, key: str) -> float | None:
-    words = f" {device_name} ".replace("-", " ")
-    sheet = next((sheet for name, sheet in _DATA_SHEETS.items() if f" {name} " in words), {})
-    return sheet[key] * 1e12 if key in sheet else None

@@ -62,12 +62,12 @@ def plan_run(config: Config, *, num_prompts: int) -> RunPlan:
     waits = config.critic.warmup_steps if config.critic else 0
     if waits and waits + train.warmup_steps >= num_steps:
         raise UserError(
-            f"critic.warmup_steps: {waits} with train.warmup_steps: {train.warmup_steps} leaves the policy none of the "
-            f"run's {num_steps} steps at its learning rate; use at most {max(0, num_steps - train.warmup_steps - 1)}"
+            f"critic.warmup_steps: {waits} plus train.warmup_steps: {train.warmup_steps} leaves none of the run's "
+            f"{num_steps} steps at the full learning rate; use at most {max(0, num_steps - train.warmup_steps - 1)}"
         )
     if train.warmup_steps > num_steps:
         raise UserError(
-            f"train.warmup_steps: {train.warmup_steps} is more than the run's {num_steps} steps "
+            f"train.warmup_steps: {train.warmup_steps} exceeds the run's {num_steps} steps "
             f"({num_prompts} prompts, {train.prompts_per_step} per step); use at most {num_steps}"
         )
     return RunPlan(

@@ -2,10 +2,11 @@
 
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cohort.config.hardware import MAX_PROCESSES
 from cohort.config.sizes import parse_size
 from cohort.errors import UserError
 from cohort.plan.calibration import Calibration, cpu_name, find_calibration, local_calibration
@@ -37,25 +38,23 @@ class Hardware:
         return self.calibration.framework_bytes if self.calibration else None
 
 
+_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+_DATA_SHEETS: Mapping[str, Mapping[str, float]] = _TABLES["data_sheets"]
 # Driver's name and memory available to a process.
-GPUS: dict[str, tuple[str, int]] = {
-    key: (gpu["name"], gpu["memory_bytes"])
-    for key, gpu in tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))["gpus"].items()
-}
+GPUS: dict[str, tuple[str, int]] = {key: (gpu["name"], gpu["memory_bytes"]) for key, gpu in _TABLES["gpus"].items()}
 
 
 def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hardware:
     """Parse the hardware options of `cohort plan`.
 
     Raises:
-        UserError: An unknown GPU, or an invalid size or number.
+        UserError: An unknown GPU, or an invalid size.
     """
     if gpu.lower() not in (*GPUS, "here"):
         raise UserError(
             f"--gpu: {gpu!r} is unknown; use one of {', '.join(GPUS)}, the closest one with --gpu-memory, or here "
             f"for this machine as measured by `cohort plan --calibrate`"
         )
-    _check_numbers(gpus, nodes)
     if gpu.lower() == "here":
         measured = local_calibration()
         if measured is None:
@@ -89,9 +88,8 @@ def local_cpu(
         resident_bytes: Resident memory of a process that plans its own run, before it loads a model.
 
     Raises:
-        UserError: An invalid size or number.
+        UserError: An invalid size.
     """
-    _check_numbers(processes, nodes)
     name = cpu_name()
     measured = find_calibration(name)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
@@ -107,12 +105,6 @@ def local_cpu(
     )
 
 
-def _check_numbers(gpus: int, nodes: int) -> None:
-    for option, number in (("--gpus", gpus), ("--nodes", nodes)):
-        if not 1 <= number <= MAX_PROCESSES:
-            raise UserError(f"{option}: {number} must be a whole number from 1 to {MAX_PROCESSES:,}")
-
-
 def parse_bytes(text: str, *, option: str) -> int:
     """Parse a size such as 80GB (80,000,000,000 bytes) or 79.2GiB into bytes.
 
@@ -123,3 +115,31 @@ def parse_bytes(text: str, *, option: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise UserError(f"{option}: {text!r} {error}") from None
+
+
+# Data sheets
+
+
+def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | None:
+    """Peak dense FLOP/s of a GPU; None for an unknown one.
+
+    Args:
+        device_name: Driver's name, such as "NVIDIA H100 80GB HBM3".
+        dtype: Dtype of the matmuls, such as "bfloat16".
+        tf32: Whether float32 matmuls may use TF32.
+    """
+    keys = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "tf32" if tf32 else "float32"}
+    return _peak(device_name, keys.get(dtype, dtype))
+
+
+def memory_bandwidth(device_name: str) -> float | None:
+    """Peak memory bandwidth of a GPU in bytes/s; None for an unknown one."""
+    return _peak(device_name, "memory")
+
+
+def _peak(device_name: str, key: str) -> float | None:
+    words = f" {device_name} ".replace("-", " ")
+    sheet: Mapping[str, float] = next(
+        (sheet for name, sheet in _TABLES["data_sheets"].items() if f" {name} " in words), {}
+    )
+    return sheet[key] * 1e12 if key in sheet else None

@@ -1,4 +1,4 @@
-"""GPU layout: which GPUs train and which sample; checks of the configuration against it."""
+"""Assign GPUs to training and rollouts, and check the configuration against the result."""
 
 from dataclasses import dataclass
 
@@ -51,13 +51,9 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
     if rollout.urls:
         number = hardware.num_gpus if processes == "auto" else processes
         return Layout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
-    if not hardware.on_gpu:
-        split = split_gpus(config, num_gpus=0, shape=shape, hardware=hardware)
-        number = split.num_processes * hardware.nodes
-        return Layout(num_training=number, num_sampling=len(split.server_gpus), shared=False, reason=split.reason)
-    if hardware.nodes > 1:
+    if hardware.on_gpu and hardware.nodes > 1:
         return _split_nodes(config, shape, hardware)
-    num_gpus = hardware.gpus_per_node
+    num_gpus = hardware.gpus_per_node if hardware.on_gpu else 0
     try:
         split = split_gpus(config, num_gpus=num_gpus, shape=shape, hardware=hardware)
     except DoesNotFitError as error:
@@ -65,8 +61,8 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
             num_training=num_gpus, num_sampling=num_gpus, shared=True, reason="no split fits", problem=str(error)
         )
     return Layout(
-        num_training=split.num_processes,
-        num_sampling=sum(map(len, split.server_gpus)),
+        num_training=split.num_processes * hardware.nodes,
+        num_sampling=sum(map(len, split.server_gpus)) or len(split.server_gpus),  # on CPU the number of servers
         shared=split.shared,
         reason=split.reason,
     )
@@ -77,15 +73,16 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
 
     Takes the fastest split among those that fit, or among all if none fits.
     """
-    per_node, rollout = hardware.gpus_per_node, config.rollout
-    assert rollout.uses_servers
-    tensor_parallel = rollout.tensor_parallel
+    assert config.rollout.uses_servers
+    per_node, tensor_parallel = hardware.gpus_per_node, config.rollout.tensor_parallel
     if tensor_parallel > per_node:
-        raise UserError(f"rollout.tensor_parallel: {tensor_parallel} exceeds the {per_node} GPUs of a node")
+        raise UserError(
+            f"rollout.tensor_parallel: {tensor_parallel} exceeds the GPUs of a node; use at most {per_node}"
+        )
     numbers = range(1, hardware.nodes)
     training = {number: (hardware.nodes - number) * per_node for number in numbers}
     sampling = {number: number * (per_node // tensor_parallel) * tensor_parallel for number in numbers}
-    fitting = [n for n in numbers if not memory_shortfall(config, rollout, shape, hardware, training[n])]
+    fitting = [n for n in numbers if not memory_shortfall(config, shape, hardware, training[n])]
     times = {
         n: step_times(config, shape, hardware, num_training=training[n], num_sampling=sampling[n]).step_s
         for n in fitting or numbers
@@ -113,7 +110,7 @@ def check_cpu_offload(config: Config, *, on_gpu: bool, processes: int) -> None:
         raise UserError(
             "model.parameter_offload: true has no effect on CPU, where weights are in host memory already; remove it"
         )
-    _check_average(config)
+    _check_averaged_reference(config)
     if config.reference is None or config.reference.device != "cpu":
         return
     if not on_gpu:
@@ -127,7 +124,7 @@ def check_cpu_offload(config: Config, *, on_gpu: bool, processes: int) -> None:
         )
 
 
-def _check_average(config: Config) -> None:
+def _check_averaged_reference(config: Config) -> None:
     """Refuse an averaged reference that would lose small updates in a narrow dtype (`optim.offload`).
 
     Raises:
@@ -184,4 +181,4 @@ def check_quantized_weights(config: Config, *, processes: int) -> None:
         UserError: They would have to be sharded.
     """
     for field, kind in config.quantized() if processes > 1 else ():
-        raise UserError(f"{field}: {kind} {ONE_PROCESS}. This run would have {processes}")
+        raise UserError(f"{field}: {kind} {ONE_PROCESS} (this run would have {processes})")

@@ -10,6 +10,7 @@ A critic is a second model with its own gradients and optimizer. Both models' we
 resident; gradients and activations exist for one model at a time.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -32,7 +33,7 @@ PHASES: Mapping[Phase, str] = {  # display names
 
 CUDA_BYTES = 10**9  # assumed if unmeasured: context, library workspaces, fragmentation
 NCCL_BYTES = 5 * 10**8  # assumed: communication buffers
-ASLEEP_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps on a shared GPU
+SLEEPING_VLLM_BYTES = 15 * 10**8  # assumed: what a sleeping vLLM keeps on a shared GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +59,18 @@ class MemoryPlan:
 
 def plan_memory(workload: Workload) -> MemoryPlan:
     """Compute the memory of each phase, by part."""
-    always, models = _persistent(workload), workload.models
+    persistent, models = _persistent(workload), workload.models
     gradients = [{"gradients": _gradient_bytes(model)} for model in models]
-    backward = [{**own, **backward_parts(model)} for own, model in zip(gradients, models, strict=True)]
+    backward = [{"gradients": _gradient_bytes(model), **backward_parts(model)} for model in models]
     largest = workload.shape.embedding_parameters
     return MemoryPlan(
         phases={
-            "sampling": {**always, **_sampling(workload)},
-            "logprobs": {**always, **largest_parts([_forward_only(model) for model in models])},
-            "backward": {**always, **largest_parts(backward)},
-            "optimizer": {**always, **largest_parts(gradients)},
+            "sampling": {**persistent, **_sampling(workload)},
+            "logprobs": {**persistent, **largest_parts([_forward_only(model) for model in models])},
+            "backward": {**persistent, **largest_parts(backward)},
+            "optimizer": {**persistent, **largest_parts(gradients)},
             "publish": {
-                **always,
+                **persistent,
                 **_awake_server(workload),
                 "gathered weights": (workload.weight_bytes + workload.compute_bytes) * largest,
                 **(
@@ -105,43 +106,44 @@ def host_bytes(workload: Workload) -> int:
 
     Each model keeps its own buffers for activations.
     """
-    waiting = sum(offloaded_bytes(model) for model in workload.models)
+    size = sum(offloaded_bytes(model) for model in workload.models)
     if workload.reference_on_host:
-        waiting += workload.weight_bytes * workload.shape.num_parameters
-    if workload.masters_on_host or workload.parameters_on_host:
-        waiting += sum(
-            _shard(model, model.trained_parameters, model.trained_bytes) + _optimizer_state_bytes(model)
+        size += workload.weight_bytes * workload.shape.num_parameters
+    if workload.optimizer_on_host:
+        copies = 1 + workload.parameters_on_host  # weights and, with them, gradients
+        size += sum(
+            copies * _shard(model, model.trained_parameters, model.trained_bytes) + _optimizer_state_bytes(model)
             for model in workload.models
         )
-    if workload.parameters_on_host:
-        waiting += sum(_shard(model, model.trained_parameters, model.trained_bytes) for model in workload.models)
-        waiting += _shard(workload, workload.has_reference * workload.trained_parameters, workload.weight_bytes)
-    return waiting
+    if workload.parameters_on_host and workload.has_reference:
+        size += _shard(workload, workload.trained_parameters, workload.weight_bytes)
+    return size
 
 
 def _optimizer_bytes(workload: Workload) -> int:
-    return 0 if workload.masters_on_host or workload.parameters_on_host else _optimizer_state_bytes(workload)
+    return 0 if workload.optimizer_on_host else _optimizer_state_bytes(workload)
 
 
 def _optimizer_state_bytes(workload: Workload) -> int:
-    """Optimizer state of the rank with the most, with each weight sharded by rows."""
-    of = workload.adapter or workload.shape
+    """Optimizer state of the rank that has the most; each weight is sharded by rows."""
+    trained = workload.adapter or workload.shape
 
-    def kept(weight: WeightShape, *, in_layer: bool) -> int:
-        own = (-(-weight[0] // workload.processes), *weight[1:])
-        return state_bytes(workload.optim, own, workload.trained_bytes, by_muon=in_layer and len(weight) == 2)
+    def weight_state_bytes(weight: WeightShape, *, in_layer: bool) -> int:
+        shard = (-(-weight[0] // workload.processes), *weight[1:])
+        return state_bytes(workload.optim, shard, workload.trained_bytes, by_muon=in_layer and len(weight) == 2)
 
-    layer = sum(kept(weight, in_layer=True) for weight in of.layer_weights)
-    share = 1.0 if workload.adapter is None else workload.adapter.layer_fraction
-    outer = sum(kept(weight, in_layer=False) for weight in of.non_layer_weights)
-    return -int(-workload.shape.layers * share * layer // 1) + outer
+    layer = sum(weight_state_bytes(weight, in_layer=True) for weight in trained.layer_weights)
+    outer = sum(weight_state_bytes(weight, in_layer=False) for weight in trained.non_layer_weights)
+    layers = workload.shape.layers * (workload.adapter.layer_fraction if workload.adapter else 1.0)
+    return math.ceil(layers * layer) + outer
 
 
 def _persistent(workload: Workload) -> dict[str, int]:
-    held = _shard(workload, workload.shape.num_parameters, workload.resident_weight_bytes)
+    """Memory that is allocated in all phases."""
+    weights = _shard(workload, workload.shape.num_parameters, workload.resident_weight_bytes)
     if workload.quantization is not None:
-        held = -(-model_bytes(workload.shape, workload.quantization, workload.weight_bytes) // workload.processes)
-    parts = {"weights": held}
+        weights = -(-model_bytes(workload.shape, workload.quantization, workload.weight_bytes) // workload.processes)
+    parts = {"weights": weights}
     if workload.adapter is not None:
         parts["adapter"] = _shard(workload, workload.trained_parameters, workload.trained_bytes)
     parts["optimizer state"] = _optimizer_bytes(workload)
@@ -151,27 +153,27 @@ def _persistent(workload: Workload) -> dict[str, int]:
         )
         parts["critic optimizer"] = _optimizer_bytes(workload.critic)
     if workload.has_reference:
-        kept = workload.trained_parameters  # with an adapter: its initial weights
-        parts["reference weights"] = _shard(
-            workload, kept, workload.resident_weight_bytes if workload.adapter is None else workload.trained_bytes
-        )
+        # with an adapter: its initial weights
+        bytes_each = workload.resident_weight_bytes if workload.adapter is None else workload.trained_bytes
+        reference = _shard(workload, workload.trained_parameters, bytes_each)
         if workload.reference_quantization is not None:
-            parts["reference weights"] = model_bytes(
-                workload.shape, workload.reference_quantization, workload.weight_bytes
-            )
+            reference = model_bytes(workload.shape, workload.reference_quantization, workload.weight_bytes)
+        parts["reference weights"] = reference
     if workload.on_gpu:
         context = CUDA_BYTES if workload.framework_bytes is None else workload.framework_bytes
-        parts["framework"] = context + NCCL_BYTES * (workload.processes > 1) + ASLEEP_BYTES * (workload.vllm_bytes > 0)
+        parts["framework"] = (
+            context + NCCL_BYTES * (workload.processes > 1) + SLEEPING_VLLM_BYTES * (workload.awake_vllm_bytes > 0)
+        )
     elif workload.framework_bytes is not None:
         parts["framework"] = workload.framework_bytes
     return parts
 
 
 def _forward_only(workload: Workload) -> dict[str, int]:
-    """Forward-only passes: logprobs, values, and a reference brought in from host memory."""
-    visitor = workload.weight_bytes * workload.shape.num_parameters
+    """Parts of a forward-only pass: logprobs, values, and a reference loaded from host memory for it."""
+    reference = workload.weight_bytes * workload.shape.num_parameters
     return {
-        **({"reference weights": visitor} if workload.reference_on_host else {}),
+        **({"reference weights": reference} if workload.reference_on_host else {}),
         "gathered weights": gathered_bytes(workload, backward=False),
         "activations": forward_only_bytes(workload),
         "logprob head": head_bytes(workload, backward=False),
@@ -182,12 +184,15 @@ def _forward_only(workload: Workload) -> dict[str, int]:
 
 
 def _awake_server(workload: Workload) -> dict[str, int]:
-    """A server on the same GPU; it wakes up before PyTorch has freed the memory of publishing."""
-    return {"vLLM's share": max(0, workload.vllm_bytes - ASLEEP_BYTES)} if workload.vllm_bytes else {}
+    """Memory of a vLLM server on the same GPU, which wakes up before PyTorch has freed the memory of publishing."""
+    return (
+        {"vLLM's share": max(0, workload.awake_vllm_bytes - SLEEPING_VLLM_BYTES)} if workload.awake_vllm_bytes else {}
+    )
 
 
 def _sampling(workload: Workload) -> dict[str, int]:
-    if workload.vllm_bytes:
+    """Memory of the local sampler, or of a vLLM server on the same GPU."""
+    if workload.awake_vllm_bytes:
         return _awake_server(workload)
     if not workload.sampled_sequences:
         return {}

@@ -10,6 +10,7 @@ from cohort.config import Config
 class MicroBatchPlan:
     """Micro-batches of one rank in a step."""
 
+    num_training: int  # ranks
     budget_tokens: int  # `train.micro_batch_tokens`, resolved if auto
     completions_per_rank: float  # mean per step
     prompts_per_rank: float
@@ -23,26 +24,26 @@ class MicroBatchPlan:
 def plan_micro_batches(config: Config, num_training: int, budget_tokens: int) -> MicroBatchPlan:
     """Plan one rank's micro-batches under a token budget."""
     rollout, prompts = config.rollout, config.train.prompts_per_step
-    (before, after), group = _tokens(config), rollout.num_generations
-    group_tokens = before + group * after
+    (prompt_tokens, completion_tokens), group = _tokens(config), rollout.num_generations
+    group_tokens = prompt_tokens + group * completion_tokens
     share = prompts / num_training
     if group_tokens <= budget_tokens or group == 1:
         groups = max(1, min(budget_tokens // group_tokens, math.ceil(share)))
-        row, completions, kept = groups * group_tokens, groups * group, 0
+        completions, packed_tokens, shared_prefix_tokens = groups * group, groups * group_tokens, 0
         number = math.ceil(math.ceil(share) / groups)
     else:
-        completions = min(group, max(1, (budget_tokens - before) // after))
-        row = completions * after
-        kept = before
+        completions = min(group, max(1, (budget_tokens - prompt_tokens) // completion_tokens))
+        packed_tokens, shared_prefix_tokens = completions * completion_tokens, prompt_tokens
         number = math.ceil(share) * math.ceil(group / completions)
     return MicroBatchPlan(
+        num_training=num_training,
         budget_tokens=budget_tokens,
         completions_per_rank=share * group,
         prompts_per_rank=share,
-        packed_tokens=row,
+        packed_tokens=packed_tokens,
         completions_per_micro_batch=completions,
         loss_tokens=completions * rollout.max_completion_tokens,
-        shared_prefix_tokens=kept,
+        shared_prefix_tokens=shared_prefix_tokens,
         num_micro_batches=number,
     )
 
@@ -54,13 +55,13 @@ def min_budget(config: Config) -> int:
 
 def max_useful_budget(config: Config, num_training: int) -> int:
     """Tokens of one rank's share of a step; a larger budget has no effect."""
-    before, after = _tokens(config)
-    group = before + config.rollout.num_generations * after
-    return math.ceil(config.train.prompts_per_step / num_training) * group
+    prompt_tokens, completion_tokens = _tokens(config)
+    group_tokens = prompt_tokens + config.rollout.num_generations * completion_tokens
+    return math.ceil(config.train.prompts_per_step / num_training) * group_tokens
 
 
 def _tokens(config: Config) -> tuple[int, int]:
-    """Tokens of a group's shared prompt and of each completion. Dropout rules out sharing."""
+    """Tokens of a group's shared prompt and of each completion. With dropout, prompts are not shared."""
     rollout = config.rollout
     if config.model.adapter is not None and config.model.adapter.dropout:
         return 0, rollout.max_prompt_tokens + rollout.max_completion_tokens

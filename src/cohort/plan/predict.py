@@ -10,9 +10,9 @@ from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import Layout, check_cpu_offload, check_processes, plan_layout
 from cohort.plan.memory import (
-    ASLEEP_BYTES,
     CUDA_BYTES,
     NCCL_BYTES,
+    SLEEPING_VLLM_BYTES,
     MemoryPlan,
     checkpointed_activations,
     host_bytes,
@@ -29,14 +29,11 @@ _TRL_LOGITS = 3  # copies of padded logits in float32: logits, their gradient, a
 class Plan:
     """Layout, memory and time of a run."""
 
+    config: Config
     shape: ModelShape
     hardware: Hardware
     layout: Layout
     micro_batches: MicroBatchPlan
-    prompts_per_step: int  # over all processes
-    num_generations: int
-    updates_per_step: int
-    longest_tokens: int  # prompt plus completion
     workload: Workload  # per training process
     memory: MemoryPlan
     num_prompts: int | None
@@ -63,27 +60,29 @@ class Plan:
     def notes(self) -> tuple[str, ...]:
         """Remarks for the user."""
         notes = [] if self.layout.problem is None else [self.layout.problem]
-        limit = self.shape.max_positions
-        if limit is not None and self.longest_tokens > limit:
+        limit, longest = self.shape.max_positions, min_budget(self.config)
+        if limit is not None and longest > limit:
             notes.append(
-                f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {self.longest_tokens} exceeds the "
+                f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest} exceeds the "
                 f"model's {limit} positions; training will refuse prompts that long"
             )
-        if self.workload.adapter is not None and self.workload.adapter.note is not None:
-            notes.append(self.workload.adapter.note)
+        if self.workload.adapter is not None and self.workload.adapter.warning is not None:
+            notes.append(self.workload.adapter.warning)
         if self.workload.freezes:
             notes.append(
                 "model.freeze: the plan counts frozen weights as trained; the run needs less, without their gradients "
                 "and optimizer state"
             )
-        if waiting := host_bytes(self.workload):
-            state = self.workload.masters_on_host or self.workload.parameters_on_host
-            kinds = ["weights", "the optimizer's state"] * state
-            kinds += ["gradients"] * self.workload.parameters_on_host + [
-                "the reference"
-            ] * self.workload.reference_on_host
-            kinds += ["activations"] * self.workload.offload
-            notes.append(f"each training process keeps {waiting / 1e9:.1f} GB in host memory: {', '.join(kinds)}")
+        if size := host_bytes(self.workload):
+            kinds = {
+                "weights": self.workload.optimizer_on_host,
+                "the optimizer's state": self.workload.optimizer_on_host,
+                "gradients": self.workload.parameters_on_host,
+                "the reference": self.workload.reference_on_host,
+                "activations": self.workload.offload,
+            }
+            listed = ", ".join(kind for kind, is_there in kinds.items() if is_there)
+            notes.append(f"each training process keeps {size / 1e9:.1f} GB in host memory: {listed}")
         return tuple(notes)
 
     @property
@@ -99,14 +98,19 @@ class Plan:
         }
 
     @property
+    def completions_per_step(self) -> int:
+        """Number of completions in a step, over all processes."""
+        return self.config.train.prompts_per_step * self.config.rollout.num_generations
+
+    @property
     def steps_per_epoch(self) -> float | None:
         """Number of steps to see every prompt once."""
-        return None if self.num_prompts is None else self.num_prompts / self.prompts_per_step
+        return None if self.num_prompts is None else self.num_prompts / self.config.train.prompts_per_step
 
     @property
     def num_updates(self) -> int | None:
         """Number of optimizer steps in the whole run."""
-        return None if self.num_steps is None else self.num_steps * self.updates_per_step
+        return None if self.num_steps is None else self.num_steps * self.config.train.updates_per_rollout
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON-compatible values."""
@@ -131,9 +135,9 @@ class Plan:
                 "micro_batch_tokens": self.micro_batches.budget_tokens,
                 "micro_batches_per_step": self.micro_batches.num_micro_batches,
                 "completions_per_micro_batch": self.micro_batches.completions_per_micro_batch,
-                "prompts_per_step": self.prompts_per_step,
-                "completions_per_step": self.prompts_per_step * self.num_generations,
-                "updates_per_step": self.updates_per_step,
+                "prompts_per_step": self.config.train.prompts_per_step,
+                "completions_per_step": self.completions_per_step,
+                "updates_per_step": self.config.train.updates_per_rollout,
                 "completions_per_process_and_step": self.micro_batches.completions_per_rank,
                 "prompts_per_process_and_step": self.micro_batches.prompts_per_rank,
                 "num_prompts": self.num_prompts,
@@ -184,23 +188,20 @@ def predict_run(
     layout = layout or plan_layout(config, shape, hardware)
     check_cpu_offload(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
     check_processes(config, layout.num_training)
-    wanted, share = config.train.micro_batch_tokens, max_useful_budget(config, layout.num_training)
-    if wanted == "auto":
-        wanted = _largest_budget(config, shape, hardware, layout, share)
-    micro_batches = plan_micro_batches(config, layout.num_training, wanted)
-    workload = _workload(config, shape, hardware, layout, micro_batches)
+    budget = config.train.micro_batch_tokens
+    if budget == "auto":
+        budget = _largest_budget(config, shape, hardware, layout)
+    micro_batches = plan_micro_batches(config, layout.num_training, budget)
+    workload = process_workload(config, shape, hardware, micro_batches, shared=layout.shared)
     num_steps = config.train.steps
     if num_prompts is not None:
         num_steps = plan_run(config, num_prompts=num_prompts).num_steps
     return Plan(
+        config=config,
         shape=shape,
         hardware=hardware,
         layout=layout,
         micro_batches=micro_batches,
-        prompts_per_step=config.train.prompts_per_step,
-        num_generations=config.rollout.num_generations,
-        updates_per_step=config.train.updates_per_rollout,
-        longest_tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         workload=workload,
         memory=plan_memory(workload),
         num_prompts=num_prompts,
@@ -210,37 +211,29 @@ def predict_run(
     )
 
 
-def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, most: int) -> int:
-    """Largest token budget that fits, as the run finds it; the smallest one if none fits."""
+def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout) -> int:
+    """Largest useful token budget that fits, as the run finds it; the smallest one if none fits."""
 
     def fits(tokens: int) -> bool:
         micro_batches = plan_micro_batches(config, layout.num_training, tokens)
-        needed = plan_memory(_workload(config, shape, hardware, layout, micro_batches)).total("backward")
-        return needed <= hardware.gpu_memory_bytes
+        workload = process_workload(config, shape, hardware, micro_batches, shared=layout.shared)
+        return plan_memory(workload).total("backward") <= hardware.gpu_memory_bytes
 
-    least = min_budget(config)
-    return largest_number(fits, least, max(least, most), tolerance=16) or least
+    low = min_budget(config)
+    high = max(low, max_useful_budget(config, layout.num_training))
+    return largest_number(fits, low, high, tolerance=16) or low
 
 
-def largest_number(fits: Callable[[int], bool], least: int, most: int, *, tolerance: int = 1) -> int | None:
-    """Bisect for the largest fitting number in [least, most], up to `tolerance`; None if `least` does not fit."""
-    if most < least or not fits(least):
+def largest_number(fits: Callable[[int], bool], low: int, high: int, *, tolerance: int = 1) -> int | None:
+    """Bisect for the largest fitting number in [low, high], up to `tolerance`; None if `low` does not fit."""
+    if high < low or not fits(low):
         return None
-    if fits(most):
-        return most
-    low, high = least, most
+    if fits(high):
+        return high
     while high - low > tolerance:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _workload(
-    config: Config, shape: ModelShape, hardware: Hardware, layout: Layout, micro_batches: MicroBatchPlan
-) -> Workload:
-    return process_workload(
-        config, shape, hardware, micro_batches, num_training=layout.num_training, shared=layout.shared
-    )
 
 
 def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) -> PlannedValue:
@@ -259,7 +252,7 @@ def part_origin(part: str, size: int, workload: Workload, hardware: Hardware) ->
         for what, bytes_, is_there in (
             ("for CUDA", CUDA_BYTES, hardware.calibration is None),
             ("for NCCL", NCCL_BYTES, workload.on_gpu and workload.processes > 1),
-            ("for a sleeping vLLM", ASLEEP_BYTES, workload.vllm_bytes > 0),
+            ("for a sleeping vLLM", SLEEPING_VLLM_BYTES, workload.awake_vllm_bytes > 0),
         )
         if is_there
     ]

@@ -22,12 +22,10 @@ def matrix_bytes(kind: Quantization, weight: WeightShape) -> int:
     return -(-number // 2) + blocks + 4 * -(-blocks // _BLOCKS) + _TABLE_BYTES
 
 
-def model_bytes(shape: ModelShape, kind: Quantization | None, bytes_each: int) -> int:
+def model_bytes(shape: ModelShape, kind: Quantization, bytes_each: int) -> int:
     """Bytes of a model with quantized linear layers; other weights take `bytes_each`."""
-    whole = bytes_each * shape.num_parameters
-    if kind is None:
-        return whole
-    return whole + shape.layers * sum(matrix_bytes(kind, w) - bytes_each * math.prod(w) for w in _matrices(shape))
+    saved_per_layer = sum(bytes_each * math.prod(w) - matrix_bytes(kind, w) for w in _matrices(shape))
+    return bytes_each * shape.num_parameters - shape.layers * saved_per_layer
 
 
 def dequantized_bytes(shape: ModelShape, kind: Quantization, compute_bytes: int) -> int:

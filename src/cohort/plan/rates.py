@@ -5,15 +5,16 @@ of measured values (`cohort.plan.calibration`). An unmeasured host-to-GPU bus is
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from cohort.plan.flops import memory_bandwidth, peak_flops
-from cohort.plan.hardware import Hardware
+from cohort.plan.hardware import Hardware, memory_bandwidth, peak_flops
 
 _PEAK_UTILIZATION = 0.4
 _BANDWIDTH_UTILIZATION = 0.6
 _MEASURED_UTILIZATION = 0.6  # of an isolated matmul's FLOP/s
 _MEASURED_BANDWIDTH_UTILIZATION = 0.8
 _PCIE4_BANDWIDTH = 25e9  # bytes/s in practice, of PCIe 4.0 x16's 32e9 one way
+_DATA_SHEET = "data sheet"
 DEFAULT_GPU = "NVIDIA H100 80GB HBM3"  # stands in for an unknown GPU
 
 
@@ -23,7 +24,8 @@ class Rate:
 
     peak: float  # per second
     utilization: float
-    is_measured: bool
+    origin: Literal["measured", "assumed"]
+    source: str  # of the peak, in words
 
     @property
     def achieved(self) -> float:
@@ -33,25 +35,26 @@ class Rate:
 
 def compute_rate(hardware: Hardware, dtype: str) -> Rate:
     """Matmul FLOP/s in `dtype`; for an unknown GPU those of `DEFAULT_GPU`."""
-    if hardware.calibration is not None:
-        flops = hardware.calibration.flops
-        return Rate(flops.get(dtype, flops["float32"] / 2), _MEASURED_UTILIZATION, True)  # float64 is not measured
+    if (measured := hardware.calibration) is not None:
+        flops = measured.flops.get(dtype, measured.flops["float32"] / 2)  # float64 is not measured
+        return Rate(flops, _MEASURED_UTILIZATION, "measured", measured.describe())
     peak = peak_flops(hardware.gpu_name, dtype) or peak_flops(DEFAULT_GPU, dtype) or peak_flops(DEFAULT_GPU, "float32")
     assert peak is not None
-    return Rate(peak, _PEAK_UTILIZATION, False)
+    return Rate(peak, _PEAK_UTILIZATION, "assumed", _DATA_SHEET)
 
 
 def memory_rate(hardware: Hardware) -> Rate:
     """Memory bandwidth in bytes/s; for an unknown GPU that of `DEFAULT_GPU`."""
-    if hardware.calibration is not None:
-        return Rate(hardware.calibration.memory_bandwidth, _MEASURED_BANDWIDTH_UTILIZATION, True)
+    if (measured := hardware.calibration) is not None:
+        return Rate(measured.memory_bandwidth, _MEASURED_BANDWIDTH_UTILIZATION, "measured", measured.describe())
     bandwidth = memory_bandwidth(hardware.gpu_name) or memory_bandwidth(DEFAULT_GPU)
     assert bandwidth is not None
-    return Rate(bandwidth, _BANDWIDTH_UTILIZATION, False)
+    return Rate(bandwidth, _BANDWIDTH_UTILIZATION, "assumed", _DATA_SHEET)
 
 
 def bus_rate(hardware: Hardware) -> Rate:
     """Bandwidth between host and GPU in bytes/s, one way; PCIe 4.0 x16 if unmeasured."""
-    if hardware.calibration is not None and hardware.calibration.host_bandwidth is not None:
-        return Rate(hardware.calibration.host_bandwidth, 1.0, True)
-    return Rate(_PCIE4_BANDWIDTH, 1.0, False)
+    measured = hardware.calibration
+    if measured is not None and measured.host_bandwidth is not None:
+        return Rate(measured.host_bandwidth, 1.0, "measured", measured.describe())
+    return Rate(_PCIE4_BANDWIDTH, 1.0, "assumed", "typical of PCIe 4.0 x16")

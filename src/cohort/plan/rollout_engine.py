@@ -1,12 +1,10 @@
 """Resolve `rollout.engine: auto`: what vLLM does not support, and whether it fits beside training."""
 
-from typing import Protocol
-
 from cohort.config import Config
 from cohort.config.load import config_from_dict
 from cohort.config.rollout import LOWEST_TEMPERATURE
 from cohort.errors import UserError
-from cohort.plan.adapter_shape import requested_adapter
+from cohort.plan.adapter_shape import RequestedAdapter, requested_adapter
 from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
@@ -14,22 +12,6 @@ from cohort.plan.split import DoesNotFitError, split_gpus
 
 _LARGEST_RANK = 512  # vLLM's limit
 _NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM supports adapters on these for few models only
-
-
-class Adapter(Protocol):
-    """The properties of an adapter that decide whether vLLM supports it."""
-
-    @property
-    def rank(self) -> int:
-        """LoRA rank."""
-
-    @property
-    def dora(self) -> bool:
-        """Whether it is DoRA."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the target modules, full or last part only."""
 
 
 def set_engine(config: Config, engine: str) -> Config:
@@ -86,7 +68,7 @@ def vllm_incompatibility(config: Config) -> str | None:
     return None
 
 
-def vllm_sampling_limit(config: Config, adapter: Adapter | None) -> str | None:
+def vllm_sampling_limit(config: Config, adapter: RequestedAdapter | None) -> str | None:
     """Sampling settings or adapters that vLLM does not support, with an alternative; None if it supports all.
 
     Args:
@@ -123,14 +105,12 @@ def vllm_memory_shortfall(config: Config, shape: ModelShape, hardware: Hardware)
         UserError: The configuration contradicts itself or the hardware.
     """
     config = set_engine(config, "vllm")
-    rollout = config.rollout
-    assert rollout.uses_servers
     if config.hardware.rollout_gpus != "auto":
         return None
     if hardware.nodes > 1:
-        return memory_shortfall(config, rollout, shape, hardware, (hardware.nodes - 1) * hardware.gpus_per_node)
+        return memory_shortfall(config, shape, hardware, (hardware.nodes - 1) * hardware.gpus_per_node)
     try:
         split = split_gpus(config, num_gpus=hardware.gpus_per_node, shape=shape, hardware=hardware)
     except DoesNotFitError as error:
         return str(error)
-    return memory_shortfall(config, rollout, shape, hardware, split.num_processes, shared=split.shared)
+    return memory_shortfall(config, shape, hardware, split.num_processes, shared=split.shared)

@@ -36,6 +36,23 @@ class GpuSplit:
     reason: str  # the choice and why, for the user
 
 
+def count_processes(config: Config, num_gpus: int) -> int:
+    """Resolve `hardware.processes` on a machine without servers of its own: by default one per GPU, or one on CPU.
+
+    Raises:
+        UserError: The machine has GPUs, but fewer than processes.
+    """
+    processes = config.hardware.processes
+    if processes == "auto":
+        return max(1, num_gpus)
+    if 0 < num_gpus < processes:
+        raise UserError(
+            f"hardware.processes: {processes} exceeds the machine's {num_gpus} GPUs (one per process); use at most "
+            f"{num_gpus}, or auto"
+        )
+    return processes
+
+
 def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardware: Hardware | None) -> GpuSplit:
     """Split a machine's GPUs between training and the servers that the run starts.
 
@@ -54,11 +71,7 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     if num_gpus == 0:
         return _cpu_split(config, rollout)
     processes, wanted = config.hardware.processes, config.hardware.rollout_gpus
-    if processes != "auto" and processes > num_gpus:
-        raise UserError(
-            f"hardware.processes: {processes} exceeds this machine's {num_gpus} GPUs (one per process); use at most "
-            f"{num_gpus}, or device: cpu"
-        )
+    count_processes(config, num_gpus)  # raises if there are too few GPUs
     if wanted == "shared":
         return _shared(config, rollout, num_gpus, "hardware.rollout_gpus: shared")
     if wanted == "auto" and processes in (num_gpus, "auto") and num_gpus == 1:
@@ -227,7 +240,7 @@ def _fastest_split(
     if shape is None or hardware is None:
         shape = preset_shape(_STAND_IN_SHAPE)
         hardware = Hardware(gpu_name=DEFAULT_GPU, gpu_memory_bytes=_STAND_IN_MEMORY, gpus_per_node=num_gpus, nodes=1)
-    problems = {n: memory_shortfall(config, rollout, shape, hardware, num_gpus - n) for n in candidates}
+    problems = {n: memory_shortfall(config, shape, hardware, num_gpus - n) for n in candidates}
     fitting = [n for n in candidates if problems[n] is None]
     if not fitting:
         return _shared_split_if_it_fits(config, rollout, shape, hardware, num_gpus, str(problems[candidates[0]]))
@@ -252,7 +265,7 @@ def _shared_split_if_it_fits(
         DoesNotFitError: Shared GPUs do not fit either.
     """
     may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
-    if may_share and memory_shortfall(config, rollout, shape, hardware, num_gpus, shared=True) is None:
+    if may_share and memory_shortfall(config, shape, hardware, num_gpus, shared=True) is None:
         return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
     ways = _what_fits(config, rollout, shape, hardware, num_gpus)
     raise DoesNotFitError(
@@ -268,11 +281,12 @@ def _what_fits(
     parallel = sorted({rollout.tensor_parallel, 1, 2, 4, 8})
     keeping_less = {"gradient_checkpointing": True}
     for changes in ({}, keeping_less, {"dtype": "bfloat16"}, {**keeping_less, "dtype": "bfloat16"}):
-        changed = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+        model = config.model.model_copy(update=changes)
         words = [f"model.{key}: {str(value).lower()}" for key, value in changes.items()]
         for size in parallel:
             other = rollout.model_copy(update={"tensor_parallel": size})
-            if size < num_gpus and memory_shortfall(changed, other, shape, hardware, num_gpus - size) is None:
+            changed = config.model_copy(update={"model": model, "rollout": other})
+            if size < num_gpus and memory_shortfall(changed, shape, hardware, num_gpus - size) is None:
                 size_words = [] if size == rollout.tensor_parallel else [f"rollout.tensor_parallel: {size}"]
                 return [" with ".join([*words, *size_words])]
     return ["more GPUs"]

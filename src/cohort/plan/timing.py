@@ -78,16 +78,16 @@ def step_times(
 def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
     """FLOPs per token of a step, by purpose."""
     algorithm, updates = config.algorithm, config.train.updates_per_rollout
-    policy, again, adapter = shape.active_parameters, config.model.gradient_checkpointing, config.model.adapter
+    policy, checkpointing, adapter = shape.active_parameters, config.model.gradient_checkpointing, config.model.adapter
     if adapter is None:
         parts = {"6 FLOPs per weight and token": 6.0 * policy * updates}
     else:
-        own = adapter_shape(adapter, shape).num_parameters(shape.layers)
-        parts = {"4 FLOPs per weight and token": updates * (4.0 * policy + 6.0 * own)}
+        trained = adapter_shape(adapter, shape).num_parameters(shape.layers)
+        parts = {"4 FLOPs per weight and token": updates * (4.0 * policy + 6.0 * trained)}
     passes = 3.0 * updates  # through attention, in units of a forward pass
-    if again:
+    if checkpointing:
         parts["recomputed layers"] = 2.0 * policy * updates
-        passes += updates * (again is True)  # selective checkpointing keeps attention's output
+        passes += updates * (checkpointing is True)  # selective checkpointing keeps attention's output
     if algorithm.beta > 0:
         parts["the reference"] = 2.0 * policy
         passes += 1
@@ -101,23 +101,25 @@ def training_operations(config: Config, shape: ModelShape) -> dict[str, float]:
     critic = critic_shape(config, shape)
     if critic is not None:
         per_update = config.critic.updates if config.critic else 1
-        attention = _attention(critic, _mean_context(config)) * (1 + updates * per_update * (3 + (again is True)))
-        weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(again)))
+        attention = _attention(critic, _mean_context(config)) * (
+            1 + updates * per_update * (3 + (checkpointing is True))
+        )
+        weights = critic.active_parameters * (2.0 + updates * per_update * (6.0 + 2.0 * bool(checkpointing)))
         parts["the critic"] = weights + attention
     return parts
 
 
-def _attention(shape: ModelShape, seen: float) -> float:
+def _attention(shape: ModelShape, context: float) -> float:
     """FLOPs of attention per token in forward: scores and weighted values."""
-    return 4.0 * shape.query_width * shape.layers * seen
+    return 4.0 * shape.query_width * shape.layers * context
 
 
 def _mean_context(config: Config) -> float:
     """Average number of tokens that a token of a group attends to."""
     rollout = config.rollout
     prompt, completions = rollout.max_prompt_tokens, rollout.num_generations * rollout.max_completion_tokens
-    seen = prompt * prompt / 2 + completions * (prompt + rollout.max_completion_tokens / 2)
-    return seen / (prompt + completions)
+    pairs = prompt * prompt / 2 + completions * (prompt + rollout.max_completion_tokens / 2)
+    return pairs / (prompt + completions)
 
 
 def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampling: int, *, shared: bool) -> float:
@@ -126,20 +128,20 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     dtype: str
     if rollout.uses_servers:
         dtype, per_server = serving_dtype(config, on_gpu=on_gpu), rollout.tensor_parallel
-        most = min(rollout.max_num_seqs, _kv_capacity(rollout, shape, hardware, BYTES[dtype], shared=shared))
+        max_num_seqs = min(rollout.max_num_seqs, _kv_capacity(rollout, shape, hardware, BYTES[dtype], shared=shared))
     else:
-        dtype, per_server, most = compute_dtype(config.model, on_gpu=on_gpu), 1, rollout.max_num_seqs
-    computing = per_server * compute_rate(hardware, dtype).achieved
-    reading = per_server * memory_rate(hardware).achieved
-    # of the busiest server
+        dtype, per_server, max_num_seqs = compute_dtype(config.model, on_gpu=on_gpu), 1, rollout.max_num_seqs
+    flops_per_s = per_server * compute_rate(hardware, dtype).achieved
+    bytes_per_s = per_server * memory_rate(hardware).achieved
+    # the busiest server
     prompts = math.ceil(config.train.prompts_per_step / max(1, num_sampling // per_server))
     completions = prompts * rollout.num_generations
-    in_flight = min(most, completions)
-    seen = rollout.max_prompt_tokens + length / 2
-    read = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * in_flight * seen
-    computed = in_flight * (2.0 * shape.active_parameters + _attention(shape, seen))
-    decoding_s = completions / in_flight * length * max(read / reading, computed / computing)
-    prefill_s = 2.0 * shape.active_parameters * prompts * rollout.max_prompt_tokens / computing
+    batch = min(max_num_seqs, completions)
+    context = rollout.max_prompt_tokens + length / 2
+    read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
+    flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
+    decoding_s = completions / batch * length * max(read_bytes / bytes_per_s, flops / flops_per_s)
+    prefill_s = 2.0 * shape.active_parameters * prompts * rollout.max_prompt_tokens / flops_per_s
     return prefill_s + decoding_s
 
 

@@ -35,7 +35,7 @@ class Workload:
     shared_prefix_tokens: int  # prompt of a split group, whose activations stay meanwhile
     sampled_sequences: int  # completions that this process decodes at a time; 0 with servers
     sampled_tokens: int  # tokens in their KV cache, prompts included
-    vllm_bytes: int  # taken by a server on the same GPU while it samples; 0 without
+    awake_vllm_bytes: int  # taken by a server on the same GPU while it samples; 0 without
     weight_transfer_bytes: int = 0  # buffer for weight transfer to that server; 0 without
     framework_bytes: int | None = None  # None: not measured
     on_gpu: bool = True
@@ -60,6 +60,11 @@ class Workload:
     def resident_weight_bytes(self) -> int:
         """Bytes per weight that stay on the GPU."""
         return 0 if self.parameters_on_host else self.compute_bytes if self.masters_on_host else self.weight_bytes
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether the optimizer, its state and the weights that it updates are in host memory."""
+        return self.masters_on_host or self.parameters_on_host
 
     @property
     def gathers(self) -> bool:
@@ -118,13 +123,7 @@ def critic_workload(policy: Workload, shape: ModelShape) -> Workload:
 
 
 def process_workload(
-    config: Config,
-    shape: ModelShape,
-    hardware: Hardware,
-    micro_batches: MicroBatchPlan,
-    *,
-    num_training: int,
-    shared: bool,
+    config: Config, shape: ModelShape, hardware: Hardware, micro_batches: MicroBatchPlan, *, shared: bool
 ) -> Workload:
     """Workload of one training process of a run.
 
@@ -133,19 +132,18 @@ def process_workload(
         shape: Shape of its model.
         hardware: Type of GPU.
         micro_batches: Micro-batches of the process in a step.
-        num_training: Number of training processes.
         shared: Whether servers sleep on the same GPUs during training.
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward
-    vllm_bytes = weight_transfer_bytes = 0
+    awake_vllm_bytes = weight_transfer_bytes = 0
     if rollout.uses_servers and shared:
-        vllm_bytes = int(server_memory_utilization(rollout, shared=True) * hardware.gpu_memory_bytes)
+        awake_vllm_bytes = int(server_memory_utilization(rollout, shared=True) * hardware.gpu_memory_bytes)
         weight_transfer_bytes = _weight_transfer_bytes(config, shape) if hardware.on_gpu and adapter is None else 0
     sampled, sampled_tokens = (0, 0) if rollout.uses_servers else _decode_batch(config, micro_batches)
     workload = Workload(
         shape=shape,
-        processes=num_training,
+        processes=micro_batches.num_training,
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[compute_dtype(config.model, on_gpu=hardware.on_gpu)],
         checkpointing=model.gradient_checkpointing,
@@ -157,7 +155,7 @@ def process_workload(
         shared_prefix_tokens=micro_batches.shared_prefix_tokens,
         sampled_sequences=sampled,
         sampled_tokens=sampled_tokens,
-        vllm_bytes=vllm_bytes,
+        awake_vllm_bytes=awake_vllm_bytes,
         weight_transfer_bytes=weight_transfer_bytes,
         on_gpu=hardware.on_gpu,
         shares_prompts=micro_batches.completions_per_micro_batch > 1 or micro_batches.shared_prefix_tokens > 0,
@@ -168,7 +166,7 @@ def process_workload(
         reference_on_host=config.algorithm.beta > 0 and not config.keeps_reference,
         masters_on_host=config.optim.offload,
         parameters_on_host=model.parameter_offload,
-        reshard_after_forward=True if resharding == "auto" or num_training == 1 else resharding,
+        reshard_after_forward=True if resharding == "auto" or micro_batches.num_training == 1 else resharding,
         quantization=model.quantization,
         reference_quantization=config.reference.quantization if config.reference else None,
     )

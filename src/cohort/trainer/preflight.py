@@ -102,7 +102,7 @@ def preflight_on(
     if config.run.ignore_plan:
         notify(f"warning: this run is predicted to need {needed}; continuing because of run.ignore_plan: true")
         return plan
-    ways = [advice.as_arguments() for advice in advise(smallest, plan)][:3]
+    ways = [advice.as_arguments() for advice in advise(plan)][:3]
     raise UserError(
         f"hardware: this run needs {needed}, even with the smallest micro-batches; use "
         f"{' or '.join(ways) or 'more GPUs or a smaller model'}, or set run.ignore_plan: true to try anyway"

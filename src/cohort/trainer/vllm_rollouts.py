@@ -13,6 +13,7 @@ from torch import Tensor
 from cohort.config import Config, VllmRolloutConfig
 from cohort.errors import UserError
 from cohort.models import end_token_ids, weight_specs
+from cohort.plan.adapter_shape import RequestedAdapter
 from cohort.plan.rollout_engine import vllm_sampling_limit
 from cohort.rollout.engines.servers.requests import Client, ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
@@ -40,7 +41,10 @@ class VllmSetup(ServersSetup):
             UserError: vLLM is missing, of an unsupported version, does not support this run, or has no GPU.
         """
         assert isinstance(config.rollout, VllmRolloutConfig)
-        if (reason := vllm_sampling_limit(config, inputs.adapter)) is not None:
+        adapter = None
+        if (spec := inputs.adapter) is not None:
+            adapter = RequestedAdapter(rank=spec.rank, dora=spec.dora, targets=spec.modules)
+        if (reason := vllm_sampling_limit(config, adapter)) is not None:
             raise UserError(f"{reason}, or rollout.engine: local")
         super().__init__(config, inputs)
         if self.placement is not None:

@@ -59,7 +59,7 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
     )
     if plan.layout.problem is None and plan.memory.peak_bytes <= _MARGIN * machines.gpu_memory_bytes:
         return MemoryVerdict(f"{_enough(plan.memory.peak_bytes, machines.gpu_memory_bytes)}: {text}")
-    nearest = tuple(advice.as_arguments() for advice in advise(config, plan)[:4])
+    nearest = tuple(advice.as_arguments() for advice in advise(plan)[:4])
     return MemoryVerdict(f"does not suffice: {text}", (Finding("CHK019", "model.path", text, nearest),))
 
 

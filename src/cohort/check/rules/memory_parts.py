@@ -16,7 +16,7 @@ from cohort.config.adapter import AdapterConfig
 from cohort.plan.activation_memory import activation_bytes
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.backward import head_bytes
-from cohort.plan.memory import ASLEEP_BYTES, CUDA_BYTES, NCCL_BYTES
+from cohort.plan.memory import CUDA_BYTES, NCCL_BYTES, SLEEPING_VLLM_BYTES
 from cohort.plan.shape import ModelShape
 from cohort.plan.workload import Workload
 
@@ -74,7 +74,7 @@ class RunMemory:
             "reference": 0 if on.offloads_weights else stored // self._shards(3) * self.has_reference,
         }
         engine = self.engine
-        held = 0 if engine is None else ASLEEP_BYTES if engine.sleeps else int(engine.share * gpu_bytes)
+        held = 0 if engine is None else SLEEPING_VLLM_BYTES if engine.sleeps else int(engine.share * gpu_bytes)
         gathers = on.stage == 3 and self.shards > 1
         layers = min(_GATHERED_LAYERS, shape.layers) * shape.layer_parameters
         phases: dict[Phase, dict[str, int]] = {
@@ -165,6 +165,6 @@ class RunMemory:
             shared_prefix_tokens=0,
             sampled_sequences=0,
             sampled_tokens=0,
-            vllm_bytes=0,
+            awake_vllm_bytes=0,
             adapter=adapter_shape(self.adapter, self.shape) if self.adapter else None,
         )
