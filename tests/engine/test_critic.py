@@ -127,7 +127,7 @@ def test_what_the_critic_learns_from():
         for n, (group, reason) in enumerate(zip(groups, reasons, strict=True))
     ]
     values = {
-        n: np.full(len(group.prompt.token_ids) + len(group.trajectories[0].token_ids), 0.25)
+        n: np.full(len(group.prompt.token_ids) + len(group.trajectories[0].sampled_token_ids), 0.25)
         for n, group in enumerate(groups)
     }
     for masked, kept in ((False, [0, 1, 3]), (True, [0, 3])):

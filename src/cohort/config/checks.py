@@ -172,16 +172,14 @@ def _check_learning_signal(config: "Config") -> None:
             f"nothing would be learned; use prompts_per_step: {needed} or more (16 is common), or more generations"
         )
     why = None
-    if any(part.learns_from_equal_rewards for part in algorithm.components()):
-        why = f"advantage: {algorithm.advantage} also learns from equal rewards", "advantage: group_mean_std"
+    if generations == 1:
+        why = "every group: the rewards of a group of one are always equal", "more generations"
+    elif any(part.learns_from_equal_rewards for part in algorithm.components()):
+        why = f"useful groups: advantage: {algorithm.advantage} also learns from equal rewards", "group_mean_std"
     elif kl_in_reward:
-        why = "with algorithm.kl_in: reward, equal rewards still differ in their KL penalty", "kl_in: loss"
-    elif generations == 1:
-        why = "the rewards of a group of one are always equal", "more generations"
+        why = "useful groups: with algorithm.kl_in: reward, equal rewards differ in their KL penalty", "kl_in: loss"
     if resample and why is not None:
-        raise ValueError(
-            f"rollout.resample: {resample} would replace useful groups: {why[0]}; use resample: 0, or {why[1]}"
-        )
+        raise ValueError(f"rollout.resample: {resample} would replace {why[0]}; use resample: 0, or {why[1]}")
 
 
 def _check_components(config: "Config") -> None:

@@ -139,7 +139,7 @@ class Together:
         outer = self
 
         class Ranks:
-            def largest(self, value: float) -> float:
+            def all_reduce_max(self, value: float) -> float:
                 outer.barrier.wait(PATIENCE_S)
                 return value
 
