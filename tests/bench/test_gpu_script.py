@@ -199,7 +199,8 @@ def test_the_full_form_on_a_cpu_goes_on_where_vllm_is_broken(tmp_path: Path) -> 
     found = json.loads((tmp_path / gpu.FILE).read_text())
     failed = [result["name"] for result in found["parts"] if result["status"] == "failed"]
     assert failed == ["vLLM server", "demo, vllm", "vllm_servers.py"]
-    assert len(found["failures"]) == 3 and all("'/no/python' is not a working Python" in line for line in found["failures"])
+    why = "'/no/python' is not a working Python"
+    assert len(found["failures"]) == 3 and all(why in line for line in found["failures"])
     output = {result["name"]: result["output"] for result in found["parts"] if "output" in result}
     assert {table.script for table in TABLES} == {*output, "vllm_servers.py"} | {"trl_demo.py"}
     assert all(SCRIPTS[name] in text for name, text in output.items())
