@@ -4,7 +4,7 @@
 
 `quick` is meant for less than four minutes: what is fast against what is plain, in values and gradients; a step whose
 loss must fall as it does in float64; a short run that learns; a vLLM server that is given weights, samples, sleeps and
-wakes; and a training step's memory beside the plan's. `full` is that and more training steps, whole demos, and the
+wakes; and a training step's memory alongside the plan's. `full` is that and more training steps, whole demos, and the
 tables of docs/benchmarks.md that say something about a GPU. Every part runs on its own: one that fails, hangs or runs
 out of memory takes no other with it, and all failures are told at the end. What needs a package that is not installed
 is left out, and told too. `--tiny` tries all of it on a CPU.
@@ -218,7 +218,7 @@ def summary(found: Result) -> str:
 
 
 def steps_table(steps: Sequence[Result]) -> str:
-    """Training steps, beside what others have published."""
+    """Training steps, alongside what others have published."""
     rows = []
     for step in steps:
         name = f"{step['name']}: {step['method']}, {step['layout']}"

@@ -136,7 +136,7 @@ def _sample(
     workers.call(Worker.empty_cache)
     chosen = SamplingParams(num_generations=GENERATIONS, max_completion_tokens=64, temperature=1.0)
     start = time.perf_counter()
-    collector.load_weights(policy_version=version)  # wakes a server that sleeps
+    collector.update_weights(policy_version=version)  # wakes a server that sleeps
     published = time.perf_counter()
     tasks = collector.submit(prompts, chosen, key(version))
     free = _free_bytes(workers.local.policy.device)

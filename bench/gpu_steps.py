@@ -1,4 +1,4 @@
-"""Whole training steps on a GPU: tokens per second, share of the GPU's peak, and memory beside the plan's.
+"""Whole training steps on a GPU: tokens per second, share of the GPU's peak, and memory alongside the plan's.
 
 A step is forward, backward and AdamW on one group, in one micro-batch; the better of two after one that warms up.
 `tokens_per_s` counts the tokens of all sequences, a prompt once for each of its completions. `mfu` counts operations as
@@ -195,7 +195,7 @@ def _our_step(
             engine.optim_step()
         else:
             model.zero_grad(set_to_none=True)
-        return result.num_inputs, scored, result.attention_pairs
+        return result.num_computed_tokens, scored, result.attention_pairs
 
     return step, policy.layout
 

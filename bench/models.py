@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AdapterConfig, ModelConfig, TrainConfig
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.errors import UserError
 from cohort.models import (
@@ -52,7 +52,7 @@ from cohort.models import (
 from cohort.packing import pack
 from cohort.records import Prompt, TrainSequence
 from cohort.rendezvous import join_ranks, leave_ranks
-from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from families import FAMILIES, VOCABULARY, save_folder
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def naive(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> tuple[l
     return [values.detach() for values in logprobs], grads
 
 
-def load(folder: Path, *, ranks: Ranks = ALONE, **keys: Any) -> Policy:
+def load(folder: Path, *, ranks: Ranks = SINGLE_PROCESS, **keys: Any) -> Policy:
     """As a run loads it."""
     return load_policy(
         LoadRequest(
@@ -140,7 +140,7 @@ def load(folder: Path, *, ranks: Ranks = ALONE, **keys: Any) -> Policy:
     )
 
 
-def make_engine(policy: Policy, ranks: Ranks = ALONE) -> TrainEngine:
+def make_engine(policy: Policy, ranks: Ranks = SINGLE_PROCESS) -> TrainEngine:
     """As a run makes it."""
     return TrainEngine(
         policy,
@@ -153,7 +153,7 @@ def make_engine(policy: Policy, ranks: Ranks = ALONE) -> TrainEngine:
     )
 
 
-def trained(policy: Policy, ranks: Ranks = ALONE) -> tuple[Mapping[int, Tensor], dict[str, Tensor]]:
+def trained(policy: Policy, ranks: Ranks = SINGLE_PROCESS) -> tuple[Mapping[int, Tensor], dict[str, Tensor]]:
     """Logprobs by sequence, of this rank's, and the whole gradient, by the engine."""
     engine = make_engine(policy, ranks)
     batches = pack(
@@ -225,7 +225,7 @@ def sampler(policy: Policy, theirs: PreTrainedModel, folder: Path) -> float:
     ]
     try:
         engine = LocalEngine(Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8).sample)
-        key = StreamKey(purpose="train", seed=0, step=0)
+        key = StepKey(purpose="train", seed=0, step=0)
         sampling = SamplingParams(num_generations=3, max_completion_tokens=20, temperature=1.0)
         with closing(RolloutCollector(engine, AutoTokenizer.from_pretrained(folder))) as collector:
             groups = collector.collect(prompts, sampling, key)

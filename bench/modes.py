@@ -1,4 +1,4 @@
-"""What each key that trades memory saves and costs: memory by part, counted, beside the closed form; and time.
+"""What each key that trades memory saves and costs: memory by part, counted, alongside the closed form; and time.
 
     python bench/modes.py [--size full|tiny] [--modes NAME ...] [--json FILE]
 
@@ -26,7 +26,7 @@ import torch
 
 from allocations import Counted, Phase, counting
 from cohort.config import Config, config_from_dict
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.engine import TrainEngine
 from cohort.engine.loss import PerTokenLoss
 from cohort.plan.hardware import Hardware
@@ -201,7 +201,7 @@ def measure_apart(names: Sequence[str], size: str) -> tuple[dict[str, Measured],
 def workload(job: dict[str, Any]) -> dict[str, Any]:
     """Modes, in a process of its own or in one of several."""
     several = "RANK" in os.environ
-    ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else ALONE
+    ranks = join_ranks(backend="gloo", timeout_s=600, command_timeout_s=600) if several else SINGLE_PROCESS
     folder, size = Path(job["folder"]), SIZES[job["size"]]
     found = {}
     for name in job["modes"]:
@@ -216,7 +216,7 @@ def workload(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def measure(config: Config, size: Size, ranks: Ranks = ALONE) -> Measured:
+def measure(config: Config, size: Size, ranks: Ranks = SINGLE_PROCESS) -> Measured:
     """Count and time a step of a run, on every rank of it.
 
     Args:

@@ -27,7 +27,7 @@ from cohort.demo import task
 from cohort.demo.base_model import BASE_PATH
 from cohort.models import LoadRequest, Policy, end_token_ids, load_policy
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 
 MAX_TOKENS = 64
 
@@ -105,7 +105,7 @@ def timed(work):
 
 def sample_with_cohort(collector: RolloutCollector, prompts: tuple[Prompt, ...], generations: int, repeat: int):
     sampling = SamplingParams(num_generations=generations, max_completion_tokens=MAX_TOKENS, temperature=1.0)
-    return collector.collect(prompts, sampling, StreamKey(purpose="train", seed=0, step=repeat + 1))
+    return collector.collect(prompts, sampling, StepKey(purpose="train", seed=0, step=repeat + 1))
 
 
 def sample_with_transformers(

@@ -27,13 +27,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cohort.algorithms import assign_advantages
+from cohort.algorithms import assign_advantages, build_sequences
 from cohort.config import Config, load_config, to_yaml
 from cohort.data import PromptStream
 from cohort.demo.run import demo_config, write_data
 from cohort.distributed import Ranks
+from cohort.records import ForwardOnlyOutputs
 from cohort.rendezvous import join_ranks, leave_ranks
-from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.worker import Worker
@@ -41,7 +42,7 @@ from cohort.trainer.worker_calls import pack_batches, sample
 from cohort.trainer.worker_group import WorkerGroup
 
 PROMPTS, STEPS = 16, 6
-PHASES = ("rollout", "pack", "train", "move", "step")
+PHASES = ("rollout", "pack", "train", "communication", "step")
 
 
 def main() -> None:
@@ -149,28 +150,40 @@ def time_steps(config: Config, inputs, workers, ranks: Ranks) -> list[dict[str, 
     sampling = SamplingParams(num_generations=16, max_completion_tokens=48, temperature=1.0)
     rng = np.random.default_rng(0)
     algorithm = workers.local.algorithm
+    coefficients = algorithm.coefficients(algorithm.initial_coefficients)
     steps = []
     for step in range(STEPS):
-        workers.seconds_moving()
+        workers.communication_seconds()
         times = [time.perf_counter()]
-        key = StreamKey(purpose="train", seed=0, step=step)
+        key = StepKey(purpose="train", seed=0, step=step)
         groups = collector.collect(data.take(config.train.prompts_per_step), sampling, key)
         times.append(time.perf_counter())
         scored = inputs.rewards.score(groups)
         scored = [replace(group, rewards=rng.random(16)) for group in scored]
-        sequences = assign_advantages(scored, algorithm)
+        sequences = assign_advantages(
+            scored,
+            algorithm,
+            build_sequences(scored),
+            ForwardOnlyOutputs(),
+            reward_weights=inputs.rewards.weights,
+            coefficients=coefficients,
+        )
         times.append(time.perf_counter())
         batches = pack_batches(workers.local.engine, sequences)
         times.append(time.perf_counter())
-        workers.scatter(
-            Worker.forward_backward, batches, "policy", algorithm.coefficients(algorithm.initial_coefficients)
-        )
+        workers.scatter(Worker.forward_backward, batches, "policy", coefficients)
         workers.call(Worker.optim_step, "policy")
         times.append(time.perf_counter())
         rollout, _, pack, train = np.diff(times).tolist()
         step_s = times[-1] - times[0]
         steps.append(
-            {"rollout": rollout, "pack": pack, "train": train, "move": workers.seconds_moving(), "step": step_s}
+            {
+                "rollout": rollout,
+                "pack": pack,
+                "train": train,
+                "communication": workers.communication_seconds(),
+                "step": step_s,
+            }
         )
     return steps
 

@@ -1,4 +1,4 @@
-"""Time and memory of one training step of one group, beside other ways of computing the same gradient.
+"""Time and memory of one training step of one group, compared with other ways of computing the same gradient.
 
     python bench/training_step.py [--grid full|small|tiny] [--methods ...] [--repeats 2] [--json FILE]
 
@@ -244,7 +244,7 @@ def targets_table(results: dict[Point, dict[str, Result]]) -> str:
 
 
 def sharing_table(results: dict[Point, dict[str, Result]]) -> str:
-    """Packed without and with shared prompts: time beside what the operations come to, tokens, attention and head."""
+    """Packed without and with shared prompts: time, what the operations come to, tokens, attention and head."""
     header = ["point", "tokens", "shared", "G(1+r)/(G+r)", "predicted", "measured", f"within {CLOSE:.0%}"]
     rows = []
     for point, r in results.items():

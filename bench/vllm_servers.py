@@ -33,15 +33,15 @@ import cohort
 from cohort.config import Config, config_from_dict
 from cohort.demo import run as demo
 from cohort.demo.base_model import BASE_PATH
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.models import end_token_ids, load_tokenizer
 from cohort.records import Prompt
-from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.rollout.engines.servers import server_engine as engine_module
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.setup import rank_device
-from cohort.trainer.vllm_rollouts import VllmSetup
+from cohort.trainer.vllm_setup import VllmSetup
 from cohort.trainer.worker_group import WorkerGroup
 from harness import ModelShape, machine, markdown, write_model
 
@@ -104,7 +104,7 @@ def publishing(folder: Path, device: str, repeats: int) -> None:
             times = []
             for version in range(1, repeats + 2):
                 start = time.perf_counter()
-                collector.load_weights(policy_version=version)
+                collector.update_weights(policy_version=version)
                 times.append(time.perf_counter() - start)
             weights = sum(p.numel() for p in workers.local.policy.model.parameters())
             megabytes = weights * workers.local.policy.dtype.itemsize / 1e6
@@ -191,8 +191,10 @@ def started(
     spec = WorkerSpec(
         folder=folder, num_steps=1, checkpoint=None, micro_batch_tokens=8192, longest_sequence_tokens=longest
     )
-    worker = build_worker(config, ALONE, spec, device=rank_device(config, ALONE), tokenizer=inputs.tokenizer)
-    workers = WorkerGroup(worker, ALONE)
+    worker = build_worker(
+        config, SINGLE_PROCESS, spec, device=rank_device(config, SINGLE_PROCESS), tokenizer=inputs.tokenizer
+    )
+    workers = WorkerGroup(worker, SINGLE_PROCESS)
     engine = setup.start(workers, folder=folder, notify=lambda text: None).engine
     collector = RolloutCollector(engine, inputs.tokenizer)
     rng = np.random.default_rng(0)
@@ -248,8 +250,8 @@ def by_transformers(model: Any, prompts: list[Prompt], limit: int, ends: frozens
     return sum(next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in rows)
 
 
-def key(step: int) -> StreamKey:
-    return StreamKey(purpose="train", seed=0, step=step)
+def key(step: int) -> StepKey:
+    return StepKey(purpose="train", seed=0, step=step)
 
 
 if __name__ == "__main__":

@@ -20,20 +20,12 @@ from torch.distributed.checkpoint import filesystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cohort import models
-from cohort.checkpoint import (
-    TrainerState,
-    checkpoints,
-    disk_errors,
-    load_engine_state,
-    load_trainer_state,
-    remove_leftovers,
-    save_checkpoint,
-    write_file_atomically,
-    write_folder_atomically,
-)
+from cohort.atomic_files import disk_errors, remove_leftovers, write_file_atomically, write_folder_atomically
+from cohort.checkpoint import TrainerState, load_engine_state, load_trainer_state, save_checkpoint
 from cohort.config import ModelConfig
 from cohort.errors import TrainingError
 from cohort.models import LoadRequest, Policy, load_policy, load_tokenizer
+from cohort.run_files import checkpoints
 from forked import fork
 from selection import slow
 from tiny import CHAT_TEMPLATE, make_policy, make_tokenizer, save_model_folder

@@ -4,7 +4,8 @@ import sys
 from types import FrameType
 from typing import Any
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.packing import pack
 from cohort.records import ForwardOnlyOutputs

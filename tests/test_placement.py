@@ -11,7 +11,7 @@ from cohort import placement
 from cohort.auto_engine import choose_engine
 from cohort.config import Config, config_from_dict, to_yaml
 from cohort.display import Display
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import UserError
 from cohort.launch import local, start
 from cohort.placement import PLACEMENT, Placement, place, server_placement, split_machine
@@ -100,7 +100,7 @@ SECOND = Ranks(rank=2, world_size=3, local_rank=1)  # of its machine
 
 @pytest.mark.parametrize(
     ("device", "ranks", "expected"),
-    [("auto", ALONE, 0), ("cuda", ALONE, 0), ("cuda:1", ALONE, 1), ("auto", SECOND, 1)],
+    [("auto", SINGLE_PROCESS, 0), ("cuda", SINGLE_PROCESS, 0), ("cuda:1", SINGLE_PROCESS, 1), ("auto", SECOND, 1)],
 )
 def test_every_ranks_gpu_has_an_index(gpus, monkeypatch: pytest.MonkeyPatch, device: str, ranks: Ranks, expected: int):
     """Threads and other libraries would take the first one where none is named, or refuse."""
@@ -303,7 +303,7 @@ def test_vllm_samples_where_it_fits_by_the_plan(gpus, vllm, tmp_path, monkeypatc
     engine, (note,) = chosen(config)
     assert engine == expected and note.startswith(f"rollout.engine: auto: {expected}, since ")
     if engine == "local":
-        assert "vLLM does not fit beside training: " in note and f"{gigabytes} GB" in note
+        assert "vLLM does not fit alongside training: " in note and f"{gigabytes} GB" in note
     # which a plan of such a machine takes too
     machines = hardware(gpu="h100", gpus=num, nodes=1, gpu_memory=f"{gigabytes}GB")
     assert plan_engine(config, preset_shape("qwen2.5-7b"), machines)[0].rollout.engine == expected
@@ -387,7 +387,7 @@ def test_segments_grow_in_training_processes_unless_the_environment_decides(gpus
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(torch.cuda, "set_device", print)
     gpus(1)
-    assert rank_device(config_with("hardware.device=cuda", folder=str(tmp_path)), ALONE).type == "cuda"
+    assert rank_device(config_with("hardware.device=cuda", folder=str(tmp_path)), SINGLE_PROCESS).type == "cuda"
     assert settings == ([] if said else ["expandable_segments:True"])
-    assert rank_device(config_with("hardware.device=cpu", folder=str(tmp_path)), ALONE).type == "cpu"
+    assert rank_device(config_with("hardware.device=cpu", folder=str(tmp_path)), SINGLE_PROCESS).type == "cpu"
     assert len(settings) == (said is None)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cohort.algorithms import build_sequences
 from cohort.errors import TrainingError
-from cohort.records import ModelCall, Prompt, RolloutGroup, TokenSequence, TrainSequence, Trajectory, token_sequences
+from cohort.records import ModelCall, Prompt, RolloutGroup, TokenSequence, TrainSequence, Trajectory, join_calls
 from selection import examples
 
 
@@ -59,7 +59,7 @@ def written(sequence: TokenSequence | TrainSequence) -> list[int]:
     ],
 )
 def test_calls_to_sequences(calls: list[ModelCall], expected: list[list[int]]):
-    assert [written(sequence) for sequence in token_sequences(calls)] == expected
+    assert [written(sequence) for sequence in join_calls(calls)] == expected
 
 
 @examples(200)
@@ -73,7 +73,7 @@ def test_every_sampled_token_is_trained_exactly_once_after_what_the_model_saw(da
         context = past[:kept] + data.draw(st.lists(st.integers(1, 3), max_size=2))
         calls.append(call(context, data.draw(token_lists)))
         past = context + calls[-1].token_ids.tolist()
-    sequences = token_sequences(calls)
+    sequences = join_calls(calls)
     trained = [(s.token_ids[:n].tolist(), s.token_ids[n]) for s in sequences for n in np.flatnonzero(s.loss_mask)]
     sampled = [
         (c.context_ids.tolist() + c.token_ids[:n].tolist(), token) for c in calls for n, token in enumerate(c.token_ids)

@@ -36,7 +36,7 @@ class PaddedBlock:
     starts: tuple[int, ...]  # [B]
     lengths: tuple[int, ...]  # [B]
     positions: Tensor  # [B, L] int64, position in the row; empty for a single sequence
-    valid: Tensor  # [B * L without padding] int64, indices of `positions` that are no padding; empty if there is none
+    valid: Tensor  # [B * L without padding] int64, indices of `positions` that are not padding; empty if there is none
 
     @staticmethod
     def of(starts: Sequence[int], lengths: Sequence[int]) -> "PaddedBlock":
@@ -71,7 +71,7 @@ class PaddedBlock:
         if len(self.starts) == 1:
             self.take(row).add_(values)
         else:
-            row.index_add_(0, self._valid_positions, self.unpad(values))  # positions are unique: deterministic
+            row.index_add_(0, self._valid_positions, self.unpad(values))  # deterministic, because positions are unique
 
     @cached_property
     def padding_mask(self) -> Tensor | None:

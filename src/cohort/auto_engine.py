@@ -18,11 +18,11 @@ def choose_engine(config: Config, notify: Callable[[str], None]) -> Config:
     """Resolve `rollout.engine: auto`: the engine of the run in `run.dir`, else vLLM if possible.
 
     Args:
-        config: Configuration of the run.
-        notify: Called with the choice and its reason, except on a machine without GPUs.
+        config: configuration of the run.
+        notify: called with the choice and its reason, except on a machine without GPUs.
 
     Raises:
-        UserError: The configuration is incompatible with the engine.
+        UserError: the configuration is incompatible with the engine.
     """
     if config.rollout.engine != "auto":
         return config
@@ -53,7 +53,7 @@ def _chosen(config: Config) -> tuple[str, str | None]:
             f"since {sys.executable} has no usable vLLM (set COHORT_VLLM_PYTHON to an environment that has)",
         )
     if (problem := vllm_memory_shortfall(config)) is not None:
-        return "local", f"since vLLM does not fit beside training: {problem}"
+        return "local", f"since vLLM does not fit alongside training: {problem}"
     return "vllm", f"since vLLM {version} is installed"
 
 

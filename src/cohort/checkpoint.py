@@ -1,20 +1,18 @@
-"""Save and load checkpoints atomically.
+"""Save and load checkpoints.
 
 A checkpoint is a model folder (weights, config, tokenizer) plus the trainer's state: `trainer_state.json`, the critic's
 folder if there is one, and the engine's state (optimizers, and the weights of a reference that changes), sharded by
-torch.distributed.checkpoint, so any number of ranks can load it. It is written under a temporary name, flushed to disk
-and renamed: a kill at any time leaves the previous checkpoint intact.
+torch.distributed.checkpoint, so any number of ranks can load it. It is written atomically (`cohort.atomic_files`): a
+kill at any time leaves the previous checkpoint intact.
 """
 
-import errno
 import json
-import os
 import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,26 +23,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from cohort.distributed import ALONE, Ranks
-from cohort.errors import TrainingError, UserError
+from cohort.atomic_files import disk_errors, flush, write_folder_atomically
+from cohort.distributed import SINGLE_PROCESS, Ranks
+from cohort.errors import UserError
 from cohort.run_files import STATE, Checksums, checkpoints, checksums_in_background, write_manifest
 
 if TYPE_CHECKING:  # code that only inspects checkpoints should not import transformers
     from cohort.models import Critic, Policy, SaveOptions
 
 _OPTIMIZER = "optimizer"
-_DISK_ERRORS = {
-    errno.ENOSPC: ("no space left on device", "free some space"),
-    errno.EDQUOT: ("no space left on device", "free some space"),
-    errno.EFBIG: ("file size limit exceeded", "raise the limit (ulimit -f)"),
-    errno.EROFS: ("the file system is read-only", "make it writable"),
-    errno.EACCES: ("permission denied", "restore write permission"),
-    errno.ENOENT: ("the folder no longer exists", "restore it"),
-    errno.EIO: ("input/output error", "check the disk"),
-    errno.ESTALE: ("stale network file handle", "remount the file system"),
-}
 CRITIC = "critic"  # subfolder of the critic in a checkpoint
-_WRITING = ".writing-"  # name prefix of an unfinished folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +59,7 @@ def save_checkpoint(
     engine_state: Mapping[str, Any],
     state: TrainerState,
     keep: int,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     save_options: "SaveOptions | None" = None,
 ) -> Path:
     """Write `root/step-N` and delete all but the last `keep` checkpoints. Called on every rank.
@@ -136,7 +124,7 @@ def load_trainer_state(folder: Path) -> TrainerState:
     return TrainerState(**saved)
 
 
-def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE) -> None:
+def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = SINGLE_PROCESS) -> None:
     """Load the engine's state into `state`, which has the structure of what was saved. Each rank reads its shards.
 
     Raises:
@@ -154,79 +142,6 @@ def load_engine_state(folder: Path, state: dict[str, Any], ranks: Ranks = ALONE)
         raise UserError(
             f"run.dir: {str(folder)!r} is damaged: cannot read the optimizer state ({error}); move the folder away "
             f"to resume from the previous checkpoint"
-        ) from error
-
-
-def remove_leftovers(root: Path) -> None:
-    """Delete files and folders that a killed run left half-written or half-deleted."""
-    for leftover in (*root.glob(f"{_WRITING}*"), *root.glob(".deleting-*")):
-        shutil.rmtree(leftover)
-    for leftover in root.glob(".*.partial"):
-        leftover.unlink()
-
-
-def write_folder_atomically(final: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with a temporary folder, flush that to disk and rename it to `final`.
-
-    Raises:
-        TrainingError: writing failed, e.g. the disk is full; nothing is left behind.
-    """
-    temporary = final.with_name(f"{_WRITING}{final.name}")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    try:
-        with disk_errors(final):
-            temporary.mkdir(parents=True)
-            write(temporary)
-            for path in (*temporary.rglob("*"), temporary):
-                _flush(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _flush(final.parent)
-
-
-@contextmanager
-def write_file_atomically(final: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, then flush it to disk and rename it to `final`.
-
-    Raises:
-        TrainingError: writing failed, e.g. the disk is full; `final` is unchanged.
-    """
-    partial = final.with_name(f".{final.name}.partial")
-    try:
-        with disk_errors(final):
-            final.parent.mkdir(parents=True, exist_ok=True)
-            yield partial
-            _flush(partial)
-            partial.replace(final)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the file system while writing `path` into a `TrainingError` that says what to do."""
-    try:
-        yield
-    except TrainingError:
-        raise
-    except Exception as error:
-        # safetensors, tokenizers and torch have their own error types
-        from_text = (n for n in _DISK_ERRORS if os.strerror(n) in str(error))
-        number = getattr(error, "errno", None) or next(from_text, None)
-        final = path.with_name(path.name.removeprefix(_WRITING))
-        if number not in _DISK_ERRORS or (number == errno.ENOENT and final.parent.exists()):
-            raise
-        what, advice = _DISK_ERRORS[number]
-        raise TrainingError(
-            f"{final}: {what}. Earlier checkpoints are intact: {advice} and run the same command again to resume from "
-            f"the last one"
         ) from error
 
 
@@ -256,9 +171,10 @@ class _Writer(dcp.FileSystemWriter):
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Re-raise the original error of a failed rank on every rank instead of torch's wrapper, which is no `Exception`.
+    """Re-raise the original error of a failed rank on every rank.
 
-    Also silence the warning that torch.distributed is not initialized: with one process that is intended.
+    Torch's wrapper of it is not an `Exception`. Also silence the warning that torch.distributed is not initialized:
+    with one process that is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -278,13 +194,5 @@ def _flush_own_files(folder: Path, ranks: Ranks) -> Checksums:
             files.append(path)
     with checksums_in_background(folder, files) as checksums:
         for file in files:
-            _flush(file)
+            flush(file)
     return checksums()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,7 @@ class PeerError(RankDesyncError):
     """Another rank has died or does not answer; this one is not the cause."""
 
 
-class Stopped(Exception):  # noqa: N818
+class Rank0Failed(Exception):  # noqa: N818
     """Rank 0 has ended the run and reports why."""
 
 
@@ -38,7 +38,7 @@ class Ranks:
     control_group: Any = None  # gloo process group of all collectives but `command`
     command_group: Any = None  # with a longer deadline, because rank 0 may be waiting for rewards
     store: Any = None  # key-value store of the rendezvous
-    neighbors: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
+    sibling_pids: tuple[int, ...] = ()  # process ids of the other ranks started by the same launcher
 
     @property
     def is_rank0(self) -> bool:
@@ -99,12 +99,12 @@ class Ranks:
         """Run `make` on rank 0 and return its result on every rank. The other ranks wait with the longer deadline.
 
         Raises:
-            Stopped: on the other ranks if `make` raised. Rank 0 raises the original exception.
+            Rank0Failed: on the other ranks if `make` raised. Rank 0 raises the original exception.
         """
         if not self.is_rank0:
             answer: tuple[bool, Any] = self.command()
             if not answer[0]:
-                raise Stopped
+                raise Rank0Failed
             return answer[1]
         try:
             value = make()
@@ -132,9 +132,10 @@ class Ranks:
         return self._all_reduce([value], dist.ReduceOp.MIN)[0]
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each entry over the axis `dp` in float64, on every rank. All ranks pass as many entries.
+        """Return the sum of each entry over the axis `dp` in float64, on every rank.
 
-        Ranks at the same coordinate of `dp` have the same sequences, so only the first of them counts.
+        All ranks pass the same number of entries. Ranks at the same coordinate of `dp` have the same sequences, so
+        only the first of them counts.
         """
         is_counted = self.rank in self.dp_leaders
         return self._all_reduce(values if is_counted else [0.0] * len(values), dist.ReduceOp.SUM)
@@ -192,7 +193,7 @@ class Ranks:
         return [r for r in range(self.world_size) if r not in present]
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 def first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from cohort.errors import UserError
 from cohort.metrics import rollout_metrics
 from cohort.records import Prompt, ScoredGroup
 from cohort.rewards import RewardRunner
-from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
+from cohort.rollout import RolloutCollector, SamplingParams, StepKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def evaluate(
         rewards: must include the reward that defines success.
         on_progress: called with the number of prompts done and the total.
     """
-    key = StreamKey(purpose="eval", seed=evaluation.seed, step=0)
+    key = StepKey(purpose="eval", seed=evaluation.seed, step=0)
     groups: list[ScoredGroup] = []
     total = len(evaluation.prompts)
     on_progress(0, total)

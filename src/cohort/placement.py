@@ -41,10 +41,10 @@ def server_placement(config: Config) -> Placement:
     `cohort train` passes it to its processes. Under another launcher, servers get the GPUs that no rank uses.
 
     Args:
-        config: Configuration of a run that uses servers, without `rollout.urls`.
+        config: configuration of a run that uses servers, without `rollout.urls`.
 
     Raises:
-        UserError: There are no GPUs for the servers.
+        UserError: there are no GPUs for the servers.
     """
     if PLACEMENT in os.environ:
         placement = json.loads(os.environ[PLACEMENT])
@@ -62,7 +62,7 @@ def split_machine(config: Config) -> GpuSplit | None:
     """Split this machine's GPUs; None for a run that starts no servers.
 
     Raises:
-        UserError: The configuration requires GPUs that this machine does not have.
+        UserError: the configuration requires GPUs that this machine does not have.
     """
     if not config.rollout.uses_servers or config.rollout.urls:
         return None
@@ -77,13 +77,13 @@ def split_machine(config: Config) -> GpuSplit | None:
 
 
 def vllm_memory_shortfall(config: Config) -> str | None:
-    """Why vLLM does not fit beside training on this machine by the plan; None if it fits or that is unknown.
+    """Why vLLM does not fit alongside training on this machine according to the plan; None if it fits or is unknown.
 
     Args:
-        config: Configuration with `rollout.engine: auto` that vLLM supports.
+        config: configuration with `rollout.engine: auto` that vLLM supports.
 
     Raises:
-        UserError: The configuration requires GPUs that this machine does not have.
+        UserError: the configuration requires GPUs that this machine does not have.
     """
     started = os.environ.get("LOCAL_WORLD_SIZE")  # set by another launcher, which decides the number of processes
     if started is not None:
@@ -96,9 +96,9 @@ def place(config: Config, split: GpuSplit, slots: list[int]) -> Placement:
     """Translate a split into physical device ids.
 
     Args:
-        config: Configuration of the run.
-        split: Split of this machine.
-        slots: Indices into `split.training_gpus` in use; a failed GPU may have been dropped.
+        config: configuration of the run.
+        split: split of this machine.
+        slots: indices into `split.training_gpus` in use; a failed GPU may have been dropped.
     """
     devices = visible_devices(config)
     # no server on a dropped shared GPU: no rank would put it to sleep
@@ -114,7 +114,7 @@ def num_gpus(config: Config) -> int:
     """Number of GPUs available to the run according to `hardware.device`.
 
     Raises:
-        UserError: It names a device that does not exist.
+        UserError: it names a device that does not exist.
     """
     device = config.hardware.device
     found = 0 if device == "cpu" else torch.cuda.device_count()
@@ -135,7 +135,7 @@ def _check_several_machines(config: Config, num_here: int) -> None:
     """Check that rank 0's machine has GPUs without a rank for the run's own servers.
 
     Raises:
-        UserError: It has none.
+        UserError: it has none.
     """
     found, wanted = num_gpus(config), config.hardware.rollout_gpus
     if found == 0 or (found > num_here and wanted != "shared"):

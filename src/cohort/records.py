@@ -135,7 +135,7 @@ class TokenSequence:
     sampling_logprobs: FloatArray  # [L] 0 outside the mask
 
 
-def token_sequences(calls: Sequence[ModelCall]) -> list[TokenSequence]:
+def join_calls(calls: Sequence[ModelCall]) -> list[TokenSequence]:
     """Join the calls of a trajectory into causal sequences, such that each sampled token is trained once.
 
     A call extends the previous sequence if its context starts with all of that sequence's tokens. Otherwise the history
@@ -206,9 +206,9 @@ class TrainSequence:
     loss_weights: FloatArray  # [L] fixed for the whole step
     returns: FloatArray = field(default_factory=lambda: np.zeros(0))  # [L] targets of the critic; [0] without one
     shared_prefix_tokens: int  # leading tokens shared by the group, none of them trained; 0: none
-    index: int  # number of the sequence in the step
-    group: int  # number of the group in the step
-    trajectory: int  # number of the trajectory in the step
+    index: int  # index of the sequence in the step
+    group: int  # index of the group in the step
+    trajectory: int  # index of the trajectory in the step
 
     def __post_init__(self) -> None:
         """Check the invariants that packing relies on."""
@@ -250,10 +250,10 @@ class TrainSequence:
         return cls(
             token_ids=token_ids,
             loss_mask=mask,
-            sampling_logprobs=scatter(mask, sampling_logprobs),
-            advantages=scatter(mask, advantages),
-            loss_weights=scatter(mask, loss_weights),
-            returns=np.zeros(0) if returns is None else scatter(mask, returns),
+            sampling_logprobs=expand_to_mask(mask, sampling_logprobs),
+            advantages=expand_to_mask(mask, advantages),
+            loss_weights=expand_to_mask(mask, loss_weights),
+            returns=np.zeros(0) if returns is None else expand_to_mask(mask, returns),
             shared_prefix_tokens=len(prompt_ids),
             index=index,
             group=group,
@@ -261,7 +261,7 @@ class TrainSequence:
         )
 
 
-def scatter(loss_mask: BoolArray, values: FloatArray | float) -> FloatArray:
+def expand_to_mask(loss_mask: BoolArray, values: FloatArray | float) -> FloatArray:
     """Scatter values of trained tokens to their positions in the sequence: [L], 0 outside the mask."""
     aligned = np.zeros(len(loss_mask))
     aligned[loss_mask] = values

@@ -52,7 +52,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
             world_size=world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             timeout_s=timeout_s,
-            neighbors=_neighbors(world_size, control_group),
+            sibling_pids=_sibling_pids(world_size, control_group),
             control_group=control_group,
             # Rank 0 waits only until all ranks have received its command. It gives up together with the ranks that have
             # and are waiting for the rest, so all of them name the same rank.
@@ -69,7 +69,7 @@ def join_ranks(*, backend: str, timeout_s: float, command_timeout_s: float) -> R
         ) from error
 
 
-def _neighbors(world_size: int, group: Any) -> tuple[int, ...]:
+def _sibling_pids(world_size: int, group: Any) -> tuple[int, ...]:
     """Return the process ids of the other ranks that the same launcher process has started."""
     # containers may share a host name, but each has its own process ids
     numbers = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cohort.checkpoint import remove_leftovers, write_file_atomically
+from cohort.atomic_files import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
-from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, token_sequences
+from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
 from cohort.run_files import format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
 
 # Keys that may change when a run resumes: they affect neither what is learned nor in which order.
@@ -298,7 +298,7 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
         columns["advantage"] = pa.array(means, pa.float64())
     if not all(map(_is_single_turn, prompts, completions)):
-        of_calls = [token_sequences(c.calls) for c in completions]
+        of_calls = [join_calls(c.calls) for c in completions]
         columns["end"] = [c.end for c in completions]
         columns["sequence_token_ids"] = pa.array(
             [[s.token_ids for s in sequences] for sequences in of_calls], pa.list_(pa.list_(pa.int32()))

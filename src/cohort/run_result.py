@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cohort.errors import TrainingError, UserError
 
-EXIT_STATUS_FILE = "COHORT_OUTCOME_FILE"  # environment variable with the path to write to
+EXIT_STATUS_FILE = "COHORT_EXIT_STATUS_FILE"  # environment variable with the path to write to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from cohort.run_result import EXIT_STATUS_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 LAUNCHER = "COHORT_LAUNCHER"  # environment variable of ranks: process id of `cohort train`
-CODES = frozenset(128 + number for number in SIGNALS)  # exit codes of processes that stopped cleanly on a signal
+STOP_EXIT_CODES = frozenset(128 + number for number in SIGNALS)  # of processes that stopped cleanly on a signal
 
 LAUNCHER_GRACE_S = 5  # after the grace period, which ranks enforce themselves, until the launcher kills them
 # A signal to the process group may end a server or worker slightly before it is noticed here.
@@ -68,7 +68,7 @@ def requested(*, within_s: float = 0.0) -> signal.Signals | None:
     if _watch is None:
         return None
     if within_s and _watch.number is None:
-        _watch.asked.wait(within_s)
+        _watch.stop_requested.wait(within_s)
     return None if _watch.number is None else signal.Signals(_watch.number)
 
 
@@ -116,15 +116,15 @@ def can_save(yes: bool = True) -> None:
         _watch.can_save = yes
 
 
-def share(store: Any, neighbors: Collection[int]) -> None:
+def share(store: Any, sibling_pids: Collection[int]) -> None:
     """Stop all ranks when one of them gets a signal.
 
     Args:
         store: the ranks' shared store.
-        neighbors: process ids of the other ranks of the same launcher.
+        sibling_pids: process ids of the other ranks of the same launcher.
     """
     if _watch is not None:  # a separate connection, since the run blocks in the other one
-        _watch.store, _watch.neighbors = store.clone() if hasattr(store, "clone") else store, neighbors
+        _watch.store, _watch.sibling_pids = store.clone() if hasattr(store, "clone") else store, sibling_pids
 
 
 @contextmanager
@@ -190,17 +190,17 @@ class _SignalWatcher:
         self, pipe: int, handlers: Mapping[Any, Any], *, role: Role, grace_s: float, resume_hint: Callable[[], str]
     ):
         self.number: int | None = None  # first signal
-        self.asked = threading.Event()
+        self.stop_requested = threading.Event()
         self.can_save = False
         self.store: Any = None  # shared by the ranks; None for a single process, or once it is lost
-        self.neighbors: Collection[int] = ()
+        self.sibling_pids: Collection[int] = ()
         self._pipe = pipe
         self.handlers = handlers  # previous handlers of the watched signals
         self._missed = False  # the signal came before the launcher installed its handlers, which forward signals
         self._role = role
         self._grace_s = grace_s
-        self._goes_on_from = resume_hint
-        self._reports = os.environ.get("RANK", "0") == "0"
+        self._resume_hint = resume_hint
+        self._is_rank0 = os.environ.get("RANK", "0") == "0"
         self._parent = os.getppid()
         self._deadline = math.inf
 
@@ -214,30 +214,30 @@ class _SignalWatcher:
                     return
                 for number in numbers:
                     if number in self.handlers:
-                        self._arrived(number)
+                        self._on_signal(number)
             self._poll()
 
-    def _arrived(self, number: int) -> None:
-        if self._role == "rank" and self._neighbor_is_gone():
+    def _on_signal(self, number: int) -> None:
+        if self._role == "rank" and self._sibling_is_gone():
             # the launcher terminates the remaining ranks, and nothing can be saved without the missing one
             if EXIT_STATUS_FILE not in os.environ:  # else the handler has dumped it
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
             os._exit(128 + number)
         if self.number is None:
-            self._ask(number)
+            self._request_stop(number)
         elif self._missed:
             self._missed = False  # this is the one sent again by `_poll`
         elif self._role != "rank":  # a rank may get the same signal from the cluster and from its launcher
             self._end(f"stopped immediately by a second {signal.Signals(number).name}")
 
-    def _ask(self, number: int) -> None:
+    def _request_stop(self, number: int) -> None:
         self.number = number
-        self.asked.set()
+        self.stop_requested.set()
         if self._role == "launcher" and self.can_save:  # its ranks have a deadline
             self._missed = signal.getsignal(number) is _do_nothing
             return
-        self._deadline = time.monotonic() + self._grace_s + (0 if self._reports else _OTHERS_LATER_S)
-        decides = self._reports or self.store is None  # rank 0 knows whether there is something to save
+        self._deadline = time.monotonic() + self._grace_s + (0 if self._is_rank0 else _OTHERS_LATER_S)
+        decides = self._is_rank0 or self.store is None  # rank 0 knows whether there is something to save
         self._store_does("set", _KEY, str(number))
         if decides and not self.can_save and (_is_dedicated or self._role != "run"):
             self._end(f"stopped by {signal.Signals(number).name}, with nothing new to save")
@@ -249,8 +249,8 @@ class _SignalWatcher:
         if self._missed and self.number is not None and signal.getsignal(self.number) is not _do_nothing:
             os.kill(os.getpid(), self.number)
         if self.number is None and self._store_does("check", [_KEY]):
-            self._ask(int(self._store_does("get", _KEY) or signal.SIGTERM))
-        if self.number is not None and not self._reports and self._neighbor_is_gone():
+            self._request_stop(int(self._store_does("get", _KEY) or signal.SIGTERM))
+        if self.number is not None and not self._is_rank0 and self._sibling_is_gone():
             os._exit(128 + self.number)  # rank 0 has exited, or the launcher is terminating all ranks
         if time.monotonic() > self._deadline:
             if self._role == "rank":
@@ -267,9 +267,9 @@ class _SignalWatcher:
             self.store = None  # the process that hosted it has exited
             return None
 
-    def _neighbor_is_gone(self) -> bool:
+    def _sibling_is_gone(self) -> bool:
         """Whether another rank on this machine has exited."""
-        for process in self.neighbors:
+        for process in self.sibling_pids:
             try:
                 os.kill(process, 0)
             except ProcessLookupError:
@@ -283,9 +283,9 @@ class _SignalWatcher:
             for clean_up in list(_kill_callbacks):
                 clean_up()
             # bypass sys.stdout, which the main thread may hold, and do not block on a closed or paused console
-            if self._reports and select.select([], [1], [], 1.0)[1]:
+            if self._is_rank0 and select.select([], [1], [], 1.0)[1]:
                 shown = "\x1b[?25h" if os.isatty(1) else ""  # a progress bar hides the cursor
-                os.write(1, f"{shown}\n{how}; {self._goes_on_from()}\n".encode())
+                os.write(1, f"{shown}\n{how}; {self._resume_hint()}\n".encode())
         finally:
             os._exit(128 + self.number)
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.algorithms import AdvantageInputs, advantages, assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import AdvantageInputs, advantages, build_algorithm
 from cohort.algorithms.advantages import (
     batch_mean_std,
     group_mean,

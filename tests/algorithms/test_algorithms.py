@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.algorithms.rollout_correction import importance_weights
 from cohort.batch import LossInputs
 from cohort.config import AlgorithmConfig

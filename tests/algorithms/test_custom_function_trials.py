@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.algorithms import assign_advantages, build_algorithm, check_custom_functions
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm, check_custom_functions
 from cohort.config import AlgorithmConfig
 from cohort.errors import UserError
 from samples import NAN, scored

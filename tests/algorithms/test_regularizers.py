@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.algorithms import CoefficientState, assign_advantages, build_algorithm, mean_reference_kl, with_gradient
+from assigned import assign_advantages
+from cohort.algorithms import (
+    CoefficientState,
+    build_algorithm,
+    drop_zero_gradient,
+    mean_reference_kl,
+)
 from cohort.algorithms.adaptive_coefficients import adapted_entropy, adapted_kl
 from cohort.algorithms.assign import advantage_inputs, high_entropy
 from cohort.algorithms.regularizers import k1, k2, k3, with_off_policy_mask
@@ -123,7 +129,7 @@ def test_the_entropy_bonus_is_taken_from_the_loss():
     x = replace(loss_inputs([1.0, 1.0], [1.0, 0.0]), entropy=torch.tensor([2.0, 3.0], dtype=torch.float64))
     assert algorithm.policy_loss(x).per_token_loss.tolist() == [-2.0, -1.5]
     sequences = assign_advantages([scored([1.0, 1.0], [2, 2])], algorithm)
-    assert len(with_gradient(sequences, algorithm)) == 2
+    assert len(drop_zero_gradient(sequences, algorithm)) == 2
 
 
 def test_the_off_policy_mask():

@@ -130,7 +130,7 @@ def test_operations_of_a_group():
     shape = ModelShape(hidden=4, layers=1, vocab=10, heads=2, kv_heads=1, head_dim=3, intermediate=5)
     assert shape.body_weights == 4 * (6 + 3 + 3 + 6) + 3 * 4 * 5
     body, head = 6 * 132, 6 * 10 * 4
-    # prompt of 3, completions of 2 and 3 tokens, whose last is no input: 1 and 2 inputs
+    # prompt of 3, completions of 2 and 3 tokens, whose last is not an input: 1 and 2 inputs
     assert shape.flops(3, [2, 3], shared=True) == body * 6 + 12 * 6 * (6 + 4 + 9) + head * 5
     assert shape.flops(3, [2, 3], shared=False) == body * 9 + 12 * 6 * (10 + 15) + head * 5
     more = shape.flops(3, [2, 3], shared=True, recomputed=True) - shape.flops(3, [2, 3], shared=True)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import cohort
-from cohort.algorithms import assign_advantages, build_algorithm, losses, with_gradient
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm, drop_zero_gradient, losses
 from cohort.algorithms.custom_functions import LossTraits, loss_traits
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import COMPONENTS, AlgorithmConfig
@@ -139,7 +140,7 @@ def test_a_loss_that_learns_without_advantage_is_not_dropped(power: int, kept: l
     monkeypatch.setattr(losses, "tether", tether, raising=False)
     algorithm = build_algorithm(AlgorithmConfig(policy_loss="tether"), max_completion_tokens=8)
     groups = {"teaches": scored([0.0, 1.0], [1, 2]), "equal": scored([1.0, 1.0], [3, 1])}
-    sequences = with_gradient(assign_advantages(list(groups.values()), algorithm), algorithm)
+    sequences = drop_zero_gradient(assign_advantages(list(groups.values()), algorithm), algorithm)
     assert [s.group for s in sequences] == [list(groups).index(name) for name in kept for _ in range(2)]
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig, config_from_dict
 from cohort.errors import TrainingError, UserError
 from configs import MINIMAL

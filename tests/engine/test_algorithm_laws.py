@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, build_sequences, with_gradient
+from assigned import assign_advantages
+from cohort.algorithms import Algorithm, build_algorithm, build_sequences, drop_zero_gradient
 from cohort.config import ALGORITHMS, COMPONENTS, AlgorithmConfig
 from cohort.models import Policy
 from cohort.models.batch_layout import Layout
@@ -50,7 +51,7 @@ def sequences_of(algorithm: Algorithm, seed: int) -> list[TrainSequence]:
         rewards=np.where(np.arange(4) == 2, np.nan, groups[1].rewards),
         reward_parts={k: np.where(np.arange(4) == 2, np.nan, v) for k, v in groups[1].reward_parts.items()},
     )
-    return assign_advantages(groups, algorithm, expected_returns(groups), WEIGHTS)
+    return assign_advantages(groups, algorithm, expected_returns(groups), reward_weights=WEIGHTS)
 
 
 def expected_returns(groups: Sequence[ScoredGroup]) -> ForwardOnlyOutputs:
@@ -76,7 +77,7 @@ def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, seed: int, 
     assert max(gradient.norm() for gradient in expected.values()) > 1e-6
     engine = make_engine(policy)
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
-    splits = [(sequences, 10_000, "shared"), (with_gradient(shuffled, algorithm), 25, layout)]
+    splits = [(sequences, 10_000, "shared"), (drop_zero_gradient(shuffled, algorithm), 25, layout)]
     for order, budget, computed in splits:
         loss, actual = packed_gradient(engine, order, algorithm, budget, computed)
         assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
@@ -157,7 +158,7 @@ def test_a_step_that_teaches_nothing_changes_no_bit(name: str, reason: str):
             for group in groups
         ]
     sequences = assign_advantages(groups, algorithm, outputs)
-    assert with_gradient(sequences, algorithm) == []
+    assert drop_zero_gradient(sequences, algorithm) == []
     before = copy.deepcopy(policy.model.state_dict())
     engine = make_engine(policy, learning_rate=0.1)
     for computed in (sequences, []):

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from cohort.algorithms import build_algorithm
-from cohort.engine import LargestShare, find_budget
+from cohort.engine import WorstCaseShard, find_budget
 from cohort.engine.budget_search import _trial
 from cohort.packing import collate, pack
 from cohort.records import TrainSequence
 from test_laws import ALGORITHMS, make_engine
 from tiny import make_model, policy_of
 
-SHARE = LargestShare(prompt_tokens=50, completion_tokens=11, num_generations=4, num_sequences=10)
+SHARD = WorstCaseShard(prompt_tokens=50, completion_tokens=11, num_generations=4, num_sequences=10)
 WHOLE = 2 * (50 + 4 * 10) + 50 + 2 * 10  # positions of all its sequences
 
 
 def trial(tokens: int, *, shared: bool = True) -> tuple[TrainSequence, ...]:
     policy: Any = SimpleNamespace(shares_prompts=shared)
-    return _trial(tokens, SHARE, policy)
+    return _trial(tokens, SHARD, policy)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -53,6 +53,6 @@ def test_the_budget_is_found_with_prompts_that_are_shared(monkeypatch: pytest.Mo
         return fits(sequences, *args, **kwargs) and copies < 150
 
     monkeypatch.setattr(engine, "fits", no_room_for_copies)
-    assert 0.9 * 70 / 1.1 <= find_budget(engine, loss, share=SHARE, max_tokens=600) <= 70
+    assert 0.9 * 70 / 1.1 <= find_budget(engine, loss, shard=SHARD, max_tokens=600) <= 70
     monkeypatch.setattr(engine, "fits", fits)
-    assert find_budget(engine, loss, share=SHARE, max_tokens=600) == 600
+    assert find_budget(engine, loss, shard=SHARD, max_tokens=600) == 600

@@ -12,20 +12,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.algorithms import AdvantageInputs, assign_advantages, build_algorithm, value_metrics, with_returns
+from assigned import assign_advantages
+from cohort.algorithms import AdvantageInputs, build_algorithm, critic_sequences, value_metrics
 from cohort.algorithms.advantages import gae
 from cohort.algorithms.gae import clipped_value, gae_returns
 from cohort.batch import ValueInputs
 from cohort.config import AdamwConfig, AlgorithmConfig, ModelConfig, config_from_dict
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.engine import find_budget
 from cohort.errors import UserError
 from cohort.models import Critic, LoadRequest, load_critic, save_policy
 from cohort.models.batch_layout import Layout
-from cohort.records import ForwardOnlyOutputs, scatter
+from cohort.records import ForwardOnlyOutputs, expand_to_mask
 from critics import CPU, PPO, engine_of, make_critic, naive_values
-from rank_critic import critic_sequences, make_worker
-from rank_engine import SHARE, out_of_memory_over
+from rank_critic import make_critic_sequences, make_worker
+from rank_engine import SHARD, out_of_memory_over
 from runs import changed, make_inputs
 from selection import examples
 from test_flops import make_moe
@@ -134,22 +135,22 @@ def test_what_the_critic_learns_from():
         config = AlgorithmConfig(name="ppo", mask_truncated_completions=masked)
         algorithm = build_algorithm(config, max_completion_tokens=16)
         sequences = assign_advantages(groups, algorithm, ForwardOnlyOutputs(values=values))
-        learned = with_returns(sequences)
+        learned = critic_sequences(sequences)
         assert [s.index for s in learned] == kept
         total = sum(s.num_loss_tokens for s in learned)
         assert all((s.loss_weights == s.loss_mask / total).all() and (s.returns == s.loss_mask).all() for s in learned)
         metrics = value_metrics(sequences, values)
         assert metrics == {"value/mean": 0.25}  # returns that do not vary explain nothing
-    assert with_returns([replace(s, returns=np.zeros(0)) for s in sequences]) == []
+    assert critic_sequences([replace(s, returns=np.zeros(0)) for s in sequences]) == []
     assert value_metrics([replace(s, returns=np.zeros(0)) for s in sequences], {}) == {}
 
 
 def test_explained_variance_by_hand():
-    (sequence,) = with_returns(critic_sequences([[2]], seed=0))
-    sequences = [replace(sequence, returns=scatter(sequence.loss_mask, np.array([0.0, 2.0])))]
+    (sequence,) = critic_sequences(make_critic_sequences([[2]], seed=0))
+    sequences = [replace(sequence, returns=expand_to_mask(sequence.loss_mask, np.array([0.0, 2.0])))]
 
     def explained(first: float, second: float) -> float:
-        values = scatter(sequence.loss_mask, np.array([first, second]))
+        values = expand_to_mask(sequence.loss_mask, np.array([first, second]))
         return value_metrics(sequences, {0: values})["value/explained_variance"]
 
     assert explained(0.0, 2.0) == 1
@@ -180,7 +181,7 @@ def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
     """Laws 1 and 2 for the critic: any budget, streams too, against one unpadded forward per completion."""
     critic = make_critic(kind)
     assert critic.layout == "shared"
-    sequences = critic_sequences([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=1)
+    sequences = make_critic_sequences([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=1)
     assert PPO.critic is not None
     expected_loss, old = torch.zeros((), dtype=torch.float64), {}
     for s in sequences:
@@ -210,7 +211,7 @@ def test_old_values_are_those_of_the_first_pass():
     critic = make_critic(dtype=torch.float32)
     engine = engine_of(critic, learning_rate=0.01)
     assert PPO.critic is not None
-    sequences = critic_sequences([[3, 14, 9]], seed=0)
+    sequences = make_critic_sequences([[3, 14, 9]], seed=0)
     before = engine.forward_only(sequences, {"values"})["values"]
     clipped = []
     for update in range(6):
@@ -225,7 +226,7 @@ def test_old_values_are_those_of_the_first_pass():
 def test_a_learning_rate_of_0_leaves_weights_and_moments_alone():
     engines = [engine_of(make_critic(dtype=torch.float32), optim=AdamwConfig(weight_decay=0.1)) for _ in range(2)]
     assert PPO.critic is not None
-    (batch,) = pack_for(engines[0].policy, critic_sequences([[3, 14, 9]], seed=0), 100)
+    (batch,) = pack_for(engines[0].policy, make_critic_sequences([[3, 14, 9]], seed=0), 100)
     engines[0]._learning_rate = lambda done: 0.0 if done == 0 else 1e-2
     engines[1]._learning_rate = lambda done: 1e-2
     start = copy.deepcopy(engines[0].policy.model.state_dict())
@@ -255,7 +256,7 @@ def test_a_critic_begins_at_0_and_comes_back_as_it_was_saved(tmp_path: Path, kin
     names = {name for name, _ in critic.model.named_parameters()}
     assert not any("lm_head" in name for name in names) and {"value_head.weight", "value_head.bias"} < names
     engine = engine_of(critic, learning_rate=0.01)
-    sequences = critic_sequences([[3, 14], [1, 6]], seed=1)
+    sequences = make_critic_sequences([[3, 14], [1, 6]], seed=1)
     assert not any(v.any() for v in engine.forward_only(sequences, {"values"})["values"].values())
     assert PPO.critic is not None
     for _ in range(2):  # in the first the head alone has a gradient
@@ -272,7 +273,7 @@ def test_a_critic_begins_at_0_and_comes_back_as_it_was_saved(tmp_path: Path, kin
 
 def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What both need and do not have yet is there while one of them is tried; one budget is found for both."""
-    worker = make_worker(str(save_model_folder(tmp_path / "m")), ALONE)
+    worker = make_worker(str(save_model_folder(tmp_path / "m")), SINGLE_PROCESS)
     assert worker.critic is not None
     asked: list[tuple[str, int]] = []
     for engine in (worker.engine, worker.critic):
@@ -284,28 +285,28 @@ def test_the_budget_leaves_room_for_the_other_models_optimizer(tmp_path: Path, m
 
         monkeypatch.setattr(engine, "fits", told.__get__(engine))
     with out_of_memory_over(200, "backward mlp 1", worker.critic):
-        found = worker.find_budget(SHARE, 2000)
+        found = worker.find_budget(SHARD, 2000)
     assert 0.9 * 200 / 1.1 <= found <= 200
     assert worker.engine.budget.tokens == worker.critic.budget.tokens == found
     rooms = {("Policy", worker.critic.num_state_bytes), ("Critic", worker.engine.num_state_bytes)}
     assert rooms <= set(asked) <= rooms | {("Policy", 0), ("Critic", 0)}  # 0 where what is kept is measured
     assert all(p.grad is None for e in (worker.engine, worker.critic) for p in e.policy.model.parameters())
-    assert find_budget(worker.critic, worker.algorithm.critic.loss, share=SHARE, max_tokens=2000) == 2000
+    assert find_budget(worker.critic, worker.algorithm.critic.loss, shard=SHARD, max_tokens=2000) == 2000
 
 
 def test_a_critic_learns_what_its_returns_are():
     """Sixty updates on the same completions: most of how their returns differ is foreseen."""
     model = make_model()
-    Critic.adapt(model)
+    Critic.replace_head(model)
     critic = Critic(model, device=CPU, compute_dtype=torch.float32, pad_token_id=0)
     engine = engine_of(critic, learning_rate=3e-3)
     assert PPO.critic is not None
-    sequences = critic_sequences([[3, 14, 9], [1, 6, 2]], seed=1)
+    sequences = make_critic_sequences([[3, 14, 9], [1, 6, 2]], seed=1)
     explained = []
     for update in range(60):
         if update % 10 == 0:
             estimated = engine.forward_only(sequences, {"values"})["values"]
-            values = {s.index: scatter(s.loss_mask, estimated[s.index].double().numpy()) for s in sequences}
+            values = {s.index: expand_to_mask(s.loss_mask, estimated[s.index].double().numpy()) for s in sequences}
             explained.append(value_metrics(sequences, values)["value/explained_variance"])
         (batch,) = pack_for(critic, sequences, 30)
         engine.forward_backward(batch, PPO.critic.loss)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cohort.distributed import ALONE
-from rank_critic import PLACES, STEPS, critic_gradient, critic_sequences, make_worker, run_critic_steps
+from cohort.distributed import SINGLE_PROCESS
+from rank_critic import PLACES, STEPS, critic_gradient, make_critic_sequences, make_worker, run_critic_steps
 from ranks import RanksOnDemand
 from selection import slow
 from tiny import relative_error, save_model_folder
@@ -29,15 +29,15 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> RanksOnDemand:
 
 def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: str):
     """Any budget, streams, ranks with nothing to do, and one that runs out of memory at every place."""
-    worker, three = make_worker(model, ALONE), on(3, "critic_gradients", model)
+    worker, three = make_worker(model, SINGLE_PROCESS), on(3, "critic_gradients", model)
     for step, lengths in STEPS.items():
-        sequences = critic_sequences(*lengths, seed=3)
+        sequences = make_critic_sequences(*lengths, seed=3)
         result, expected = critic_gradient(worker, sequences, 10_000)
         for budget in (20, 10_000):
             loss, actual = three[f"{step}/{budget}"]
             assert loss == pytest.approx(result.metrics["loss"], rel=1e-6)
             assert max(relative_error(actual[k], expected[k]) for k in expected) < 1e-6, (step, budget)
-    _, expected = critic_gradient(worker, critic_sequences(*STEPS["uneven"], seed=3), 10_000)
+    _, expected = critic_gradient(worker, make_critic_sequences(*STEPS["uneven"], seed=3), 10_000)
     for place in PLACES:
         again = three[f"memory/{place}"]
         assert again.num_out_of_memory >= 1 and not again.different, place
@@ -47,7 +47,7 @@ def test_the_gradient_over_three_ranks_is_that_of_one(on: RanksOnDemand, model: 
 @slow("its gradients are compared")
 def test_updates_over_three_ranks_are_those_of_one(on: RanksOnDemand, model: str, root: Path, tmp_path: Path):
     three = on(3, "critic_steps", model, str(root))
-    one = run_critic_steps(ALONE, model, str(tmp_path))
+    one = run_critic_steps(SINGLE_PROCESS, model, str(tmp_path))
     for actual, expected in zip(three["metrics"], one["metrics"], strict=True):
         assert actual == pytest.approx(expected, rel=1e-6, abs=1e-9)
     for part in ("policy", "critic"):
@@ -60,7 +60,7 @@ def test_updates_over_three_ranks_are_those_of_one(on: RanksOnDemand, model: str
 def test_a_checkpoint_of_three_ranks_goes_on_with_one(on: RanksOnDemand, model: str, root: Path):
     """Policy, critic and both optimizers."""
     three = on(3, "critic_steps", model, str(root))
-    resumed = run_critic_steps(ALONE, model, str(root), "resume")
+    resumed = run_critic_steps(SINGLE_PROCESS, model, str(root), "resume")
     assert resumed["metrics"][0] == pytest.approx(three["metrics"][2], rel=1e-6, abs=1e-9)
     for part in ("policy", "critic"):
         assert max(relative_error(resumed[part][k], weight) for k, weight in three[part].items()) < 1e-6

@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from cohort.algorithms.regularizers import Coefficients
 from cohort.config import config_from_dict
-from cohort.distributed import ALONE
-from cohort.engine import LargestShare, OptimResult, TrainResult, forward_backward
+from cohort.distributed import SINGLE_PROCESS
+from cohort.engine import OptimResult, TrainResult, WorstCaseShard, forward_backward
 from cohort.host_to_device import to_device
 from cohort.models import stream_weights
 from cohort.models.offload import activation_checkpointing, pinned_memory
 from cohort.models.saving.export_weights import weight_specs
 from cohort.records import Prompt
-from cohort.rollout import SampleRequest, SamplingParams, StreamKey
+from cohort.rollout import SampleRequest, SamplingParams, StepKey
 from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches
@@ -43,9 +43,9 @@ PROBES_AGREE = {"models/batch_layout.py": 0.0, "models/kernel_check.py": 0.0}
 GROUPS = [(9, [5, 7, 1]), (70, [80, 3, 9]), (4, [6, 6])]  # short segments, and long ones that are computed alone
 SEQUENCES = [replace(s, returns=np.ones_like(s.advantages)) for s in random_sequences(GROUPS)]
 SAMPLER = frozenset({"rollout/engines/local/sampler.py"})
-KEY = StreamKey(purpose="eval", seed=0, step=0)
+KEY = StepKey(purpose="eval", seed=0, step=0)
 MOST_COPIES = 3
-SHARE = LargestShare(prompt_tokens=60, completion_tokens=41, num_generations=3, num_sequences=9)
+SHARD = WorstCaseShard(prompt_tokens=60, completion_tokens=41, num_generations=3, num_sequences=9)
 
 
 def make_moe() -> PreTrainedModel:
@@ -145,7 +145,7 @@ def build(variant: Variant, folder: Path, run: Path) -> Worker:
     spec = WorkerSpec(
         folder=run, num_steps=2, checkpoint=None, micro_batch_tokens=variant.budget, longest_sequence_tokens=256
     )
-    return build_worker(config, ALONE, spec, device=DEVICE, tokenizer=make_tokenizer())
+    return build_worker(config, SINGLE_PROCESS, spec, device=DEVICE, tokenizer=make_tokenizer())
 
 
 def update(worker: Worker) -> tuple[TrainResult, OptimResult]:
@@ -236,7 +236,7 @@ def test_weights_are_published_from_the_device_without_waiting(name: str, tmp_pa
 def test_the_budget_is_looked_for(tmp_path: Path, folders):
     with fake_cuda(index=DEVICE.index, answers=PROBES_AGREE):
         worker = build(VARIANTS["autocast"], folders(VARIANTS["autocast"].model), tmp_path)
-        assert worker.find_budget(SHARE, 800) >= 800  # nothing runs out of memory
+        assert worker.find_budget(SHARD, 800) >= 800  # nothing runs out of memory
 
 
 def test_a_whole_run_on_the_first_gpu(tmp_path: Path):

@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, with_gradient
+from assigned import assign_advantages
+from cohort.algorithms import Algorithm, build_algorithm, drop_zero_gradient
 from cohort.batch import LossInputs
 from cohort.config import AdamwConfig, AlgorithmConfig, OptimConfig, TrainConfig
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.models import Policy, linear_loss
 from cohort.models.batch_layout import Layout
-from cohort.records import Prompt, ScoredGroup, TrainSequence, scatter
+from cohort.records import Prompt, ScoredGroup, TrainSequence, expand_to_mask
 from samples import answer
 from selection import examples, mostly_slow
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
@@ -76,7 +77,7 @@ def make_engine(
     optim: OptimConfig | None = None,
     reference_changes: bool = False,
     temperature: float = 0.9,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     **train,
 ) -> TrainEngine:
     config = TrainConfig(**train)
@@ -152,7 +153,7 @@ def test_the_gradient_does_not_depend_on_budget_or_order(name: str, lengths_PG, 
     expected_loss, expected = dense_gradient(policy, reference, sequences, algorithm)
     engine = make_engine(policy, reference)
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
-    needed = with_gradient(sequences, algorithm)
+    needed = drop_zero_gradient(sequences, algorithm)
     splits: list[tuple[list[TrainSequence], Layout]] = [
         (sequences, "shared"),
         (shuffled, "shared"),
@@ -176,10 +177,12 @@ def test_groups_without_a_gradient_are_not_computed():
         for group, r in zip(random_groups([[3, 4, 5]] * 3, seed=0), rewards, strict=True)
     ]
     sequences = assign_advantages(groups, algorithm)
-    kept = [(s.group, s.num_loss_tokens) for s in with_gradient(sequences, algorithm)]
+    kept = [(s.group, s.num_loss_tokens) for s in drop_zero_gradient(sequences, algorithm)]
     assert kept == [(0, 3), (0, 5), (2, 3), (2, 5)]  # the middle one of group 0 has the group's mean
     with_kl = build_algorithm(AlgorithmConfig(beta=0.1), max_completion_tokens=16)
-    assert len(with_gradient(assign_advantages(groups, with_kl), with_kl)) == 8  # a KL term pulls at all but the NaN
+    assert (
+        len(drop_zero_gradient(assign_advantages(groups, with_kl), with_kl)) == 8
+    )  # a KL term pulls at all but the NaN
 
 
 def test_a_step_without_any_gradient_moves_nothing():
@@ -188,7 +191,7 @@ def test_a_step_without_any_gradient_moves_nothing():
     algorithm = build_algorithm(AlgorithmConfig(), max_completion_tokens=16)
     learned = assign_advantages(random_groups([[3, 14, 9]], seed=0), algorithm)
     idle = [replace(s, advantages=np.zeros_like(s.advantages)) for s in learned]
-    for engine, second in zip(engines, (idle, with_gradient(idle, algorithm)), strict=True):
+    for engine, second in zip(engines, (idle, drop_zero_gradient(idle, algorithm)), strict=True):
         for sequences in (learned, second):
             before = copy.deepcopy(engine.policy.model.state_dict())
             (batch,) = pack_for(engine.policy, sequences, 50)
@@ -242,7 +245,7 @@ def test_a_correction_of_what_the_policy_itself_sampled_changes_no_bit(correctio
         engine.forward_backward(batch, algorithm.policy_loss)
         policy.model.zero_grad()
         sampled = {n: logprobs.double().numpy() for n, logprobs in engine.old_outputs.items()}
-        own = [replace(s, sampling_logprobs=scatter(s.loss_mask, sampled[s.index])) for s in sequences]
+        own = [replace(s, sampling_logprobs=expand_to_mask(s.loss_mask, sampled[s.index])) for s in sequences]
         (batch,) = pack_for(policy, own, 30)
         for update in range(2):
             result = engine.forward_backward(None if update else batch, algorithm.policy_loss)

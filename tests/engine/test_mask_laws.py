@@ -11,13 +11,14 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cohort.algorithms import Algorithm, assign_advantages, build_algorithm, build_sequences, with_gradient
+from assigned import assign_advantages
+from cohort.algorithms import Algorithm, build_algorithm, build_sequences, drop_zero_gradient
 from cohort.batch import LossInputs
 from cohort.config import ALGORITHMS, AdamwConfig, AlgorithmConfig
 from cohort.models import Policy
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate, pack
-from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, scatter
+from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, expand_to_mask
 from samples import answer
 from selection import examples, slow
 from test_algorithm_laws import shallow_policy
@@ -93,7 +94,7 @@ def random_estimates(sequences: list[TrainSequence]) -> ForwardOnlyOutputs:
             rng = np.random.default_rng((offset, s.trajectory))
             values = rng.normal(size=drawn[s.trajectory] + s.num_loss_tokens)[drawn[s.trajectory] :]
             drawn[s.trajectory] += s.num_loss_tokens
-            found[s.index] = np.where(s.loss_mask, scatter(s.loss_mask, values), 1e9)
+            found[s.index] = np.where(s.loss_mask, expand_to_mask(s.loss_mask, values), 1e9)
         return found
 
     return ForwardOnlyOutputs(
@@ -147,7 +148,7 @@ def assert_any_split_has_the_dense_gradient(config: AlgorithmConfig, groups: lis
     expected_metrics, expected = dense(policy, sequences, algorithm)
     engine, old = make_engine(policy), {s.index: old_logprobs_of(s) for s in sequences}
     shuffled = [sequences[n] for n in np.random.default_rng(seed).permutation(len(sequences))]
-    for order in (shuffled, with_gradient(shuffled, algorithm)):
+    for order in (shuffled, drop_zero_gradient(shuffled, algorithm)):
         for layout in LAYOUTS:
             policy.traits = replace(policy.traits, layout=layout)
             (batch,) = pack(

@@ -81,7 +81,7 @@ def test_a_loss_that_forgets_who_shares_a_prompt_is_seen(monkeypatch: pytest.Mon
     """Negative control: every position of the row counts once."""
     _, expected = naive(moe_model("Qwen3-MoE"))
     engine = make_engine(moe_policy(moe_model("Qwen3-MoE")))
-    monkeypatch.setattr(Policy, "computed_counts", lambda _, micro_batch: micro_batch.input_counts.clamp(max=1))
+    monkeypatch.setattr(Policy, "sequences_per_position", lambda _, micro_batch: micro_batch.input_counts.clamp(max=1))
     step(engine, 10_000)
     assert largest_error(gradients(engine), expected) > 0.01
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.engine import TrainEngine
 from cohort.engine.forward_backward import Operation, StepSchedule
@@ -70,7 +71,7 @@ def test_a_prompt_is_computed_once():
     assert not whole.split_groups and len(whole.micro_batches) == 1
     assert len(split.split_groups) == 3 and not split.micro_batches
     results = [engine.forward_backward(batch, algorithm.policy_loss) for batch in (whole, split)]
-    assert results[0].num_inputs == results[1].num_inputs < 3 * 310 + sum(map(sum, LENGTHS))
+    assert results[0].num_computed_tokens == results[1].num_computed_tokens < 3 * 310 + sum(map(sum, LENGTHS))
     assert results[1].num_micro_batches > 6
 
 

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from cohort.attention_mask import CACHED_PREFIX, NO_PARENT, AttentionMetadata, build_attention_metadata
 
-Groups = list[tuple[int, list[int]]]  # tokens of each root and of its branches
+Groups = list[tuple[int, list[int]]]  # tokens of each prompt and of its completions
 LENGTHS = st.integers(1, 90)
 GROUPS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, max_size=4)), min_size=1, max_size=3)
 UNEVEN: Groups = [(5, [3, 1, 7]), (1, [2, 70]), (100, [3, 66, 9]), (4, [])]
 
 
 def segments_of(groups: Groups, prefix: tuple[int, list[int]] | None = None) -> AttentionMetadata:
-    """A row of roots and their branches, after the branches of a prefix."""
-    num_prefix, branches = prefix or (0, [])
-    lengths, roots = list(branches), [CACHED_PREFIX] * len(branches)
-    for root_length, branch_lengths in groups:
-        root = len(lengths)
-        lengths += [root_length, *branch_lengths]
-        roots += [NO_PARENT, *[root] * len(branch_lengths)]
-    return build_attention_metadata(lengths, roots, prefix_tokens=num_prefix)
+    """A row of prompts and their completions, after the completions of a cached prefix."""
+    num_prefix, completions = prefix or (0, [])
+    lengths, parents = list(completions), [CACHED_PREFIX] * len(completions)
+    for prompt_length, completion_lengths in groups:
+        parent = len(lengths)
+        lengths += [prompt_length, *completion_lengths]
+        parents += [NO_PARENT, *[parent] * len(completion_lengths)]
+    return build_attention_metadata(lengths, parents, prefix_tokens=num_prefix)
 
 
 def dense_mask(attn_metadata: AttentionMetadata) -> Tensor:
@@ -32,13 +32,14 @@ def dense_mask(attn_metadata: AttentionMetadata) -> Tensor:
     num_before, num_tokens = attn_metadata.prefix_tokens, attn_metadata.num_tokens
     mask = torch.zeros(num_tokens, num_before + num_tokens, dtype=torch.bool)
     starts = [sum(attn_metadata.lengths[:n]) for n in range(len(attn_metadata.lengths))]
-    for start, length, root in zip(starts, attn_metadata.lengths, attn_metadata.parents, strict=True):
+    for start, length, parent in zip(starts, attn_metadata.lengths, attn_metadata.parents, strict=True):
         for token in range(start, start + length):
             mask[token, num_before + start : num_before + token + 1] = True
-            if root == CACHED_PREFIX:
+            if parent == CACHED_PREFIX:
                 mask[token, :num_before] = True
-            elif root != NO_PARENT:
-                mask[token, num_before + starts[root] : num_before + starts[root] + attn_metadata.lengths[root]] = True
+            elif parent != NO_PARENT:
+                start_of_parent = num_before + starts[parent]
+                mask[token, start_of_parent : start_of_parent + attn_metadata.lengths[parent]] = True
     return mask
 
 

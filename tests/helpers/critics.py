@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def make_critic(kind: str = "llama", *, dtype: torch.dtype = torch.float64, **overrides: Any) -> Critic:
     """A critic whose values are not all 0."""
     model = make_model(kind, dtype=dtype, **overrides)
-    Critic.adapt(model)
+    Critic.replace_head(model)
     torch.manual_seed(5)
     torch.nn.init.normal_(model.value_head.weight)
     torch.nn.init.normal_(model.value_head.bias)

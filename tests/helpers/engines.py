@@ -21,14 +21,14 @@ from cohort.rollout import (
     Sampler,
     SampleRequest,
     SamplingParams,
-    StreamKey,
+    StepKey,
 )
 from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 from tiny import make_tokenizer
 
 
 def generate(
-    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams, key: StepKey
 ) -> list[RolloutGroup]:
     """One group per prompt, by a collector that ends with it."""
     with closing(RolloutCollector(engine, make_tokenizer())) as collector:
@@ -82,7 +82,7 @@ class ScriptedEngine:
     def release_gpus(self) -> None:
         pass
 
-    def load_weights(self, *, policy_version: int) -> None:
+    def update_weights(self, *, policy_version: int) -> None:
         self._version = policy_version
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class ScriptedEngine:
 
 
 class ThreadEngine:
-    """Samples in a thread, from weights of its own that are the trainer's as of the last `load_weights`.
+    """Samples in a thread, from weights of its own that are the trainer's as of the last `update_weights`.
 
     One prompt in `one_in` is slow: its group is held back until weights were loaded twice, or nothing else is left to
     wait for.
@@ -129,7 +129,7 @@ class ThreadEngine:
     def release_gpus(self) -> None:
         pass
 
-    def load_weights(self, *, policy_version: int) -> None:
+    def update_weights(self, *, policy_version: int) -> None:
         with self._weights:
             self._policy.model.load_state_dict(self._trained.model.state_dict())
             self._policy_version = policy_version
@@ -180,4 +180,4 @@ def sample_in_a_thread(patch: Callable[[str, Any], None], *, max_staleness: int,
         return ThreadEngine(worker.policy, worker.tokenizer)
 
     patch("cohort.trainer.collect_groups.Prefetcher", prefetcher)
-    patch("cohort.trainer.local_rollouts.LocalEngine", engine)
+    patch("cohort.trainer.local_setup.LocalEngine", engine)

@@ -18,7 +18,7 @@ from cohort.engine import TrainEngine
 from cohort.models.loading import load_weights
 from cohort.models.loading.meta_device import named_saved_tensors
 from cohort.records import Prompt
-from cohort.rollout import Sampler, SampleRequest, SamplingParams, StreamKey
+from cohort.rollout import Sampler, SampleRequest, SamplingParams, StepKey
 from rank_engine import (
     STEPS,
     batches_of,
@@ -184,7 +184,7 @@ def run_adapter_sampling(ranks: Ranks, model: str, current: str) -> dict[str, An
     prompts = [Prompt(id=n, epoch=0, content="", token_ids=np.arange(3, 8 + n), columns={}) for n in range(3)]
     sampler = Sampler(policy, end_token_ids=frozenset({1}), max_num_seqs=8)
     sampling = SamplingParams(num_generations=4, max_completion_tokens=10, temperature=1.0)
-    key = StreamKey(purpose="train", seed=0, step=0)
+    key = StepKey(purpose="train", seed=0, step=0)
     sampled = sampler.sample(
         [
             SampleRequest(token_ids=p.token_ids, sampling=sampling, keys=tuple(key.call(p, i) for i in range(4)))

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from cohort.algorithms import assign_advantages, build_algorithm, build_sequences, with_returns
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm, build_sequences, critic_sequences
 from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import AlgorithmConfig, ModelConfig, TrainConfig, config_from_dict
 from cohort.distributed import Ranks
 from cohort.engine import CriticEngine, TokenBudget, TrainEngine
 from cohort.metrics import PeakMemory, PhaseClock
 from cohort.models import CollectiveCounter, LoadRequest, load_critic, load_policy, load_tokenizer
-from cohort.records import ForwardOnlyOutputs, TrainSequence, scatter
+from cohort.records import ForwardOnlyOutputs, TrainSequence, expand_to_mask
 from cohort.rollout import Sampler
 from cohort.trainer.update import Updater
 from cohort.trainer.worker import Worker
@@ -45,13 +46,15 @@ def values_of(num_tokens: int, index: int) -> np.ndarray:
     return np.random.default_rng(100 + index).normal(size=num_tokens)
 
 
-def critic_sequences(
+def make_critic_sequences(
     lengths_PG: list[list[int]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int
 ) -> list[TrainSequence]:
     """What a critic learns from, of random completions, one in eight not scored."""
     groups = random_groups(lengths_PG, seed, prompt_tokens)
-    values = {s.index: scatter(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in build_sequences(groups)}
-    return with_returns(assign_advantages(groups, ALGORITHM, ForwardOnlyOutputs(values=values)))
+    values = {
+        s.index: expand_to_mask(s.loss_mask, values_of(s.num_loss_tokens, s.index)) for s in build_sequences(groups)
+    }
+    return critic_sequences(assign_advantages(groups, ALGORITHM, ForwardOnlyOutputs(values=values)))
 
 
 def make_worker(model: str, ranks: Ranks, *, dtype: str = "float64", checkpoint: Path | None = None) -> Worker:
@@ -135,11 +138,11 @@ def run_critic_gradients(ranks: Ranks, model: str) -> dict[str, Any]:
     assert worker.critic is not None
     results: dict[str, Any] = {}
     for step, lengths in STEPS.items():
-        sequences = critic_sequences(*lengths, seed=3)
+        sequences = make_critic_sequences(*lengths, seed=3)
         for budget in (20, 10_000):
             result, gradient = critic_gradient(worker, sequences, budget)
             results[f"{step}/{budget}"] = (result.metrics["loss"], gradient)
-    sequences = critic_sequences(*STEPS["uneven"], seed=3)
+    sequences = make_critic_sequences(*STEPS["uneven"], seed=3)
     for place in PLACES:
         unlucky = ranks.rank == ranks.world_size - 1
         memory = out_of_memory_over(14, place, worker.critic) if unlucky else nothing()

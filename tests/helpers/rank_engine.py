@@ -17,7 +17,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import test_laws
-from cohort.algorithms import assign_advantages, build_algorithm, with_gradient
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm, drop_zero_gradient
 from cohort.checkpoint import TrainerState, load_engine_state, save_checkpoint
 from cohort.config import (
     AdafactorConfig,
@@ -28,8 +29,8 @@ from cohort.config import (
     OptimConfig,
     SgdConfig,
 )
-from cohort.distributed import ALONE, Ranks
-from cohort.engine import LargestShare, TrainEngine, TrainResult, find_budget
+from cohort.distributed import SINGLE_PROCESS, Ranks
+from cohort.engine import TrainEngine, TrainResult, WorstCaseShard, find_budget
 from cohort.errors import StopRequested
 from cohort.models import CollectiveCounter, LoadRequest, Policy, load_policy, load_tokenizer
 from cohort.models.offload import activation_checkpointing
@@ -162,7 +163,7 @@ def run_updates(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     norms = []
     for update in range(2):
         algorithm, sequences = step_sequences("dapo_kl_masked", *STEPS["uneven"], seed=update)
-        batch = batches_of(engine, with_gradient(sequences, algorithm), ranks, 20)[ranks.rank]
+        batch = batches_of(engine, drop_zero_gradient(sequences, algorithm), ranks, 20)[ranks.rank]
         engine.forward_backward(batch, algorithm.policy_loss)
         norms.append(engine.optim_step().grad_norm)
     engine.forward_backward(batches_of(engine, [], ranks, 20)[ranks.rank], algorithm.policy_loss)
@@ -247,7 +248,7 @@ def run_out_of_memory_on_nothing(ranks: Ranks, model: str, reference: str) -> di
 
     def compute(budget: int) -> Computed:
         if budget == 310:
-            (batch,) = batches_of(engine, sequences if ranks.is_rank0 else [], ALONE, budget)
+            (batch,) = batches_of(engine, sequences if ranks.is_rank0 else [], SINGLE_PROCESS, budget)
             assert len(batch.split_groups) == ranks.is_rank0 and all(len(parts) == 3 for parts in batch.split_groups)
         else:
             batch = batches_of(engine, sequences, ranks, budget)[ranks.rank]
@@ -418,7 +419,7 @@ def run_checkpoint(ranks: Ranks, model: str, reference: str, root: str, resume: 
     return {"weights": whole_weights(engine)}
 
 
-SHARE = LargestShare(prompt_tokens=10, completion_tokens=31, num_generations=4, num_sequences=100)
+SHARD = WorstCaseShard(prompt_tokens=10, completion_tokens=31, num_generations=4, num_sequences=100)
 
 
 def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
@@ -428,8 +429,8 @@ def run_budget(ranks: Ranks, model: str, reference: str) -> dict[str, Any]:
     before = {name: weight.clone() for name, weight in whole_weights(engine).items()}
     unlucky = ranks.world_size - 1
     with out_of_memory_over(300, "backward mlp 1", engine) if ranks.rank == unlucky else nothing():
-        limited = find_budget(engine, algorithm.policy_loss, share=SHARE, max_tokens=2000)
-    unlimited = find_budget(engine, algorithm.policy_loss, share=SHARE, max_tokens=2000)
+        limited = find_budget(engine, algorithm.policy_loss, shard=SHARD, max_tokens=2000)
+    unlimited = find_budget(engine, algorithm.policy_loss, shard=SHARD, max_tokens=2000)
     after = whole_weights(engine)
     return {
         "limited": limited,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cohort.config import ModelConfig
-from cohort.distributed import Ranks, Stopped
+from cohort.distributed import Rank0Failed, Ranks
 from cohort.errors import UserError
 from cohort.models import Policy
 from cohort.models.loading import load_weights
@@ -75,7 +75,7 @@ def run_loading_fails(ranks: Ranks, path: str, other: str, bad_rank: int) -> dic
         patch.setattr("cohort.models.loading.load_model.load_sharded_weights", cut_and_fill)
         try:
             counted_load(ranks, other if ranks.rank == bad_rank else path, "float32")
-        except (UserError, Stopped) as error:
+        except (UserError, Rank0Failed) as error:
             said = f"{type(error).__name__}: {error}"
     return {"said": ranks.gather(said)}
 

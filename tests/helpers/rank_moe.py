@@ -9,7 +9,7 @@ import rank_engine
 import test_laws
 from cohort.batch import LossInputs, LossOutput
 from cohort.config import AdamwConfig, ModelConfig
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.engine import TrainEngine, TrainResult
 from cohort.models import CollectiveCounter, Policy
 from cohort.records import TrainSequence
@@ -30,7 +30,7 @@ def sequences() -> list[TrainSequence]:
     return random_sequences(GROUPS)
 
 
-def make_engine(policy: Policy, ranks: Ranks = ALONE, **train: Any) -> TrainEngine:
+def make_engine(policy: Policy, ranks: Ranks = SINGLE_PROCESS, **train: Any) -> TrainEngine:
     train = {"router_aux_loss_coef": COEFFICIENT, "learning_rate": 0.01, "micro_batch_tokens": 10_000, **train}
     return test_laws.make_engine(policy, optim=AdamwConfig(weight_decay=0.1), temperature=1.0, ranks=ranks, **train)
 
@@ -67,7 +67,7 @@ def switch_loss(logits_RNE: torch.Tensor, num_chosen: int) -> torch.Tensor:
     return p.shape[-1] * (f * p.mean(0)).sum()
 
 
-def load(path: str, ranks: Ranks = ALONE, **keys: Any) -> Policy:
+def load(path: str, ranks: Ranks = SINGLE_PROCESS, **keys: Any) -> Policy:
     collectives = CollectiveCounter() if ranks.world_size > 1 else None
     return rank_engine.load(ModelConfig(path=path, **keys), ranks, collectives=collectives)
 

@@ -12,7 +12,7 @@ import test_laws
 from cohort.config import Adamw8bitConfig, AdamwConfig, ModelConfig, MuonConfig, OptimConfig, SgdConfig
 from cohort.distributed import Ranks
 from cohort.engine import TrainEngine
-from cohort.engine.optimizer_offload import local
+from cohort.engine.optimizer_offload import to_local
 from cohort.models import fsdp
 from cohort.models.offload.pinned_memory import PinnedMemory
 from cohort.models.saving.export_weights import stream_weights
@@ -139,7 +139,9 @@ def run_place(ranks: Ranks, model: str) -> dict[str, Any]:
     assert engine.policy.sharding is not None
     parameters = [p for group in engine.policy.sharding._groups() for p in group.fsdp_params]
     storages = {p._sharded_param_data.untyped_storage().data_ptr() for p in parameters}
-    storages |= {local(p).untyped_storage().data_ptr() for p in engine.policy.model.parameters() if local(p).numel()}
+    storages |= {
+        to_local(p).untyped_storage().data_ptr() for p in engine.policy.model.parameters() if to_local(p).numel()
+    }
     padded = sum(p._sharded_param_data.numel() > p.sharded_param._local_tensor.numel() for p in parameters)
     return {
         "stay": ranks.all_reduce_min(storages == {taken[0].untyped_storage().data_ptr()}) == 1,

@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import RolloutCollector, SamplingParams, StreamKey
+from cohort.rollout import RolloutCollector, SamplingParams, StepKey
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, ServerHandle
 from cohort.rollout.engines.servers.requests import ServerError, call_seed
@@ -22,7 +22,7 @@ from tiny import make_tokenizer
 from waiting import PATIENCE_S
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_tokens=8, temperature=1.0)
-KEY = StreamKey(purpose="train", seed=0, step=5)
+KEY = StepKey(purpose="train", seed=0, step=5)
 LIMITS = FleetLimits(
     max_num_seqs=6,
     start_timeout_s=PATIENCE_S,
@@ -111,7 +111,7 @@ def run_with(
 ) -> Iterator[Run]:
     run = Run(handles, limits, sleeps)
     try:
-        run.engine.load_weights(policy_version=version)
+        run.engine.update_weights(policy_version=version)
         yield run
     finally:
         run.collector.close()

@@ -95,7 +95,7 @@ class EngineServer(FakeVllm):
     def __init__(self, faults: list[str] | None = None, *, worker: Any, weights: Weights, device: torch.device):
         super().__init__(faults)
         self.model = Model(weights)
-        self.engine = worker.CohortEngine(None, SimpleNamespace(), device, self.model)
+        self.engine = worker.CohortWeightTransferEngine(None, SimpleNamespace(), device, self.model)
         self.engine._expected = {name: (list(tensor.shape), False) for name, tensor in weights.items()}
         self.updating = self.paused = False
         self.turn = threading.Lock()

@@ -22,8 +22,8 @@ from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.server_options import server_options
-from cohort.trainer.vllm_rollouts import VllmSetup
-from cohort.trainer.vllm_rollouts import _connect as connect
+from cohort.trainer.vllm_setup import VllmSetup
+from cohort.trainer.vllm_setup import _connect as connect
 from fake_vllm import FakeVllm, ThreadServer
 from forked import fork, run_module
 from waiting import until

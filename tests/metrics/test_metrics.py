@@ -80,18 +80,18 @@ def test_the_largest_of_all_ranks():
 
 @pytest.mark.parametrize("budget", [1, 30, 10_000])
 def test_what_a_pass_counts(budget: int):
-    """A prompt of 10 with completions of 4 and 6, and one of 5 with 3. The last token of a sequence is no input."""
+    """A prompt of 10 with completions of 4 and 6, and one of 5 with 3. The last token of a sequence is not an input."""
     policy = make_policy()
     engine = make_engine(policy)
     (batch,) = pack_for(policy, random_sequences([(10, [4, 6]), (5, [3])]), budget)
     done = engine.forward_backward(batch, build_algorithm(AlgorithmConfig(), max_completion_tokens=8).policy_loss)
     shared = budget > 1
-    assert done.num_unshared_inputs == 13 + 15 + 7
+    assert done.num_tokens_unshared == 13 + 15 + 7
     assert done.num_prompt_inputs == 15 + (0 if shared else 10)
-    assert done.num_inputs == done.num_positions == done.num_prompt_inputs + 3 + 5 + 2
+    assert done.num_computed_tokens == done.num_positions == done.num_prompt_inputs + 3 + 5 + 2
     whole = [n * (n + 1) // 2 for n in (13, 15, 7)]
     assert done.attention_pairs == sum(whole) - (55 if shared else 0)
-    spared = done.num_unshared_inputs - done.num_inputs
+    spared = done.num_tokens_unshared - done.num_computed_tokens
     assert spared / (spared + done.num_prompt_inputs) == (10 / 25 if shared else 0)
 
 

@@ -6,7 +6,7 @@ import yaml
 
 import rank_moe
 from cohort.config import AdapterConfig, ModelConfig, load_config
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import UserError
 from cohort.models import check_router_loss, find_routers, trained_weights
 from families import FAMILIES, make_model, save_folder
@@ -25,7 +25,7 @@ def dense(tmp_path_factory) -> str:
 
 
 def test_frozen_weights_stay_bit_identical(moe):
-    rank_moe.check_frozen(rank_moe.run_frozen(ALONE, moe))
+    rank_moe.check_frozen(rank_moe.run_frozen(SINGLE_PROCESS, moe))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_shared_prompts_by_hand():
     a, b, c, d, e = random_sequences([(3, [1, 3, 2]), (2, [2]), (1, [1])])
     row = collate([e, b, d, c, a], share_prompts=True)
     assert row.trajectory_ids.tolist() == [0, 1, 1, 1, 2, 2, 3, 3, 4]
-    # e whole; the prompt of b, c and a; b; c; nothing of a, whose one token is no input; d whole
+    # e whole; the prompt of b, c and a; b; c; nothing of a, whose one token is not an input; d whole
     parts = [e.token_ids[:1], b.token_ids[:3], b.token_ids[3:5], c.token_ids[3:4], d.token_ids[:3]]
     assert row.input_ids.tolist() == np.concatenate(parts).tolist()
     assert row.position_ids.tolist() == [0, 0, 1, 2, 3, 4, 3, 0, 1, 2]

@@ -71,7 +71,7 @@ def test_the_command_tells_units_and_reasons(tmp_path: Path) -> None:
     command = ["plan", str(file), "--gpu", "h200", "--gpus", "1", "rollout.engine=local", "train.steps=1", "--max"]
     assert "largest group that fits: " in (told := CliRunner().invoke(app, [*command, "generations"]).output)
     assert " generations\n" in told and "derived: 1 step " in told
-    assert "cohort-rl[quantization]" in told  # which is no markup
+    assert "cohort-rl[quantization]" in told  # which is not markup
     assert "longest completion that fits: " in CliRunner().invoke(app, [*command, "length"]).output
     small = [*command, "length", "--gpu-memory", "1GB"]
     assert "longest completion that fits: none: even" in CliRunner().invoke(app, small).output

@@ -61,7 +61,7 @@ def test_an_engine_that_does_not_fit_is_not_planned(run_file: Path) -> None:
     adapter = ("rollout={}", "model.adapter={rank: 8}", "model.dtype=bfloat16", "--gpus", "1")
     plan = planned(str(run_file), *adapter, "--gpu", "4090")
     (note,) = plan["notes"]
-    assert note.startswith("rollout.engine: auto is planned as local, since vLLM does not fit beside training: ")
+    assert note.startswith("rollout.engine: auto is planned as local, since vLLM does not fit alongside training: ")
     assert "vLLM's share" not in plan["memory"]["phases"]["sampling"]["parts"]
     plan = planned(str(run_file), *adapter, "--gpu", "h100")
     assert plan["notes"] == ["rollout.engine: auto is planned as vllm, if it is installed"]
@@ -74,7 +74,7 @@ def test_several_nodes_take_vllm_on_nodes_of_their_own(run_file: Path) -> None:
         "as vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
     )
     (note,) = planned(str(run_file), "rollout={}", "--nodes", "2", "--gpu-memory", "8GB")["notes"]
-    assert "is planned as local, since vLLM does not fit beside training: training on 8 GPUs needs" in note
+    assert "is planned as local, since vLLM does not fit alongside training: training on 8 GPUs needs" in note
 
 
 @pytest.fixture

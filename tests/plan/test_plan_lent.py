@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.models import TensorSpec
 from cohort.plan.hardware import Hardware, hardware
 from cohort.plan.memory import SLEEPING_VLLM_BYTES
@@ -44,7 +44,7 @@ def test_the_buffer_of_lent_weights_is_in_the_plan(model: Mapping[str, Any], mon
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     specs = [TensorSpec(name, tuple(x.shape), torch.bfloat16) for name, x in built.named_parameters()]
-    IpcBuffer(specs, ALONE, torch.device("cpu"))
+    IpcBuffer(specs, SINGLE_PROCESS, torch.device("cpu"))
     lent = planned(model, *SHARED)["weight transfer buffer"]
     assert allocated == [pytest.approx(lent, abs=256 * (1 + len(specs)))]
     assert lent == 2 * (152_064 * 3584 if model is not SMALL else sum(p.numel() for p in built.parameters()))

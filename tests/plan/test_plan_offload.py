@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cohort.config import AdamwConfig, Config, config_from_dict
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.engine.optimizer import Optimizers
 from cohort.errors import UserError
 from cohort.models.offload.activation_checkpointing import enable_offload
@@ -64,9 +64,9 @@ def test_seven_billion_weights_by_hand():
 def test_what_is_allocated_is_what_was_planned(tmp_path: Path, mode: str):
     """Tensors of a real update, counted: on the device, and on the host."""
     folder = str(save_model_folder(tmp_path / "model"))
-    engine = make_engine(folder, ALONE, mode)
+    engine = make_engine(folder, SINGLE_PROCESS, mode)
     algorithm, sequences = step_sequences("dapo", *STEPS["uneven"])
-    (batch,) = batches_of(engine, sequences, ALONE, 30)
+    (batch,) = batches_of(engine, sequences, SINGLE_PROCESS, 30)
     engine.forward_backward(batch, algorithm.policy_loss)
     parameters = list(engine.policy.model.parameters())
     on_device = {

@@ -10,7 +10,7 @@ from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware, memory_bandwidth
-from cohort.plan.layout import Layout
+from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import predict_run
 from cohort.plan.shape import preset_shape
 from cohort.plan.split import GpuSplit, split_gpus
@@ -135,7 +135,7 @@ def test_auto_makes_room_for_what_training_takes():
 def test_a_split_and_a_plan_count_the_same_memory():
     """What the split says of 7 training GPUs is what the plan says of the same ones."""
     wanted = config_with("hardware.processes=auto", "algorithm.beta=0.1", "train.micro_batch_tokens=auto")
-    layout = Layout(num_training=7, num_sampling=1, shared=False, reason="")
+    layout = GpuLayout(num_training=7, num_sampling=1, shared=False, reason="")
     for gigabytes in (20, 60):
         hardware = gpus_of(gigabytes)
         plan = predict_run(wanted, preset_shape("14b"), hardware, layout=layout)

@@ -19,8 +19,8 @@ from cohort.records import TrainSequence
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess
-from cohort.rollout.engines.vllm.weight_stream import publish
-from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_folder
 from waiting import until
 
@@ -150,7 +150,7 @@ class Server:
     def publish(self, model: Any, version: int) -> None:
         policy = policy_of(model)
         specs = weight_specs(policy, torch.float32)
-        for error in publish([self.channel], stream_weights(policy, torch.float32), specs, version).values():
+        for error in send_to_servers([self.channel], stream_weights(policy, torch.float32), specs, version).values():
             raise error
 
     def generate(self, prompt: list[int], **sampling: Any) -> list[Choice]:

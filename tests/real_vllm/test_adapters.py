@@ -14,7 +14,7 @@ from cohort.config import VllmRolloutConfig, config_from_dict
 from cohort.errors import TrainingError
 from cohort.models.adapters.lora import Adapter
 from cohort.rollout.engines.servers.requests import ServerError
-from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
+from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.rollout.engines.vllm.server import ServerProcess
 from cohort.rollout.engines.vllm.server_options import server_options
 from serving import (
@@ -55,7 +55,7 @@ def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: 
         channel = AdapterChannel(server.api)
         for version in (1, 2):
             model = adapted(version)
-            assert publish_adapter([channel], version, save=model.save_pretrained, folder=tmp_path / "adapters") == {}
+            assert send_adapter([channel], version, save=model.save_pretrained, folder=tmp_path / "adapters") == {}
             server.assert_serves(model, version)
             assert [path.name for path in (tmp_path / "adapters").iterdir()] == [f"version-{version}"]
         prompt = random_prompt(LONG_PROMPT)
@@ -63,9 +63,9 @@ def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: 
         assert largest_difference(adapted(1), prompt, choice) > 0.1
 
         # an empty folder
-        (error,) = publish_adapter([channel], 3, save=Path.mkdir, folder=tmp_path / "adapters").values()
+        (error,) = send_adapter([channel], 3, save=Path.mkdir, folder=tmp_path / "adapters").values()
         assert "/v1/load_lora_adapter" in str(error)
-        publish_adapter([channel], 4, save=adapted(4).save_pretrained, folder=tmp_path / "adapters")
+        send_adapter([channel], 4, save=adapted(4).save_pretrained, folder=tmp_path / "adapters")
         server.assert_serves(adapted(4), 4)
         server.close()
     finally:

@@ -27,7 +27,7 @@ from cohort.models import Policy, stream_weights
 from cohort.rollout.engines.servers import server_engine
 from cohort.trainer import worker
 from cohort.trainer.run_inputs import read_inputs
-from cohort.trainer.vllm_rollouts import VllmSetup
+from cohort.trainer.vllm_setup import VllmSetup
 from selection import slow
 from serving import engine_of, processes_of, start
 from waiting import until

@@ -11,8 +11,8 @@ import torch
 
 from cohort.models.saving.export_weights import TensorSpec, stream_weights, weight_specs
 from cohort.rollout.engines.servers.requests import ServerError
-from cohort.rollout.engines.vllm.weight_stream import publish
-from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from serving import LONG_PROMPT, Server, engine_of, largest_difference, random_prompt, send, serving_model, slow_steps
 from tiny import policy_of
 from waiting import until
@@ -125,7 +125,7 @@ def test_a_trainer_that_falls_silent_is_given_up(untied: Server):
 
 KILLED = """
 import sys, torch
-from cohort.rollout.engines.vllm.weight_transfer import TensorSpec, WeightChannel
+from cohort.rollout.engines.vllm.weight_channel import TensorSpec, WeightChannel
 channel = WeightChannel(sys.argv[1], device=torch.device("cpu"), num_workers=1, timeout_s=20)
 specs = [TensorSpec(name, tuple(shape), torch.float32) for name, shape in eval(sys.argv[2])]
 channel.begin(specs)
@@ -160,10 +160,10 @@ def test_a_server_that_is_gone_stops_neither_the_stream_nor_the_others(untied: S
 
     gone = WeightChannel("http://127.0.0.1:9", device=CPU, num_workers=1, timeout_s=5)
     specs = weight_specs(policy, FP32)
-    failed = publish([gone, untied.channel], stream(), specs, 114)
+    failed = send_to_servers([gone, untied.channel], stream(), specs, 114)
     assert list(failed) == [gone] and "http://127.0.0.1:9" in str(failed[gone])
     untied.assert_serves(policy.model, 114)
-    assert list(publish([gone], stream(), specs, 115)) == [gone]
+    assert list(send_to_servers([gone], stream(), specs, 115)) == [gone]
     assert came == 2 * [spec.name for spec in specs]
     gone.close()
 
@@ -176,7 +176,7 @@ def test_an_error_in_the_stream_gives_the_update_up(untied: Server):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        publish([untied.channel], broken(), weight_specs(policy, FP32), 116)
+        send_to_servers([untied.channel], broken(), weight_specs(policy, FP32), 116)
     untied.assert_serves(serving_model(tie=False, seed=100), 100)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import cohort as library
 from cohort import stopping
-from cohort.rewards import RewardMarker, RewardRunner
+from cohort.rewards import RewardCrashMarker, RewardRunner
 from commands import set_up
 from forked import fork
 from reward_samples import group, reward
@@ -62,7 +62,7 @@ def _end_inside(file: Path) -> None:
     stopping.dedicate_process()
     with (
         stopping.handle_signals("run", grace_s=PATIENCE_S, resume_hint=lambda: "nothing to go on from"),
-        RewardMarker(file).mark("reward 'mine'", 4),
+        RewardCrashMarker(file).mark("reward 'mine'", 4),
     ):
         assert file.exists()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -79,7 +79,7 @@ def test_a_signal_that_ends_the_process_in_a_function_is_not_the_functions_doing
 
 
 def test_what_a_function_reads_is_noted(tmp_path: Path):
-    marker = RewardMarker(tmp_path / "marker")
+    marker = RewardCrashMarker(tmp_path / "marker")
     told: list[str | None] = []
 
     def look(completions: list[Any], **kw: Any) -> list[float]:
@@ -87,7 +87,7 @@ def test_what_a_function_reads_is_noted(tmp_path: Path):
         assert completions[1:] == ["b", "c"] and list(reversed(completions)) == ["c", "b", "a"]
         assert pickle.loads(pickle.dumps(completions)) == copy.deepcopy(completions) == ["a", "b", "c"]
         assert completions[-2] == "b"
-        told.append(RewardMarker(_copy(marker, tmp_path)).last_crash())
+        told.append(RewardCrashMarker(_copy(marker, tmp_path)).last_crash())
         return [1.0 for _ in completions]
 
     runner = RewardRunner([reward(look)])
@@ -97,13 +97,13 @@ def test_what_a_function_reads_is_noted(tmp_path: Path):
     assert marker.last_crash() is None
 
 
-def _copy(marker: RewardMarker, folder: Path) -> Path:
+def _copy(marker: RewardCrashMarker, folder: Path) -> Path:
     copy = folder / "copy"
     copy.write_bytes(marker._file.read_bytes())
     return copy
 
 
 def test_a_disk_without_room_is_no_matter(tmp_path: Path):
-    with RewardMarker(tmp_path / "gone" / "marker").mark("reward 'r'", 2) as watched:
+    with RewardCrashMarker(tmp_path / "gone" / "marker").mark("reward 'r'", 2) as watched:
         assert watched([1, 2]) == [1, 2]
     assert os.listdir(tmp_path) == []

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from assigned import assign_advantages
 from cohort import stopping
-from cohort.algorithms import assign_advantages, build_algorithm
+from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig, SgdConfig
 from cohort.errors import StopRequested, UserError
 from cohort.records import ModelCall, Prompt, ScoredGroup, Trajectory
@@ -24,7 +25,7 @@ from cohort.rollout import (
     Sampler,
     SampleRequest,
     SamplingParams,
-    StreamKey,
+    StepKey,
     collector,
     split_requests,
 )
@@ -33,7 +34,7 @@ from engines import ScriptedEngine, generate
 from test_laws import dense_gradient, make_engine, old_logprobs_of
 from tiny import VOCAB_SIZE, make_policy, make_tokenizer, pack_for
 
-KEY = StreamKey(purpose="train", seed=3, step=5)
+KEY = StepKey(purpose="train", seed=3, step=5)
 SAMPLING = SamplingParams(num_generations=4, max_completion_tokens=6, temperature=1.0)
 REPLY = np.array([7, 11])  # of an environment
 

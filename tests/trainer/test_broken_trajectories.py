@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.config import ALGORITHMS, AlgorithmConfig
 from cohort.errors import TrainingError
 from cohort.evaluation import Evaluation, evaluate
@@ -83,7 +84,7 @@ def test_its_tokens_change_nothing_of_the_others(name: str):
 def test_it_is_counted():
     metrics = rollout_metrics(scored_with_broken([]))
     assert metrics["completions/broken"] == 2
-    assert metrics["frac_unjudged"] == pytest.approx(1 / 3)
+    assert metrics["frac_unscored"] == pytest.approx(1 / 3)
     assert metrics["reward"] == 14 / 4
     assert (metrics["completions/mean_length"], metrics["completions/max_length"]) == (5 / 4, 2)
 

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cohort
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.checkpoint import load_trainer_state
 from cohort.config import AlgorithmConfig
 from cohort.data import PromptSet, PromptStream
@@ -26,7 +27,7 @@ from cohort.display import Display
 from cohort.records import Prompt, RolloutGroup
 from cohort.rewards import RewardRunner
 from cohort.rewards.function import RewardFunction
-from cohort.rollout import LocalEngine, Prefetcher, RolloutCollector, Sampler, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Prefetcher, RolloutCollector, Sampler, SamplingParams, StepKey
 from cohort.run_files import checkpoints
 from cohort.trainer.collect_groups import GroupCollector, StepGroups
 from engines import ScriptedEngine, ThreadEngine, sample_in_a_thread
@@ -87,7 +88,7 @@ def test_a_straggler_is_left_to_a_later_step_and_not_waited_for():
     assert engine.asked == [(0, 3 * n, 0) for n in range(6)]  # one step ahead, and no more
     assert engine.num_out == 1 and prefetcher.counts() == {"stale_dropped": 0, "carried_over": 1}
     assert prefetcher.state() == [{"step": 0, "prompt_id": 3 * n, "epoch": 0} for n in (0, 4, 5)]
-    engine.load_weights(policy_version=1)
+    engine.update_weights(policy_version=1)
     taken = prefetcher.take(1, 3)
     assert visits(taken) == [(12, 0), (15, 0), (18, 0)]
     assert [prefetcher.staleness(group.trajectories) for group in taken] == [1, 1, 0]
@@ -111,7 +112,7 @@ def test_what_is_too_old_is_dropped_and_replaced():
     prefetcher = prefetch(engine, prompts, max_staleness=1, drop_stale=True, updates_per_step=2)
     for step in range(2):
         prefetcher.take(step, 3)
-        engine.load_weights(policy_version=2 * (step + 1))
+        engine.update_weights(policy_version=2 * (step + 1))
     engine.turn()
     assert prefetcher.state()[0] == {"step": 0, "prompt_id": 0, "epoch": 0}
     taken = prefetcher.take(2, 3)
@@ -177,7 +178,7 @@ def test_every_prompt_is_trained_once_or_dropped_once_or_pending(
         num_dropped += prefetcher.counts()["stale_dropped"]
         for asked_in, *visit in engine.asked:  # the same random streams, however often it is asked for
             assert first_asked.setdefault(tuple(visit), asked_in) == asked_in
-        engine.load_weights(policy_version=2 * (step + 1))
+        engine.update_weights(policy_version=2 * (step + 1))
         if step in kills:
             saved = json.loads(json.dumps({"data": prompts.state(), "pending": prefetcher.state()}))
             prompts = stream(7, shuffle=True)
@@ -207,7 +208,7 @@ class SynchronousGatherer(GroupCollector):
         data, collector = self.prefetcher.prompts, self.prefetcher.collector
         prompts = data.take(self.prompts_per_step)
         with phase("rollout"):
-            key = StreamKey(purpose="train", seed=self.prefetcher.seed, step=step)
+            key = StepKey(purpose="train", seed=self.prefetcher.seed, step=step)
             groups = collector.collect(prompts, self.prefetcher.sampling, key)
         with phase("reward"):
             scored = self.rewards.score(groups)

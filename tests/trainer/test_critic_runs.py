@@ -11,7 +11,7 @@ import cohort
 from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
 from cohort.display import Display
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import UserError
 from cohort.models import load_tokenizer
 from cohort.records import ForwardOnlyOutputs
@@ -19,7 +19,7 @@ from cohort.trainer.build import WorkerSpec, build_worker
 from cohort.trainer.worker import TrainedModel
 from cohort.trainer.worker_calls import pack_batches
 from cohort.trainer.worker_group import WorkerGroup
-from rank_critic import critic_sequences, make_updater, make_worker
+from rank_critic import make_critic_sequences, make_updater, make_worker
 from rank_engine import out_of_memory_over
 from runs import assert_same_weights, changed, make_inputs, metric, stop_after, train, weights
 from selection import slow
@@ -89,15 +89,15 @@ def test_ppo_learns_the_demo_from_one_completion_per_prompt(tmp_path: Path):
 def test_more_updates_of_the_critic_than_of_the_policy(tmp_path: Path):
     """As many passes over the same returns, of which the first has the old values."""
     folder = save_model_folder(tmp_path / "m")
-    alone, worker = (make_worker(str(folder), ALONE, dtype="float32") for _ in range(2))
+    alone, worker = (make_worker(str(folder), SINGLE_PROCESS, dtype="float32") for _ in range(2))
     assert alone.critic is not None and alone.algorithm.critic is not None and worker.critic is not None
-    sequences = critic_sequences([[3, 14, 9]], seed=0)
+    sequences = make_critic_sequences([[3, 14, 9]], seed=0)
     (batch,) = pack_batches(alone.critic, sequences)
     expected = []
     for update in range(3):
         result = alone.critic.forward_backward(None if update else batch, alone.algorithm.critic.loss)
         expected.append((result.metrics["loss"], alone.critic.optim_step().grad_norm))
-    updater = make_updater(WorkerGroup(worker, ALONE), updates=3)
+    updater = make_updater(WorkerGroup(worker, SINGLE_PROCESS), updates=3)
     updates = updater.update(updater.pack(sequences), sequences, ForwardOnlyOutputs(), num_trajectories=3, steps_done=1)
     actual = [updates.metrics[name] for name in ("value_loss", "value/grad_norm")]
     assert actual == pytest.approx(np.mean(expected, axis=0), rel=1e-12)
@@ -112,9 +112,9 @@ def test_memory_that_runs_out_for_one_model_halves_the_budget_of_both(tmp_path: 
     config = config_from_dict(ppo_inputs(tmp_path))
     spec = WorkerSpec(folder=tmp_path, num_steps=1, checkpoint=None, micro_batch_tokens=200, longest_sequence_tokens=64)
     tokenizer = load_tokenizer(config.model)
-    worker = build_worker(config, ALONE, spec, device=torch.device("cpu"), tokenizer=tokenizer)
-    updater = make_updater(WorkerGroup(worker, ALONE))
-    sequences = critic_sequences([[3, 14, 9], [20, 1, 6]], seed=0)
+    worker = build_worker(config, SINGLE_PROCESS, spec, device=torch.device("cpu"), tokenizer=tokenizer)
+    updater = make_updater(WorkerGroup(worker, SINGLE_PROCESS))
+    sequences = make_critic_sequences([[3, 14, 9], [20, 1, 6]], seed=0)
     with out_of_memory_over(30, "forward mlp 1", worker.engines[unlucky]):
         updates = updater.update(
             updater.pack(sequences), sequences, ForwardOnlyOutputs(), num_trajectories=6, steps_done=1

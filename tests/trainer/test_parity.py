@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from cohort.config import Config, config_from_dict
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import TrainingError, UserError
 from cohort.placement import Placement
 from cohort.records import Prompt, RolloutGroup, Trajectory
-from cohort.rollout import LocalEngine, SamplingParams, StreamKey
-from cohort.trainer import server_rollouts, vllm_rollouts
-from cohort.trainer.local_rollouts import LocalSetup
+from cohort.rollout import LocalEngine, SamplingParams, StepKey
+from cohort.trainer import server_setup, vllm_setup
+from cohort.trainer.local_setup import LocalSetup
 from cohort.trainer.parity import check_parity, make_parity_gate, probe_prompts, probe_sampling
 from cohort.trainer.rollout_engines import engine_setup
 from cohort.trainer.run_inputs import Inputs, read_inputs
@@ -44,13 +44,13 @@ def prompts(*lengths: int) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def workers() -> WorkerGroup[Worker]:
-    return workers_of(make_engine(make_policy()), ALONE)
+    return workers_of(make_engine(make_policy()), SINGLE_PROCESS)
 
 
 @pytest.fixture(scope="module")
 def groups(workers: WorkerGroup[Worker]) -> list[RolloutGroup]:
     """What a server that has the trainer's weights gives: three groups of eight."""
-    key = StreamKey(purpose="parity", seed=0, step=0)
+    key = StepKey(purpose="parity", seed=0, step=0)
     return generate(LocalEngine(partial(sample, workers)), prompts(4, 9, 2), SAMPLING, key)
 
 
@@ -136,7 +136,7 @@ def test_a_probe_of_few_prompts_and_short_completions():
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the configuration of a run that samples with vLLM, and what it reads."""
     raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
-    monkeypatch.setattr(vllm_rollouts, "check_vllm", lambda python: "0.32.0")
+    monkeypatch.setattr(vllm_setup, "check_vllm", lambda python: "0.32.0")
 
     def make(*overrides: str) -> tuple[Config, Inputs]:
         config = config_from_dict(raw, overrides)
@@ -147,7 +147,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: Any, tmp_path: Path):
     config, inputs = run("rollout.max_prompt_tokens=64")
-    setup = vllm_rollouts.VllmSetup(config, inputs)
+    setup = vllm_setup.VllmSetup(config, inputs)
     assert setup.placement is not None and setup.placement.gpus == ("",) and setup.dtype == torch.float32
     options = setup.make_server("", tmp_path / "log").options
     longest = max(len(p.token_ids) for p in (*inputs.prompts.prompts, *inputs.evaluation.prompts))
@@ -156,8 +156,8 @@ def test_servers_of_a_run_have_room_for_its_longest_sequence_and_no_more(run: An
 
 
 def test_servers_of_someone_else_are_neither_placed_nor_checked(run: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(vllm_rollouts, "check_vllm")
-    setup = vllm_rollouts.VllmSetup(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
+    monkeypatch.delattr(vllm_setup, "check_vllm")
+    setup = vllm_setup.VllmSetup(*run("rollout.urls=[http://a:1, http://b:1]", "model.compute_dtype=bfloat16"))
     assert setup.placement is None and setup.dtype == torch.bfloat16
 
 
@@ -168,9 +168,9 @@ def test_the_local_engine_has_no_servers(tmp_path: Path):
 
 def test_sampling_ahead_needs_gpus_that_only_sample(run: Any, monkeypatch: pytest.MonkeyPatch):
     shared = Placement(gpus=("0",), shared=True, reason="one GPU for both")
-    monkeypatch.setattr(server_rollouts, "server_placement", lambda config: shared)
+    monkeypatch.setattr(server_setup, "server_placement", lambda config: shared)
     with pytest.raises(UserError, match=r"rollout.max_staleness: 1 needs dedicated rollout GPUs.*\(one GPU for both\)"):
-        vllm_rollouts.VllmSetup(*run("rollout.max_staleness=1"))
+        vllm_setup.VllmSetup(*run("rollout.max_staleness=1"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype(
 ):
     config, inputs = run(*overrides)
     policy: Any = SimpleNamespace(dtype=dtype, compute_dtype=compute_dtype)
-    probed = WorkerGroup(replace(workers.local, policy=policy), ALONE)
+    probed = WorkerGroup(replace(workers.local, policy=policy), SINGLE_PROCESS)
     prompts = inputs.prompts.prompts
     gate = make_parity_gate(config, prompts, probed, sample_on_each=Mock(), servers_dtype=servers_dtype)
     assert gate is not None and gate.tolerance == expected
@@ -204,7 +204,7 @@ def test_when_the_gate_compares(run: Any, workers: WorkerGroup[Worker], groups: 
     assert [gate.is_due(n) for n in range(1, 7)] == [False, False, True, False, False, True]
     with pytest.raises(TrainingError, match="after step 3 the logprobs of http://a differ"):
         gate.check(3)
-    key = StreamKey(purpose="parity", seed=5, step=3)
+    key = StepKey(purpose="parity", seed=5, step=3)
     sample_on_each.assert_called_once_with(gate.prompts, gate.sampling, key)
     assert (gate.sampling.temperature, gate.sampling.top_p) == (0.9, 1.0)
     off = run("rollout.parity_every=0")

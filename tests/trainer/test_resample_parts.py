@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cohort.algorithms import assign_advantages, build_algorithm
+from assigned import assign_advantages
+from cohort.algorithms import build_algorithm
 from cohort.config import AlgorithmConfig
 from cohort.metrics import has_equal_rewards
 from samples import scored

@@ -34,8 +34,8 @@ def test_out_of_memory_is_survived_shown_and_remembered(tmp_path: Path, monkeypa
     events, budgets = metric(result.run_dir, "out_of_memory"), metric(result.run_dir, "micro_batch_tokens")
     assert events[0] >= 1 and 25 < budgets[-1] <= 60
     assert notes.told[:-1] == [
-        f"Out of memory in {number} micro-batches: recomputed with micro_batch_tokens={budget}, which stays. Gradients "
-        f"are unaffected."
+        f"out of memory in {number} micro-batches; recomputed with train.micro_batch_tokens={budget}, which the run "
+        f"keeps from now on"
         for number, budget in zip(events, budgets, strict=True)
         if number
     ]
@@ -87,8 +87,8 @@ def test_the_budget_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
     (budget,) = set(metric(result.run_dir, "micro_batch_tokens"))
     if room == 70:
         assert 0.9 * 70 / 1.1 <= budget <= 70
-        assert notes.told[:-1] == [f"Using micro_batch_tokens={budget:.0f} (the largest that fits)."]
+        assert notes.told[:-1] == [f"using train.micro_batch_tokens={budget:.0f} (the largest that fits)"]
     else:
-        assert notes.told[:-1] == [f"Using micro_batch_tokens={budget:.0f} (one rank's share of a step fits)."]
+        assert notes.told[:-1] == [f"using train.micro_batch_tokens={budget:.0f} (one rank's share of a step fits)"]
         assert budget == 12 * (8 + 12 - 1)  # 12 sequences of the longest prompt and the longest completion
     assert metric(result.run_dir, "out_of_memory") == [0, 0]

@@ -4,7 +4,7 @@ from typing import assert_type
 
 import pytest
 
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.errors import TrainingError
 from cohort.trainer.worker_group import WorkerGroup
 
@@ -31,7 +31,7 @@ class Counter:
 
 @pytest.fixture
 def counters() -> WorkerGroup[Counter]:
-    return WorkerGroup(Counter(), ALONE)
+    return WorkerGroup(Counter(), SINGLE_PROCESS)
 
 
 def test_results_are_by_rank_and_typed(counters: WorkerGroup[Counter]) -> None:

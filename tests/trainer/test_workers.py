@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cohort.distributed import ALONE
-from cohort.records import ForwardOnlyOutputs, scatter
+from cohort.distributed import SINGLE_PROCESS
+from cohort.records import ForwardOnlyOutputs, expand_to_mask
 from cohort.trainer.worker_calls import run_forward_only
 from rank_engine import make_engine
 from rank_workers import sequences, workers_of
@@ -44,13 +44,15 @@ def assert_right(logprobs: dict[int, np.ndarray], path: str) -> None:
     for s in sequences():
         with torch.no_grad():
             expected, _ = naive_logprobs(model, s, temperature=0.9)
-        aligned = scatter(s.loss_mask, expected.numpy())
+        aligned = expand_to_mask(s.loss_mask, expected.numpy())
         np.testing.assert_allclose(logprobs[s.index], aligned, rtol=0, atol=1e-6)  # RMSNorm is in float32
 
 
 def test_forward_only_outputs_of_one_rank_are_the_engines_own(model: str):
-    engine = make_engine(model, ALONE, reference=model)
-    outputs = run_forward_only(workers_of(engine, ALONE), sequences(), {"logprobs", "entropies", "reference_logprobs"})
+    engine = make_engine(model, SINGLE_PROCESS, reference=model)
+    outputs = run_forward_only(
+        workers_of(engine, SINGLE_PROCESS), sequences(), {"logprobs", "entropies", "reference_logprobs"}
+    )
     own = engine.forward_only(sequences(), {"logprobs"})["logprobs"]
     assert all(np.array_equal(outputs.logprobs[s.index][s.loss_mask], own[s.index].numpy()) for s in sequences())
     for logprobs in (outputs.logprobs, outputs.reference_logprobs):
@@ -64,7 +66,7 @@ def test_forward_only_outputs_of_one_rank_are_the_engines_own(model: str):
 
 
 def test_nothing_is_computed_for_an_algorithm_that_asks_for_nothing(model: str):
-    workers = workers_of(make_engine(model, ALONE, reference=model), ALONE)
+    workers = workers_of(make_engine(model, SINGLE_PROCESS, reference=model), SINGLE_PROCESS)
     assert run_forward_only(workers, sequences(), frozenset()) == ForwardOnlyOutputs()
 
 
@@ -75,7 +77,7 @@ def test_calls_on_three_ranks_return_by_rank_and_raise_what_one_raised(three: di
 def test_weights_are_sharded_over_the_data_parallel_axis_of_the_mesh(three: dict[str, dict[str, Any]]):
     assert three["mesh"]["axes"] == ("dp",)
     assert three["mesh"]["where"] == [{"dp": (rank, 3), "weights": (rank, 3)} for rank in range(3)]
-    assert (ALONE.dp_rank, ALONE.dp_size) == (0, 1)
+    assert (SINGLE_PROCESS.dp_rank, SINGLE_PROCESS.dp_size) == (0, 1)
 
 
 def test_ranks_that_compute_the_same_sequences_count_once(tmp_path: Path, model: str):
@@ -85,7 +87,7 @@ def test_ranks_that_compute_the_same_sequences_count_once(tmp_path: Path, model:
     assert_right(four["logprobs"], model)
     assert len(four["steps"]) == 2 and four["steps"][0] == four["steps"][1]
     alone, step = one["steps"][0], four["steps"][0]
-    assert step.num_unshared_inputs == alone.num_unshared_inputs == sum(len(s.token_ids) - 1 for s in sequences())
+    assert step.num_tokens_unshared == alone.num_tokens_unshared == sum(len(s.token_ids) - 1 for s in sequences())
     assert step.metrics == pytest.approx(alone.metrics, rel=1e-6, abs=1e-9)
     assert four["gradients"].keys() == one["gradients"].keys()
     for name, gradient in one["gradients"].items():

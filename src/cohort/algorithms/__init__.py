@@ -2,10 +2,10 @@
 
 from cohort.algorithms.adaptive_coefficients import CoefficientState
 from cohort.algorithms.advantage_inputs import AdvantageInputs
-from cohort.algorithms.assign import assign_advantages, build_sequences, mean_reference_kl, with_gradient
-from cohort.algorithms.gae import value_metrics, with_returns
+from cohort.algorithms.assign import assign_advantages, build_sequences, drop_zero_gradient, mean_reference_kl
+from cohort.algorithms.build_algorithm import Algorithm, build_algorithm, check_custom_functions
+from cohort.algorithms.gae import critic_sequences, value_metrics
 from cohort.algorithms.regularizers import Coefficients
-from cohort.algorithms.table import Algorithm, build_algorithm, check_custom_functions
 
 __all__ = [
     "AdvantageInputs",
@@ -16,8 +16,8 @@ __all__ = [
     "build_algorithm",
     "build_sequences",
     "check_custom_functions",
+    "critic_sequences",
+    "drop_zero_gradient",
     "mean_reference_kl",
     "value_metrics",
-    "with_gradient",
-    "with_returns",
 ]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms.advantage_inputs import AdvantageInputs
+from cohort.algorithms.build_algorithm import Algorithm
 from cohort.algorithms.regularizers import Coefficients
-from cohort.algorithms.table import Algorithm
 from cohort.errors import TrainingError
 from cohort.records import (
     FloatArray,
@@ -22,13 +22,13 @@ from cohort.records import (
     RolloutGroup,
     ScoredGroup,
     TrainSequence,
-    scatter,
+    expand_to_mask,
+    join_calls,
     starts_with,
-    token_sequences,
 )
 
 
-def with_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> list[TrainSequence]:
+def drop_zero_gradient(sequences: Sequence[TrainSequence], algorithm: Algorithm) -> list[TrainSequence]:
     """Drop sequences without a gradient; the step's gradient does not change.
 
     These are sequences with loss weight 0, and those with advantage 0 if the loss has no other term: all policy losses
@@ -62,7 +62,7 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
             continue
         if not all(len(call.token_ids) for call in trajectory.calls):
             raise TrainingError("rollout: a completion has no tokens; an empty one is an end-of-sequence token")
-        for tokens in token_sequences(trajectory.calls):
+        for tokens in join_calls(trajectory.calls):
             zeros = np.zeros(len(tokens.token_ids))
             begins_with_prompt = (
                 starts_with(tokens.token_ids, prompt.token_ids) and not tokens.loss_mask[: len(prompt.token_ids)].any()
@@ -86,31 +86,28 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
 def assign_advantages(
     groups: Sequence[ScoredGroup],
     algorithm: Algorithm,
-    outputs: ForwardOnlyOutputs | None = None,
-    reward_weights: Mapping[str, float] | None = None,
-    coefficients: Coefficients | None = None,
+    sequences: Sequence[TrainSequence],
+    outputs: ForwardOnlyOutputs,
     *,
-    sequences: Sequence[TrainSequence] | None = None,
+    reward_weights: Mapping[str, float],
+    coefficients: Coefficients,
 ) -> list[TrainSequence]:
-    """Build the training sequences of a step, in order of groups.
+    """Set advantages, loss weights and returns of a step's sequences.
 
     Args:
         groups: P scored groups of G completions each.
         algorithm: provides the advantage and the loss weight.
+        sequences: `build_sequences(groups)`.
         outputs: forward-only outputs that the algorithm needs, for all sequences.
         reward_weights: weight of each reward, for advantages that treat rewards separately.
-        coefficients: KL coefficient for KL in the reward; default: the initial one.
-        sequences: `build_sequences(groups)`, if already computed.
+        coefficients: KL coefficient for KL in the reward.
 
     Returns:
         The sequences of P x G trajectories. Loss weights are 0 for trajectories that no reward scored, for truncated
         ones if the algorithm masks them, and for those without loss tokens.
     """
-    outputs = outputs or ForwardOnlyOutputs()
-    now = coefficients or algorithm.coefficients(algorithm.initial_coefficients)
-    penalties = {index: now.kl * kl for index, kl in reference_kl(algorithm, outputs).items()}
-    sequences = build_sequences(groups) if sequences is None else sequences
-    x = advantage_inputs(groups, sequences, outputs, reward_weights or {}, penalties)
+    penalties = {index: coefficients.kl * kl for index, kl in reward_kl_penalty(algorithm, outputs).items()}
+    x = advantage_inputs(groups, sequences, outputs, reward_weights, penalties)
     lengths_N = x.lengths.flatten().numpy()
     included_N = ~x.rewards.flatten().isnan().numpy() & (lengths_N > 0)
     advantages_NL = _checked(algorithm.advantage(x), x).flatten(0, 1).numpy()
@@ -125,17 +122,17 @@ def assign_advantages(
     return [
         replace(
             s,
-            loss_weights=scatter(s.loss_mask, weights_N[s.trajectory]),
-            advantages=scatter(s.loss_mask, advantages_NL[place] if included_N[s.trajectory] else 0.0),
+            loss_weights=expand_to_mask(s.loss_mask, weights_N[s.trajectory]),
+            advantages=expand_to_mask(s.loss_mask, advantages_NL[place] if included_N[s.trajectory] else 0.0),
             returns=np.zeros(0)
             if returns_NL is None or not included_N[s.trajectory]
-            else scatter(s.loss_mask, returns_NL[place]),
+            else expand_to_mask(s.loss_mask, returns_NL[place]),
         )
         for s, place in zip(sequences, _places(sequences), strict=True)
     ]
 
 
-def reference_kl(algorithm: Algorithm, outputs: ForwardOnlyOutputs) -> dict[int, FloatArray]:
+def reward_kl_penalty(algorithm: Algorithm, outputs: ForwardOnlyOutputs) -> dict[int, FloatArray]:
     """Return the KL penalty on rewards, before its coefficient, by sequence index; empty if there is none."""
     if algorithm.reward_kl is None:
         return {}
@@ -152,7 +149,7 @@ def mean_reference_kl(
 ) -> dict[str, float]:
     """Return the metric `kl` for KL in the reward: its mean over the step's tokens, before the coefficient."""
     masks = {s.index: s.loss_mask for s in sequences}
-    of_tokens = [kl[masks[index]] for index, kl in reference_kl(algorithm, outputs).items()]
+    of_tokens = [kl[masks[index]] for index, kl in reward_kl_penalty(algorithm, outputs).items()]
     return {"kl": float(np.concatenate(of_tokens).mean())} if of_tokens else {}
 
 

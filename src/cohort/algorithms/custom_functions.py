@@ -166,7 +166,7 @@ def try_policy_loss(choice: CustomFunction, *, has_reference: bool) -> LossTrait
         UserError: it fails to load or breaks a rule.
     """
     policy_loss, field = load_policy_loss(choice), _field("policy_loss", choice)
-    x, on_policy = (_loss_inputs(has_reference=has_reference, apart=apart) for apart in (1.0, 0.0))
+    x, on_policy = (_loss_inputs(has_reference=has_reference, policy_distance=distance) for distance in (1.0, 0.0))
     losses, gradient = _with_gradient(policy_loss, x)
     on_policy_losses, on_policy_gradient = _with_gradient(policy_loss, on_policy)
     if not losses.isfinite().all() or not gradient.isfinite().all():
@@ -184,7 +184,7 @@ def try_policy_loss(choice: CustomFunction, *, has_reference: bool) -> LossTrait
         )
     ends = np.cumsum(_LENGTHS).tolist()
     completions = [slice(end - length, end) for end, length in zip(ends, _LENGTHS, strict=True)]
-    if not _same(policy_loss, x, completions, losses, gradient):
+    if not _is_separable(policy_loss, x, completions, losses, gradient):
         raise UserError(
             f"{field}: a completion's loss depends on the other completions of its micro-batch, which are arbitrary; a "
             f"token's loss may depend on its own completion only (x.trajectory_ids)"
@@ -200,10 +200,13 @@ def loss_traits(policy_loss: PolicyLoss, *, has_reference: bool) -> LossTraits:
     """Find a policy loss's traits by running it on single tokens, and without advantages at several distances."""
     x = _loss_inputs(has_reference=has_reference)
     single = [slice(t, t + 1) for t in range(len(x.logprobs))]
-    spread = (_loss_inputs(has_reference=has_reference, apart=apart, lengthened=10) for apart in (0.0, 0.1, 1.0, 5.0))
+    spread = (
+        _loss_inputs(has_reference=has_reference, policy_distance=distance, length_factor=10)
+        for distance in (0.0, 0.1, 1.0, 5.0)
+    )
     without = (replace(each, advantages=torch.zeros_like(each.advantages)) for each in spread)
     return LossTraits(
-        sequence_level=not _same(policy_loss, x, single, *_with_gradient(policy_loss, x)),
+        sequence_level=not _is_separable(policy_loss, x, single, *_with_gradient(policy_loss, x)),
         learns_without_advantage=any(bool(_with_gradient(policy_loss, each)[1].any()) for each in without),
     )
 
@@ -277,18 +280,18 @@ def _advantage_inputs(rewards_PG: Tensor, lengths_PG: Tensor, num_rewards: int) 
     )
 
 
-def _loss_inputs(*, has_reference: bool, apart: float = 1.0, lengthened: int = 1) -> LossInputs:
+def _loss_inputs(*, has_reference: bool, policy_distance: float = 1.0, length_factor: int = 1) -> LossInputs:
     """Build three completions with advantages of both signs and 0.
 
     Args:
         has_reference: whether there is a reference policy.
-        apart: distance between the policies: 0 is on-policy, 1 is up to 2 nats.
-        lengthened: factor on the completions' lengths.
+        policy_distance: distance between the policies: 0 is on-policy, 1 is up to 2 nats.
+        length_factor: factor on the completions' lengths.
     """
-    lengths, generator = lengthened * torch.tensor(_LENGTHS), torch.Generator().manual_seed(0)
+    lengths, generator = length_factor * torch.tensor(_LENGTHS), torch.Generator().manual_seed(0)
     values = torch.rand(6, int(lengths.sum()), generator=generator)
-    logprobs, *others = -2 * max(apart, 1.0) * values[:4]
-    old, sampling, reference = (logprobs.lerp(other, min(apart, 1.0)) for other in others)
+    logprobs, *others = -2 * max(policy_distance, 1.0) * values[:4]
+    old, sampling, reference = (logprobs.lerp(other, min(policy_distance, 1.0)) for other in others)
     return LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
@@ -319,7 +322,7 @@ def _with_gradient(policy_loss: PolicyLoss, x: LossInputs) -> tuple[Tensor, Tens
     return losses.detach(), torch.stack([torch.zeros(len(losses)) if g is None else g for g in gradients])
 
 
-def _same(policy_loss: PolicyLoss, x: LossInputs, parts: list[slice], losses: Tensor, gradient: Tensor) -> bool:
+def _is_separable(policy_loss: PolicyLoss, x: LossInputs, parts: list[slice], losses: Tensor, gradient: Tensor) -> bool:
     """Whether each part computed alone has the same losses and gradients as in the whole."""
     alone = [_with_gradient(policy_loss, _part(x, part)) for part in parts]
     return all(

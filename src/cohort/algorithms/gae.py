@@ -14,7 +14,7 @@ from cohort.algorithms.advantage_inputs import AdvantageInputs
 from cohort.algorithms.loss_weights import token_mean
 from cohort.algorithms.statistics import whiten_tokens
 from cohort.batch import LossOutput, ValueInputs
-from cohort.records import FloatArray, TrainSequence, scatter
+from cohort.records import FloatArray, TrainSequence, expand_to_mask
 
 ValueLoss = Callable[[ValueInputs], LossOutput]
 
@@ -71,12 +71,14 @@ def clipped_value(x: ValueInputs, *, value_clip: float) -> LossOutput:
     )
 
 
-def with_returns(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+def critic_sequences(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     """Return the sequences that train the critic, weighted for a mean over all of their tokens."""
     chosen = [s for s in sequences if len(s.returns)]
     lengths = np.array([s.num_loss_tokens for s in chosen], dtype=np.int64)
     weights = token_mean(lengths, np.ones(len(chosen), dtype=bool))
-    return [replace(s, loss_weights=scatter(s.loss_mask, weight)) for s, weight in zip(chosen, weights, strict=True)]
+    return [
+        replace(s, loss_weights=expand_to_mask(s.loss_mask, weight)) for s, weight in zip(chosen, weights, strict=True)
+    ]
 
 
 def value_metrics(sequences: Sequence[TrainSequence], values: Mapping[int, FloatArray]) -> dict[str, float]:

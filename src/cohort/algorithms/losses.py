@@ -41,9 +41,9 @@ def gspo_token(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutpu
 
     Its gradient equals that of `gspo` if all tokens of a completion have the same advantage.
     """
-    of_sequence = trajectory_means(log_ratio(x).detach(), x.trajectory_ids).exp().to(x.logprobs.dtype)
+    sequence_ratio = trajectory_means(log_ratio(x).detach(), x.trajectory_ids).exp().to(x.logprobs.dtype)
     own = x.logprobs.masked_fill(x.logprobs.isinf(), 0.0)
-    ratio = of_sequence * torch.exp(own - own.detach())
+    ratio = sequence_ratio * torch.exp(own - own.detach())
     return _surrogate(ratio, x.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -97,10 +97,10 @@ def gmpo(x: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
 
     Bounds are in log space: token ratios lie between exp(-clip_low) and exp(clip_high).
     """
-    of_token = log_ratio(x)
-    low = (of_token < -clip_low) & (x.advantages < 0)
-    high = (of_token > clip_high) & (x.advantages > 0)
-    bounded = torch.where(low | high, of_token.detach().clamp(-clip_low, clip_high), of_token)
+    token_log_ratio = log_ratio(x)
+    low = (token_log_ratio < -clip_low) & (x.advantages < 0)
+    high = (token_log_ratio > clip_high) & (x.advantages > 0)
+    bounded = torch.where(low | high, token_log_ratio.detach().clamp(-clip_low, clip_high), token_log_ratio)
     ratio = trajectory_means(bounded, x.trajectory_ids).exp().to(x.logprobs.dtype)
     return _output(-ratio * x.advantages, _clip_metrics(low, high))
 

@@ -19,11 +19,11 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
     """Build the configuration of an evaluation.
 
     Args:
-        model: Folder or id of a model, or folder of a run.
+        model: folder or id of a model, or folder of a run.
         given: Command-line options by name; None if not given.
 
     Raises:
-        UserError: The run has no final model, or an option is missing or invalid.
+        UserError: the run has no final model, or an option is missing or invalid.
     """
     is_run = is_run_folder(Path(model))
     raw: dict[str, Any] = _of_run(Path(model)) if is_run else _of_model(model)

@@ -36,7 +36,7 @@ def _check_can_be_written(file: Path) -> None:
     """Check that `file` is writable before the evaluation starts.
 
     Raises:
-        UserError: It is not.
+        UserError: it is not.
     """
     if file.is_dir():
         raise UserError(f"--out: {str(file)!r} is a folder; give a file, such as {str(file / 'completions.parquet')!r}")

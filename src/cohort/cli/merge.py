@@ -18,7 +18,7 @@ def merge(
     """Merge an adapter into its base model in float32, tensor by tensor."""
     print_loading_notice()
     from cohort import models
-    from cohort.checkpoint import write_folder_atomically
+    from cohort.atomic_files import write_folder_atomically
     from cohort.display import ProgressBar
 
     source = _find_adapter(adapter)
@@ -39,10 +39,10 @@ def _find_adapter(folder: Path) -> Path:
     """Find an adapter in a folder: the folder itself, a run's final model or its last checkpoint.
 
     Raises:
-        UserError: There is none.
+        UserError: there is none.
     """
-    from cohort.checkpoint import checkpoints
     from cohort.models.adapters.adapter_folder import CONFIG_FILE
+    from cohort.run_files import checkpoints
 
     candidates = (folder, folder / "final", *reversed(checkpoints(folder / "checkpoints")))
     found = next((path for path in candidates if (path / CONFIG_FILE).is_file()), None)

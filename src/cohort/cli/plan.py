@@ -91,7 +91,7 @@ def _plan_hardware(
     """Hardware to plan for: this machine's CPU with `hardware.device: cpu`, else as given by the options.
 
     Raises:
-        UserError: An option is invalid, by itself or with the configuration.
+        UserError: an option is invalid, by itself or with the configuration.
     """
     processes, rollout_gpus = settings.hardware.processes, settings.hardware.rollout_gpus
     if settings.hardware.device == "cpu":
@@ -114,10 +114,10 @@ def _predict(settings: Config, machines: Hardware, folder: Path, *, model_shape:
     """Plan the run, with `rollout.engine: auto` resolved, and collect notes for the user.
 
     Args:
-        settings: The configuration.
-        machines: Hardware to plan for.
-        folder: Folder of the configuration file; relative paths are looked up there too.
-        model_shape: Name of a preset to use instead of `model.path`.
+        settings: the configuration.
+        machines: hardware to plan for.
+        folder: folder of the configuration file; relative paths are looked up there too.
+        model_shape: name of a preset to use instead of `model.path`.
     """
     notes = [message for _, message in missing_files(settings, folder)]
     shape = preset_shape(model_shape) if model_shape else read_shape(settings.model.path)

@@ -45,11 +45,11 @@ def calibrate(device: torch.device | None = None, size: BenchmarkSize | None = N
     """Measure the first GPU, or the CPU if there is none.
 
     Args:
-        device: Device to measure instead.
-        size: Size of the benchmarks; chosen by device by default.
+        device: device to measure instead.
+        size: size of the benchmarks; chosen by device by default.
 
     Raises:
-        TrainingError: A child process failed.
+        TrainingError: a child process failed.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = size or BenchmarkSize.default_for(device)

@@ -59,10 +59,10 @@ def print_plan(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any], con
     """Print a plan: tables, verdict and advice.
 
     Args:
-        plan: The plan.
-        advice: Suggested changes.
-        answer: The plan as JSON, with the answers to further options.
-        console: Where to print.
+        plan: the plan.
+        advice: suggested changes.
+        answer: the plan as JSON, with the answers to further options.
+        console: where to print.
     """
     shape, machines, memory = plan.shape, plan.hardware, plan.memory
     console.print(
@@ -143,7 +143,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], answer: dict[str, Any]) -> It
     elif headroom < 0:
         yield f"\n[red]does not fit[/red]: {peak}, {_gb(-headroom)} too much"
     else:
-        yield f"\n[red]does not fit[/red]: {peak} in training, and servers do not fit beside it"
+        yield f"\n[red]does not fit[/red]: {peak} in training, and servers do not fit alongside it"
     for note in answer["notes"]:
         yield f"note: {escape(note)}"
     trl = _gb(plan.trl_bytes)

@@ -68,14 +68,14 @@ def track_step(
     """Run a step symbolically, with one group per micro-batch.
 
     Args:
-        model_config: Content of config.json.
-        world_size: Number of training processes, at least 2, with fake collectives.
-        prompt_tokens: Length of the prompt.
-        completion_tokens: Length of each completion.
-        num_generations: Completions in the group.
-        critic: Whether to build a critic (value model).
-        reshard_after_forward: As `hardware.reshard_after_forward`.
-        **model: Other keys of the `model` section. With `parameter_offload`, host memory is counted as well.
+        model_config: content of config.json.
+        world_size: number of training processes, at least 2, with fake collectives.
+        prompt_tokens: length of the prompt.
+        completion_tokens: length of each completion.
+        num_generations: completions in the group.
+        critic: whether to build a critic (value model).
+        reshard_after_forward: as `hardware.reshard_after_forward`.
+        **model: other keys of the `model` section. With `parameter_offload`, host memory is counted as well.
     """
     with tempfile.TemporaryDirectory() as folder, _fake_ranks(world_size):
         (Path(folder) / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
@@ -151,7 +151,7 @@ def _peak(tracker: MemTracker, operation: Callable[[], None]) -> int:
 
 def _sharded_policy(config: ModelConfig, kind: type[Policy], reshard_after_forward: bool | int) -> Policy:
     model = meta_model(config)
-    kind.adapt(model)
+    kind.replace_head(model)
     if config.adapter is not None:
         start = adapter_init(config, checkpoint=None, keep_reference=False, seed=0, model=model)
         Adapter(model, start, trainable=True)
@@ -202,7 +202,7 @@ def verify_plan(plan: Plan, *, layers: int) -> dict[str, Any]:
     Both use a model with `layers` layers (0: all), AdamW, no critic and no CPU offload.
 
     Raises:
-        UserError: There is only one process, so weights are not sharded.
+        UserError: there is only one process, so weights are not sharded.
     """
     if plan.layout.num_training < 2:
         raise UserError("--verify requires sharded training; plan for at least 2 GPUs")

@@ -225,7 +225,7 @@ class AlgorithmConfig(_WithParameters):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
+        """Whether a critic is trained alongside the policy."""
         return any(component.needs_critic for component in self.components())
 
     @property

@@ -116,7 +116,7 @@ ADVANTAGES: dict[str, Component] = {
         parameters=STD,
         min_generations=2,
         compares_reward_parts=True,
-        kl_in_reward_conflict="it whitens each reward separately, and the penalty is none of them",
+        kl_in_reward_conflict="it whitens each reward separately, and the KL penalty is not one of the rewards",
     ),
     "max_likelihood": Component(
         formula="(r - mean(group)) / mean(group); 0 where the mean is 0",

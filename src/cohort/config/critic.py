@@ -7,7 +7,7 @@ from cohort.config.section import Section
 
 
 class CriticConfig(Section):
-    """The critic of `algorithm.name: ppo`, trained beside the policy: a model of the same kind with a scalar head.
+    """The critic of `algorithm.name: ppo`, trained alongside the policy: a model of the same kind with a scalar head.
 
     The keys of `model` and `train` (dtypes, checkpointing, schedule, clipping) apply to it too.
     """

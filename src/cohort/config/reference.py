@@ -13,8 +13,8 @@ class ReferenceConfig(Section):
 
     device: Literal["auto", "cpu"] = Field(
         "auto",
-        description="Where its weights are kept. auto: on the GPU, beside the policy's. cpu: in host memory; they are "
-        "copied to the GPU for the step's one forward pass, when there are no gradients. cpu needs one "
+        description="Where its weights are kept. auto: on the GPU, alongside the policy's. cpu: in host memory; they "
+        "are copied to the GPU for the step's one forward pass, when there are no gradients. cpu needs one "
         "process with a GPU.",
     )
     quantization: Quantization | None = Field(

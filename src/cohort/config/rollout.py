@@ -96,7 +96,7 @@ class TrainingProcessesConfig(SamplingConfig):
     samples_ahead: ClassVar[Literal[False]] = False
     shares_weights: ClassVar[bool] = True
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "none"
-    setup: ClassVar[str] = "cohort.trainer.local_rollouts:LocalSetup"
+    setup: ClassVar[str] = "cohort.trainer.local_setup:LocalSetup"
 
 
 class AutoRolloutConfig(TrainingProcessesConfig):
@@ -125,7 +125,7 @@ class LocalRolloutConfig(TrainingProcessesConfig):
 class ServersConfig(SamplingConfig):
     """Keys of engines that sample on servers, which receive the weights after every step.
 
-    `cohort.trainer.server_rollouts.ServersSetup` implements all of them, for any kind of server.
+    `cohort.trainer.server_setup.ServersSetup` implements all of them, for any kind of server.
     """
 
     uses_servers: ClassVar[Literal[True]] = True
@@ -165,8 +165,8 @@ class ServersConfig(SamplingConfig):
     request_timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="Maximum time in seconds to sample one prompt's completions. After that its server counts as hung "
-        "and the prompt is sent to another one.",
+        description="Maximum time in seconds to sample one prompt's completions. After that the server is considered "
+        "hung and the prompt is sent to another one.",
     )
     max_server_failures: int = Field(
         3,
@@ -231,7 +231,7 @@ class VllmRolloutConfig(ServersConfig):
     """Sample on vLLM servers, which receive the weights after every step."""
 
     default_correction: ClassVar[Literal["none", "token_truncate"]] = "token_truncate"
-    setup: ClassVar[str] = "cohort.trainer.vllm_rollouts:VllmSetup"
+    setup: ClassVar[str] = "cohort.trainer.vllm_setup:VllmSetup"
     server_name: ClassVar[str] = "vLLM server"
     has_serve_command: ClassVar[bool] = True
     sampled_by: ClassVar[str] = "by vLLM servers"

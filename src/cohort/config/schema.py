@@ -36,13 +36,14 @@ class TrainConfig(Section):
     ] = Field(
         8192,
         description="Token budget: maximum tokens in a forward/backward pass. A longer sequence runs alone. auto: the "
-        "most that fits, measured before the first step. Out of memory halves it. Changes memory, never the "
+        "most that fits, measured before the first step. Out of memory at least halves it. Changes memory, never the "
         "gradient.",
     )
     gradients_in_forward: bool = Field(
         False,
         description="Compute the LM head's gradient together with the logprobs instead of recomputing its logits in "
-        "backward. Faster with large vocabularies; needs memory for one more float32 copy of the head.",
+        "backward (fused or chunked loss, as in Liger). Faster with large vocabularies; needs memory for one more "
+        "float32 copy of the head.",
     )
     updates_per_rollout: int = Field(
         1, ge=1, description="Optimizer steps per rollout, each on all of its completions (GRPO's mu)."

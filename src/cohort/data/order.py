@@ -43,10 +43,10 @@ class PromptStream:
         self._num_taken += n
         return taken
 
-    def again(self, visits: Sequence[tuple[int, int]]) -> list[Prompt]:
+    def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts taken before, by `Prompt.id` and `Prompt.epoch`, without advancing the stream."""
-        by_id = {prompt.id: prompt for prompt in self._prompts} if visits else {}
-        return [dataclasses.replace(by_id[prompt_id], epoch=epoch) for prompt_id, epoch in visits]
+        by_id = {prompt.id: prompt for prompt in self._prompts} if ids_and_epochs else {}
+        return [dataclasses.replace(by_id[prompt_id], epoch=epoch) for prompt_id, epoch in ids_and_epochs]
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain JSON values, for `restore`.

@@ -22,10 +22,10 @@ def run_demo(*, seed: int, out: Path | None, processes: int = 1, engine: str = "
     """Train the base model on word problems and show the result.
 
     Args:
-        seed: Seed of the training problems, their order and sampling. Held-out problems are always the same.
-        out: Run folder; by default runs/demo, or the next free runs/demo-N.
-        processes: Number of training processes; the run is the same for any.
-        engine: Rollout engine.
+        seed: seed of the training problems, their order and sampling. Held-out problems are always the same.
+        out: run folder; by default runs/demo, or the next free runs/demo-N.
+        processes: number of training processes; the run is the same for any.
+        engine: rollout engine.
     """
     console = Console(highlight=False)
     folder = out or free_folder(Path("runs"))

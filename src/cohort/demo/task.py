@@ -179,7 +179,7 @@ def generate(seed: int, count: int, split: Split = "train") -> list[Problem]:
     Held-out problems have distinct keys; training problems may repeat.
 
     Raises:
-        UserError: There are fewer distinct held-out problems.
+        UserError: there are fewer distinct held-out problems.
     """
     rng = random.Random(seed)
     problems: list[Problem] = []

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from cohort.display.events import Display, StepReport
 from cohort.display.safe_stdout import SafeStdout
-from cohort.plan import RunPlan
+from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
 
 _LONG_SAVE_S = 2.0  # longer saves get a progress bar
@@ -24,8 +24,8 @@ class ConsoleDisplay(Display):
         """Create a display.
 
         Args:
-            show_completions_every: Show completions every N steps; 0: never.
-            console: Console to print to; standard output by default.
+            show_completions_every: show completions every N steps; 0: never.
+            console: console to print to; standard output by default.
         """
         self.console = console or Console(file=cast(IO[str], SafeStdout()), highlight=False)
         self._show_every = show_completions_every
@@ -46,7 +46,7 @@ class ConsoleDisplay(Display):
         self._save: TaskID | None = None
         self._save_start: float | None = None
 
-    def started(self, plan: RunPlan, *, steps_done: int) -> None:
+    def started(self, plan: RunSchedule, *, steps_done: int) -> None:
         """Print the number of steps and their size."""
         self._start_time, self._start_step, self._num_steps = time.monotonic(), steps_done, plan.num_steps
         updates = f", {plan.updates_per_rollout} updates" if plan.updates_per_rollout > 1 else ""

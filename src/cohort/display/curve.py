@@ -10,8 +10,8 @@ def render_curve(xs: Sequence[float], ys: Sequence[float], *, height: int = 8) -
 
     Args:
         xs: Positions; the first and last are shown.
-        ys: Values from 0 to 1.
-        height: Height of the plot in lines.
+        ys: values from 0 to 1.
+        height: height of the plot in lines.
     """
     width = 3  # characters per point
     lines = []

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cohort.plan import RunPlan
+from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
 
 
@@ -19,7 +19,7 @@ class StepReport:
 class Display:
     """Receives the events of a run in order. The base class ignores them all."""
 
-    def started(self, plan: RunPlan, *, steps_done: int) -> None:
+    def started(self, plan: RunSchedule, *, steps_done: int) -> None:
         """The run starts, or resumes after `steps_done` steps."""
 
     def notify(self, text: str) -> None:

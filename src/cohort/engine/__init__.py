@@ -1,6 +1,6 @@
 """The training engine: forward_backward and optimizer steps. The loss is an argument, so it knows no algorithm."""
 
-from cohort.engine.budget_search import LargestShare, find_budget
+from cohort.engine.budget_search import WorstCaseShard, find_budget
 from cohort.engine.critic_engine import CriticEngine
 from cohort.engine.loss import PerTokenLoss
 from cohort.engine.lr_schedule import learning_rate_factor
@@ -10,12 +10,12 @@ from cohort.engine.train_engine import OptimResult, TrainEngine, TrainResult
 
 __all__ = [
     "CriticEngine",
-    "LargestShare",
     "OptimResult",
     "PerTokenLoss",
     "TokenBudget",
     "TrainEngine",
     "TrainResult",
+    "WorstCaseShard",
     "check_optimizer",
     "check_weights",
     "find_budget",

@@ -20,8 +20,8 @@ _HOST_SHARE = 0.5  # of the host's free memory: systems overcommit memory instea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LargestShare:
-    """The largest share of a step that a rank can get: groups of the longest prompt and the longest completions."""
+class WorstCaseShard:
+    """The largest shard of a step that a rank can get: groups of the longest prompt and the longest completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,7 +38,7 @@ def find_budget(
     engine: TrainEngine,
     per_token_loss: PerTokenLoss,
     *,
-    share: LargestShare,
+    shard: WorstCaseShard,
     max_tokens: int,
     reserved_bytes: int = 0,
 ) -> int:
@@ -51,17 +51,17 @@ def find_budget(
     Args:
         engine: before its first step.
         per_token_loss: loss of the run.
-        share: the trials consist of its groups.
+        shard: the trials consist of its groups.
         max_tokens: upper bound: a micro-batch never needs more tokens.
         reserved_bytes: memory to leave free on this rank for something that is not allocated yet.
     """
-    longest = share.sequence_tokens
+    longest = shard.sequence_tokens
     if engine.policy.device.type == "cpu":
-        max_tokens = max(longest, min(max_tokens, _most_on_host(engine, per_token_loss, share)))
+        max_tokens = max(longest, min(max_tokens, _most_on_host(engine, per_token_loss, shard)))
     max_tokens = int(engine.ranks.all_reduce_min(max_tokens))
 
     def fits(tokens: int) -> bool:
-        return engine.fits(_trial(tokens, share, engine.policy), per_token_loss, reserved_bytes=reserved_bytes)
+        return engine.fits(_trial(tokens, shard, engine.policy), per_token_loss, reserved_bytes=reserved_bytes)
 
     engine.budget.tokens = _largest(fits, longest, max_tokens)
     return engine.budget.tokens
@@ -81,10 +81,10 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     return max(least, int(low * _MARGIN))
 
 
-def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, share: LargestShare) -> int:
+def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, shard: WorstCaseShard) -> int:
     """Estimate how many tokens fit into this process's share of the host's free memory."""
     kept: dict[int, int] = {}
-    longest = share.sequence_tokens
+    longest = shard.sequence_tokens
     weights = {p.data_ptr() for p in engine.policy.model.parameters()}  # allocated in any case
 
     def keep(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _most_on_host(engine: TrainEngine, per_token_loss: PerTokenLoss, share: Larg
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.fits(_trial(longest, share, engine.policy), per_token_loss)
+        engine.fits(_trial(longest, shard, engine.policy), per_token_loss)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return int(_HOST_SHARE * _free_host_bytes() / processes / (sum(kept.values()) / longest))
 
@@ -113,19 +113,19 @@ def _free_host_bytes() -> int:
     return max(free, 1)
 
 
-def _trial(tokens: int, share: LargestShare, policy: Policy) -> tuple[TrainSequence, ...]:
+def _trial(tokens: int, shard: WorstCaseShard, policy: Policy) -> tuple[TrainSequence, ...]:
     """Make sequences of loss weight 0 for a micro-batch of `tokens` positions, or of all sequences if they have fewer.
 
     They are whole groups and, at the end, part of a group, whose last completion or prompt is cut to fit.
     """
-    per_prompt = share.num_generations if policy.shares_prompts else 1
-    completion_inputs = share.completion_tokens - 1
+    per_prompt = shard.num_generations if policy.shares_prompts else 1
+    completion_inputs = shard.completion_tokens - 1
     sequences: list[TrainSequence] = []
-    while tokens > 0 and len(sequences) < share.num_sequences:
-        prompt = min(share.prompt_tokens, tokens)
+    while tokens > 0 and len(sequences) < shard.num_sequences:
+        prompt = min(shard.prompt_tokens, tokens)
         tokens -= prompt
         number = len(sequences)
-        for _ in range(min(per_prompt, share.num_sequences - number)):
+        for _ in range(min(per_prompt, shard.num_sequences - number)):
             inputs = min(completion_inputs, tokens)
             tokens -= inputs
             sequences.append(_sequence(prompt, inputs, group=number, index=len(sequences)))

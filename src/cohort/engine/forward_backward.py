@@ -270,7 +270,7 @@ class ForwardBackward:
         num_tokens = self._prefix_tokens = len(token_ids)
         self.metrics.count(
             {
-                "num_inputs": num_tokens,
+                "num_computed_tokens": num_tokens,
                 "num_positions": num_tokens,
                 "num_prompt_inputs": num_tokens,
                 "attention_pairs": num_tokens * (num_tokens + 1) // 2,
@@ -321,13 +321,13 @@ def on_device(micro_batch: MicroBatch, policy: Policy) -> MicroBatch:
 
 def _counts(micro_batch: MicroBatch, sequences: Sequence[TrainSequence], policy: Policy) -> dict[str, int]:
     """Token counts of a micro-batch on the host."""
-    num_inputs = len(micro_batch.input_ids)
-    num_prompt_inputs = num_inputs - sum(len(s.token_ids) - 1 - s.shared_prefix_tokens for s in sequences)
+    num_computed_tokens = len(micro_batch.input_ids)
+    num_prompt_inputs = num_computed_tokens - sum(len(s.token_ids) - 1 - s.shared_prefix_tokens for s in sequences)
     return {
-        "num_inputs": num_inputs,
+        "num_computed_tokens": num_computed_tokens,
         "num_positions": policy.num_positions(micro_batch),
-        "num_unshared_inputs": sum(len(s.token_ids) - 1 for s in sequences),
+        "num_tokens_unshared": sum(len(s.token_ids) - 1 for s in sequences),
         "num_prompt_inputs": num_prompt_inputs,  # 0 in a part of a split group
         # a token attends to itself and to all earlier tokens of its sequence, wherever they are in the row
-        "attention_pairs": num_inputs + int(micro_batch.position_ids.sum()),
+        "attention_pairs": num_computed_tokens + int(micro_batch.position_ids.sum()),
     }

@@ -21,10 +21,10 @@ class TrainResult:
     """Metrics of one forward_backward over a step's batch. Counts are over all ranks."""
 
     metrics: Mapping[str, float]
-    num_inputs: int  # tokens to compute, without padding
+    num_computed_tokens: int  # tokens to compute, without padding
     num_positions: int  # positions computed, padding included
-    num_unshared_inputs: int  # tokens to compute if no prompt were shared
-    num_prompt_inputs: int  # prompt tokens among `num_inputs`
+    num_tokens_unshared: int  # tokens to compute if no prompt were shared
+    num_prompt_inputs: int  # prompt tokens among `num_computed_tokens`
     attention_pairs: int  # pairs of a token and a token that it attends to, itself included
     num_micro_batches: int  # per rank, empty ones included
     num_out_of_memory: int  # micro-batches that did not fit

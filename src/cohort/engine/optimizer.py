@@ -20,7 +20,7 @@ from cohort.config import (
     SgdConfig,
 )
 from cohort.config.optim import StochasticRoundingConfig
-from cohort.engine.optimizer_offload import OffloadedUpdates, local
+from cohort.engine.optimizer_offload import OffloadedUpdates, to_local
 from cohort.engine.stochastic_rounding import round_stochastically, rounding_key
 from cohort.errors import UserError
 from cohort.models.fsdp import local_rows
@@ -145,14 +145,14 @@ class Optimizers:
                 optimizer.state[parameter] = optimizer.state.pop(wide)
             own, first_row = local_rows(parameter)
             first = first_row * own[:1].numel()
-            round_stochastically(local(wide), own, key=rounding_key(self._seed, update, name), first=first)
+            round_stochastically(to_local(wide), own, key=rounding_key(self._seed, update, name), first=first)
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's optimizer state after the first step."""
         return sum(
             state_bytes(self._config, own.shape, own.element_size(), by_muon=isinstance(optimizer, torch.optim.Muon))
             for optimizer in self._optimizers
-            for own in (local(p) for group in optimizer.param_groups for p in group["params"])
+            for own in (to_local(p) for group in optimizer.param_groups for p in group["params"])
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -73,11 +73,11 @@ class OffloadedUpdates:
             make_stream: makes the stream of copies for a device.
         """
         self._pairs = pairs
-        device = local(pairs[0][0]).device
+        device = to_local(pairs[0][0]).device
         self._to_host, self._to_device = make_stream(device), make_stream(device)
 
         def buffers(weights: Iterable[Tensor]) -> list[Tensor]:
-            size = max(local(weight).nbytes for weight in weights)
+            size = max(to_local(weight).nbytes for weight in weights)
             return [PinnedMemory(size, device).take([size], torch.uint8) for _ in range(_SLOTS)]
 
         self._gradients, self._copies = buffers(m for _, m in pairs), buffers(p for p, _ in pairs)
@@ -108,22 +108,22 @@ class OffloadedUpdates:
     def _fetch(self, number: int) -> Callable[[], object]:
         parameter, master = self._pairs[number]
         assert parameter.grad is not None, "every weight has a gradient when it is updated"
-        return self._to_host.copy(_view(self._gradients, number, master), local(parameter.grad))
+        return self._to_host.copy(_view(self._gradients, number, master), to_local(parameter.grad))
 
     def _send(self, number: int) -> Callable[[], object]:
         parameter, master = self._pairs[number]
         slot = _view(self._copies, number, parameter)
-        slot.copy_(local(master))
-        return self._to_device.copy(local(parameter), slot)
+        slot.copy_(to_local(master))
+        return self._to_device.copy(to_local(parameter), slot)
 
 
 def _view(slots: Sequence[Tensor], number: int, weight: Tensor) -> Tensor:
     """View the bytes of a slot as this rank's shard of a weight."""
-    own = local(weight)
+    own = to_local(weight)
     return slots[number % _SLOTS][: own.nbytes].view(own.dtype).view(own.shape)
 
 
-def local(parameter: Tensor) -> Tensor:
+def to_local(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 

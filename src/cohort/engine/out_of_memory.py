@@ -84,7 +84,7 @@ class OutOfMemory:
 
 
 EMPTY_OUT_OF_MEMORY = OutOfMemory(
-    0, "even on an empty micro-batch: the model's largest layer does not fit beside its shards; use more processes"
+    0, "even on an empty micro-batch: the model's largest layer does not fit next to the shards; use more processes"
 )
 
 

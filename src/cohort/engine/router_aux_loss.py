@@ -50,7 +50,7 @@ class RouterAuxLoss:
     @contextmanager
     def count_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Count the routers' choices in the forward pass inside, unless it fails."""
-        counts = self._policy.computed_counts(micro_batch).double()
+        counts = self._policy.sequences_per_position(micro_batch).double()
         choices: dict[int, Tensor] = {}
         probabilities: dict[int, Tensor] = {}
 
@@ -105,7 +105,7 @@ class RouterAuxLoss:
         losses: list[Tensor] = []
         with self._logits.collect_into(lambda _, logits: logits_per_router.append(logits)):
             yield losses
-        counts = self._policy.computed_counts(micro_batch)
+        counts = self._policy.sequences_per_position(micro_batch)
         sums = [counts.to(p.dtype) @ p for p in map(_probabilities, logits_per_router)]
         total = torch.stack(sums).sum(0)
         factors = torch.zeros_like(total) if self._factors is None else self._factors.to(total.dtype)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cohort.batch import Sequences, TrainBatch
 from cohort.config import AdamwConfig, OptimConfig, TrainConfig
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.engine.forward_backward import (
     ForwardBackward,
     GradientAccumulation,
@@ -30,7 +30,7 @@ from cohort.engine.forward_backward import (
 from cohort.engine.forward_only import ForwardOnly
 from cohort.engine.loss import AnyStepLoss, PerSequence, PerTokenLoss, StepLoss, TrainResult, per_sequence
 from cohort.engine.optimizer import Optimizers
-from cohort.engine.optimizer_offload import local
+from cohort.engine.optimizer_offload import to_local
 from cohort.engine.out_of_memory import TokenBudget, must_fit
 from cohort.engine.repack import repack
 from cohort.engine.router_aux_loss import RouterAuxLoss
@@ -65,7 +65,7 @@ class TrainEngine:
         reference: Policy | None,
         reference_in_loss: bool = True,
         reference_changes: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ):
         """Create the optimizer.
 
@@ -120,7 +120,8 @@ class TrainEngine:
     ) -> TrainResult:
         """Compute the gradient of `sum(loss_weight * per_token_loss)` over the whole step, replacing earlier gradients.
 
-        If a micro-batch runs out of memory on any rank, all ranks retry with half the token budget, which stays halved.
+        If a micro-batch runs out of memory on any rank, all ranks retry with at most half the token budget, which
+        stays reduced.
 
         Args:
             batch: this rank's micro-batches; the sum does not depend on the split. None for another update on the
@@ -293,8 +294,8 @@ class TrainEngine:
         outputs: dict[ForwardOnlyField, PerSequence] = {}
         if wanted & {"logprobs", "entropies"}:
             self.policy.model.eval()
-            of_policy = self._policy_forward.compute(sequences, entropy="entropies" in wanted)
-            outputs |= {"logprobs": of_policy.logprobs, "entropies": of_policy.entropies}
+            policy_result = self._policy_forward.compute(sequences, entropy="entropies" in wanted)
+            outputs |= {"logprobs": policy_result.logprobs, "entropies": policy_result.entropies}
         if "reference_logprobs" in wanted:
             assert self._reference_forward is not None, "the algorithm needs a reference"
             of_reference = self._reference_forward.compute(sequences)
@@ -333,7 +334,7 @@ class TrainEngine:
         assert self._reference is not None, "there is no reference to refresh"
         policy_parameters = dict(self.policy.model.named_parameters())
         for name, parameter in self._reference.model.named_parameters():
-            local(parameter).lerp_(local(policy_parameters[name]).to(local(parameter).device), mix)
+            to_local(parameter).lerp_(to_local(policy_parameters[name]).to(to_local(parameter).device), mix)
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer state and counters, and the weights of a reference that changes.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from cohort.stopping import CODES
+from cohort.stopping import STOP_EXIT_CODES
 
 _TAIL_LINES = 8
 _NOTICED_LINES = 200  # a rank terminated later appends the stacks of all threads
@@ -39,7 +39,7 @@ def read_failures(error: ChildFailedError, logs: Path) -> tuple[Failure, ...]:
     files = {int(file.parent.name): file for file in logs.rglob("stderr.log")}
     noticed = {rank for rank, file in files.items() if "PeerError" in _tail(file, _NOTICED_LINES)}
     failed = {rank: code for rank, code in exit_codes.items() if rank not in noticed}
-    terminated = {-signal.SIGTERM, -signal.SIGKILL, *CODES}
+    terminated = {-signal.SIGTERM, -signal.SIGKILL, *STOP_EXIT_CODES}
     by_itself = {rank: code for rank, code in failed.items() if code not in terminated}
     killed = {rank: code for rank, code in failed.items() if code == -signal.SIGKILL}
     if by_itself:

@@ -33,7 +33,7 @@ from cohort.run_result import EXIT_STATUS_FILE, ExitStatus
 class _Attempt:
     """Result of starting all processes once."""
 
-    outcome: ExitStatus | None  # as reported by rank 0; None if the processes failed
+    exit_status: ExitStatus | None  # as reported by rank 0; None if the processes failed
     failures: tuple[Failure, ...]  # root causes, if they failed
     made_progress: bool  # whether it finished at least one step
 
@@ -44,15 +44,15 @@ def run_processes(
     """Train with `num_processes` processes and wait for the end.
 
     Args:
-        config: Configuration of the run.
-        num_processes: Initial number of processes; a rank that fails twice without a step in between is dropped.
+        config: configuration of the run.
+        num_processes: initial number of processes; a rank that fails twice without a step in between is dropped.
         split: GPUs of this machine for training and rollouts; None if the run starts no servers.
-        resume: Whether the run must exist already.
-        notify: Called with messages for the user, such as a restart.
+        resume: whether the run must exist already.
+        notify: called with messages for the user, such as a restart.
 
     Raises:
-        UserError: The configuration does not work with this many processes, or rank 0 raised it.
-        TrainingError: Rank 0 raised it, or a process failed and no restarts are left.
+        UserError: the configuration does not work with this many processes, or rank 0 raised it.
+        TrainingError: rank 0 raised it, or a process failed and no restarts are left.
     """
     check_processes(config, num_processes)
     check_folder(Path(config.run.dir), resume=resume)
@@ -60,8 +60,8 @@ def run_processes(
     failed_before: int | None = None
     for attempt in range(config.hardware.max_restarts + 1):
         result = _start(config, slots, split, resume=resume, attempt=attempt)
-        if result.outcome is not None:
-            result.outcome.raise_error()
+        if result.exit_status is not None:
+            result.exit_status.raise_error()
             return
         report = "\n".join(failure.describe() for failure in result.failures)
         left = config.hardware.max_restarts - attempt
@@ -112,7 +112,7 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
         ),
     )
     environment = {
-        EXIT_STATUS_FILE: str(logs / "outcome.json"),
+        EXIT_STATUS_FILE: str(logs / "exit_status.json"),
         "OMP_NUM_THREADS": _threads(len(slots)),
         stopping.LAUNCHER: str(os.getpid()),
     }
@@ -128,21 +128,21 @@ def _start(config: Config, slots: list[int], split: GpuSplit | None, *, resume: 
             elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
-            if codes <= stopping.CODES:
+            if codes <= stopping.STOP_EXIT_CODES:
                 signal_code = error.get_first_failure()[1].exitcode
             else:
                 failures = read_failures(error, logs)
         except SignalException as error:
             signal_code = 128 + error.sigval
     stopping.can_save(False)
-    outcome = ExitStatus.read(logs / "outcome.json")
-    if outcome is None and signal_code is not None:
+    exit_status = ExitStatus.read(logs / "exit_status.json")
+    if exit_status is None and signal_code is not None:
         raise SystemExit(signal_code)
     # compare file identity: metrics of an earlier start are not progress of this one
     made_progress = _identity(folder / "metrics.jsonl") != metrics_before and _last_step(folder) > first_step
-    if outcome is None and not failures:
+    if exit_status is None and not failures:
         raise TrainingError(f"all processes ended, but rank 0 left no exit status; see its output in {logs}")
-    return _Attempt(outcome=outcome, failures=failures, made_progress=made_progress)
+    return _Attempt(exit_status=exit_status, failures=failures, made_progress=made_progress)
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

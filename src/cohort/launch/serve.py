@@ -22,7 +22,7 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
     The server gets the first `rollout.tensor_parallel` visible GPUs; without GPUs it runs on CPU.
 
     Raises:
-        UserError: The run does not sample with vLLM, or this machine has too few GPUs.
+        UserError: the run does not sample with vLLM, or this machine has too few GPUs.
     """
     config = set_engine(config, "vllm")
     rollout = config.rollout
@@ -58,8 +58,8 @@ def serve(config: Config, *, host: str, port: int) -> None:
     """Run a server until this process is terminated. The server's processes end with this one, however it ends.
 
     Raises:
-        UserError: No supported vLLM, or as for `serve_command`.
-        TrainingError: The server exited.
+        UserError: no supported vLLM, or as for `serve_command`.
+        TrainingError: the server exited.
     """
     command, added = serve_command(config, host=host, port=port)
     check_vllm(command[0])

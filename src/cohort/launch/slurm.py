@@ -18,7 +18,7 @@ from cohort.stopping import LAUNCHER_GRACE_S, SIGNALS
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]*")
-# Extra time between the signal and the time limit, beside `hardware.grace_s`, for all ranks to notice and exit.
+# Extra time between the signal and the time limit, in addition to `hardware.grace_s`, for all ranks to notice and exit.
 _SLURM_LATE_S = 60
 # How long a restart waits for more nodes once the minimum has joined.
 _LAST_CALL_S = 60
@@ -54,13 +54,13 @@ def slurm_script(config: Config, *, config_path: Path, overrides: Sequence[str],
     It uses this Python's environment and the current working directory.
 
     Args:
-        config: The configuration in `config_path` with `overrides`.
+        config: the configuration in `config_path` with `overrides`.
         config_path: YAML file, read by every rank.
         overrides: `key.sub=value` arguments, passed to every rank.
-        options: Resources to request.
+        options: resources to request.
 
     Raises:
-        UserError: An option is invalid, by itself or with the configuration.
+        UserError: an option is invalid, by itself or with the configuration.
     """
     _check_options(options)
     gpus = _gpus_per_node(config, options)
@@ -106,7 +106,7 @@ def _check_split(config: Config, gpus: int) -> None:
     """Check that the node's GPUs suffice for the configured split.
 
     Raises:
-        UserError: They do not.
+        UserError: they do not.
     """
     planned, _ = plan_engine(config)
     if planned.rollout.uses_servers:
@@ -267,7 +267,7 @@ def _check_options(options: SlurmOptions) -> None:
     """Check the options that need no configuration.
 
     Raises:
-        UserError: An option is invalid.
+        UserError: an option is invalid.
     """
     if _min_nodes(options) > options.nodes:
         raise UserError(f"--min-nodes: {options.min_nodes} exceeds --nodes: {options.nodes}; use {options.nodes}")
@@ -290,7 +290,7 @@ def _gpus_per_node(config: Config, options: SlurmOptions) -> int:
     """Return the GPUs per node.
 
     Raises:
-        UserError: It contradicts `hardware.device`.
+        UserError: it contradicts `hardware.device`.
     """
     device, gpus = config.hardware.device, options.gpus_per_node
     if gpus is None:

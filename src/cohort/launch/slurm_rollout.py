@@ -37,13 +37,13 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
     """Plan the servers of `--rollout-nodes`; None without such nodes.
 
     Args:
-        config: Configuration of the run.
-        num_nodes: Number of rollout nodes.
+        config: configuration of the run.
+        num_nodes: number of rollout nodes.
         gpus_per_node: GPUs of every node.
         gpus_left: GPUs of a training node without a rank.
 
     Raises:
-        UserError: It contradicts the configuration, or leaves the run without servers.
+        UserError: it contradicts the configuration, or leaves the run without servers.
     """
     rollout = config.rollout
     if not rollout.uses_servers:
@@ -115,8 +115,8 @@ def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Se
     """Return the script lines that start the servers and set `urls`.
 
     Args:
-        nodes: The rollout nodes.
-        num_training_nodes: Number of nodes before them.
+        nodes: the rollout nodes.
+        num_training_nodes: number of nodes before them.
         overrides: `key.sub=value` arguments of the run.
     """
     arguments = " ".join(['"$config"', *map(shlex.quote, overrides)])

@@ -30,14 +30,14 @@ def train(
     this process becomes one rank.
 
     Args:
-        config: A `Config`, an equivalent nested mapping, or the path of a YAML file.
-        resume: Whether the run must exist already.
-        display: Receives progress; by default the console. Only for runs in this process, which on a machine with
+        config: a `Config`, an equivalent nested mapping, or the path of a YAML file.
+        resume: whether the run must exist already.
+        display: receives progress; by default the console. Only for runs in this process, which on a machine with
             several GPUs requires `hardware.processes: 1`.
 
     Raises:
-        UserError: The configuration, the data or a reward is invalid.
-        TrainingError: The run cannot continue.
+        UserError: the configuration, the data or a reward is invalid.
+        TrainingError: the run cannot continue.
         SystemExit: SIGINT, SIGTERM, SIGHUP or SIGUSR1 stopped the run after saving; the code is 128 plus the signal's
             number.
     """
@@ -80,7 +80,7 @@ def _refuse_display(display: Display | None, processes: str) -> None:
     """Refuse a display, which other processes cannot use.
 
     Raises:
-        UserError: There is one.
+        UserError: there is one.
     """
     if display is not None:
         raise UserError(
@@ -93,7 +93,7 @@ def _result(folder: Path) -> RunResult:
     """Read the result of a run executed by other processes.
 
     Raises:
-        TrainingError: The run did not finish.
+        TrainingError: the run did not finish.
     """
     if not (folder / "summary.json").is_file():
         raise TrainingError("rank 0 ended the run; see its message")

@@ -16,7 +16,7 @@ def check_loggers(names: Sequence[str]) -> None:
     """Check that the packages of all loggers are installed.
 
     Raises:
-        UserError: A package is missing.
+        UserError: a package is missing.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -32,10 +32,10 @@ class MetricsWriter:
         """Open for appending.
 
         Args:
-            folder: Run folder; holds metrics.jsonl and, for TensorBoard, tensorboard/.
-            log: Names of loggers.
-            config: Resolved configuration, for loggers that show it.
-            steps_done: Steps in the checkpoint; TensorBoard drops later ones.
+            folder: run folder; holds metrics.jsonl and, for TensorBoard, tensorboard/.
+            log: names of loggers.
+            config: resolved configuration, for loggers that show it.
+            steps_done: steps in the checkpoint; TensorBoard drops later ones.
         """
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._loggers = [_LOGGERS[name](folder, config, steps_done) for name in log]

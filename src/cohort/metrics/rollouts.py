@@ -19,7 +19,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "reward": _mean(rewards_PG[scored_PG]),
         "reward_std": float(np.mean([_std(group.rewards) for group in groups])),
         "frac_reward_zero_std": float(np.mean([has_equal_rewards(group) for group in groups])),
-        "frac_unjudged": float(1 - scored_PG.mean()),
+        "frac_unscored": float(1 - scored_PG.mean()),
     }
     for name in groups[0].reward_parts:
         part = np.concatenate([group.reward_parts[name] for group in groups])

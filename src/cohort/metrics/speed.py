@@ -30,10 +30,10 @@ def speed_metrics(flops: float, *, seconds: float, num_processes: int, peak: flo
     """Compute `model_tflops_per_second` per process and, if the peak is known, `mfu`.
 
     Args:
-        flops: Model FLOPs of the step's training, over all processes.
-        seconds: Duration of the training.
-        num_processes: Number of processes, one device each.
-        peak: Peak FLOP/s of one device.
+        flops: model FLOPs of the step's training, over all processes.
+        seconds: duration of the training.
+        num_processes: number of processes, one device each.
+        peak: peak FLOP/s of one device.
     """
     speed = flops / seconds / num_processes
     return {"model_tflops_per_second": speed / 1e12} | ({"mfu": speed / peak} if peak else {})

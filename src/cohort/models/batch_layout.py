@@ -96,7 +96,8 @@ def _differences(actual: "_ProbeResult | Exception", expected: "_ProbeResult", t
     for name, mine, theirs, limit in checks:
         error = ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
         if not error <= limit:  # also true for NaN
-            return f"gives other {name} than the model (relative error {error:.1g}, rounding is below {limit:.0e})"
+            size = f"relative error {error:.1g}, rounding is below {limit:.0e}"
+            return f"gives {name} that differ from the model's ({size})"
     return None
 
 
@@ -166,23 +167,23 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
     """Compute the probe's sequences in a layout, forward and backward; return the error if that fails."""
     device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
     segments: list[tuple[int, ...]] = []
-    roots: list[int] = []
+    parents: list[int] = []
     offsets: list[int] = []
     source: list[int] = []
 
-    def add(tokens: tuple[int, ...], root: int, offset: int) -> range:
+    def add(tokens: tuple[int, ...], parent: int, offset: int) -> range:
         start = sum(map(len, segments))
         segments.append(tokens)
-        roots.append(root)
+        parents.append(parent)
         offsets.append(offset)
         return range(start, start + len(tokens))
 
     for prompt, completions in _PROBE:
         if layout == "shared":
-            root = len(segments)
+            parent = len(segments)
             last = add(prompt, NO_PARENT, 0)[-1]
             for completion in completions:
-                source += [last, *(add(completion, root, len(prompt)) if completion else ())]
+                source += [last, *(add(completion, parent, len(prompt)) if completion else ())]
         else:
             for completion in completions:
                 source += add(prompt + completion, NO_PARENT, 0)[len(prompt) - 1 :]
@@ -191,7 +192,7 @@ def _probe(model: Any, module: Any, output: Callable[[Any], Tensor], layout: Lay
         input_ids=torch.tensor([token for s in segments for token in s], device=device) % vocabulary,
         position_ids=torch.cat([o + torch.arange(len(s)) for o, s in zip(offsets, segments, strict=True)]).to(device),
         input_counts=nothing,
-        attn_metadata=to_device(build_attention_metadata([len(s) for s in segments], roots), device),
+        attn_metadata=to_device(build_attention_metadata([len(s) for s in segments], parents), device),
         logit_positions=torch.tensor(source, device=device),
         labels=nothing,
         sampling_logprobs=nothing,

@@ -22,12 +22,12 @@ class Critic(Policy):
     """
 
     @staticmethod
-    def adapt(model: Any) -> None:
+    def replace_head(model: Any) -> None:
         """Replace the language-model head by a zero-initialized linear layer H -> 1."""
         weight = model.get_input_embeddings().weight
         hidden_size = model.config.get_text_config().hidden_size
         model.set_output_embeddings(nn.Identity())
-        # otherwise an untied head would be saved, or expected, beside the embedding
+        # otherwise an untied head would be saved, or expected, next to the embedding
         model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}
         head = nn.Linear(hidden_size, 1, dtype=weight.dtype, device=weight.device)

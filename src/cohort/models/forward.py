@@ -54,7 +54,7 @@ def forward(
 
 
 def packed_inputs(input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
-    """Return the inputs of a transformers model for a packed row [S], but for what its attention needs."""
+    """Return the inputs of a transformers model for a packed row [S], except those for attention."""
     return {
         "input_ids": input_ids.unsqueeze(0),
         "position_ids": position_ids.unsqueeze(0),
@@ -73,7 +73,7 @@ def _forward_padded(module: Any, micro_batch: MicroBatch, output: Callable[[Any]
     return out.index_select(0, _padded_positions(micro_batch).index_select(0, micro_batch.logit_positions))
 
 
-def computed_counts(micro_batch: MicroBatch, *, padded: bool) -> Tensor:
+def sequences_per_position(micro_batch: MicroBatch, *, padded: bool) -> Tensor:
     """Number of sequences that have each computed position as input; 0 at padding."""
     counts = micro_batch.input_counts
     return _pad(micro_batch, counts).flatten() if padded else counts
@@ -136,8 +136,8 @@ class Head:
             return operands
         (name,) = self.lora.active_adapters
         down, up = self.lora.lora_A[name], self.lora.lora_B[name]
-        features_TR = down(hidden_TH.to(down.weight.dtype)) * self.lora.scaling[name]
-        return operands._replace(features=features_TR, adapter=up.weight)
+        lora_hidden_TR = down(hidden_TH.to(down.weight.dtype)) * self.lora.scaling[name]
+        return operands._replace(lora_hidden=lora_hidden_TR, lora_b=up.weight)
 
 
 def find_head(model: Any) -> Head | None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from cohort.batch import MicroBatch
 from cohort.models.adapters.lora import Adapter
 from cohort.models.attention import KVCache
+from cohort.models.attention.cascade import upcast
 from cohort.models.batch_layout import Layout, choose_layout
-from cohort.models.forward import build_head, computed_counts, find_head, forward, packed_inputs, padded_shape
+from cohort.models.forward import build_head, find_head, forward, packed_inputs, padded_shape, sequences_per_position
 from cohort.models.fsdp import Sharding
 from cohort.models.lm_head.logprobs import TokenLoss, token_logprobs
 from cohort.models.offload.master_weights import MasterWeights
@@ -97,7 +98,7 @@ class Policy:
             sharding.add_forward("prompt_hidden", self._prompt_hidden)
 
     @staticmethod
-    def adapt(model: Any) -> None:
+    def replace_head(model: Any) -> None:
         """Modify a causal language model for this class; a policy needs no change."""
 
     @property
@@ -218,7 +219,7 @@ class Policy:
         with self.autocast():
             out = self._outputs(micro_batch, prefix)
             if self._head is None:
-                return token_logprobs(_upcast(out), micro_batch.labels, temperature, entropy=entropy)
+                return token_logprobs(upcast(out), micro_batch.labels, temperature, entropy=entropy)
             return self._head.logprobs(out, micro_batch.labels, temperature=temperature, entropy=entropy)
 
     def _loss(
@@ -227,7 +228,7 @@ class Policy:
         with self.autocast():
             out = self._outputs(micro_batch, prefix)
             if self._head is None:  # `out` is full logits
-                logprobs, entropy = token_logprobs(_upcast(out), micro_batch.labels, temperature, entropy=True)
+                logprobs, entropy = token_logprobs(upcast(out), micro_batch.labels, temperature, entropy=True)
                 assert entropy is not None
                 return token_loss(logprobs, entropy, slice(None)).sum(), logprobs.detach()
             return self._head.loss(out, micro_batch.labels, token_loss, temperature=temperature)
@@ -256,9 +257,9 @@ class Policy:
         """Number of positions computed for a micro-batch, including padding."""
         return math.prod(padded_shape(micro_batch)) if self.layout == "padded" else len(micro_batch.input_ids)
 
-    def computed_counts(self, micro_batch: MicroBatch) -> Tensor:
+    def sequences_per_position(self, micro_batch: MicroBatch) -> Tensor:
         """Number of sequences that have each computed position as input; 0 at padding."""
-        return computed_counts(micro_batch, padded=self.layout == "padded")
+        return sequences_per_position(micro_batch, padded=self.layout == "padded")
 
     def _module(self) -> tuple[Any, Callable[[Any], Tensor]]:
         """Return the module to call, and a function that selects its hidden states (logits without a plain head)."""
@@ -271,7 +272,7 @@ class Policy:
         with self.autocast():
             if self._head is None:
                 logits = self.model(**model_inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-                return _upcast(logits)
+                return upcast(logits)
             hidden = self.model.base_model(**model_inputs, use_cache=True).last_hidden_state
             return self._head.logits(self._narrow(hidden[:, -1]))
 
@@ -286,7 +287,7 @@ class Policy:
         with self.autocast():
             if self._head is None:
                 logits = self.model(**inputs, **attention, logits_to_keep=logit_positions).logits[0]
-                return _upcast(logits)
+                return upcast(logits)
             hidden = self.model.base_model(**inputs, **attention).last_hidden_state[0]
             return self._head.logits(self._narrow(hidden.index_select(0, logit_positions)))
 
@@ -305,8 +306,3 @@ class _ReferencePolicy(Policy):
         assert self.adapter is not None
         with self.adapter.reference():
             return super().logprobs(micro_batch, temperature=temperature, entropy=entropy, prefix=prefix)
-
-
-def _upcast(logits: Tensor) -> Tensor:
-    """Cast to float32 or wider."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -159,8 +159,8 @@ def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
         return numbers
     from bitsandbytes.functional import dequantize_4bit
 
-    # As one row: on CPUs with AVX-512, bitsandbytes 0.50 reads wrong scales if rows are no multiple of its block size
-    # of 64 (an in_features of 96, 144 or 208).
+    # As one row: on CPUs with AVX-512, bitsandbytes 0.50 reads wrong scales if rows are not a multiple of its
+    # block size of 64 (an in_features of 96, 144 or 208).
     state = copy(weight.quant_state)
     state.shape = torch.Size((1, state.shape.numel()))
     numbers = dequantize_4bit(weight.data, state)

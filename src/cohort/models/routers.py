@@ -41,7 +41,7 @@ def remove_noise(model: Any) -> None:
     """Make routers behave in training as in sampling, in place.
 
     Some architectures add noise to the router or its input in training. The logprobs of a sampled token would then be
-    those of another policy than the one it was sampled from.
+    those of a different policy from the one that sampled it.
     """
     noisy = [m for m in model.modules() if any(_NOISE in key and value for key, value in vars(m).items())]
     for module in {id(m): m for m in (*noisy, *(router.module for router in find_routers(model)))}.values():

@@ -1,6 +1,6 @@
 """Activation memory in closed form: tensors saved for backward, and temporaries.
 
-Symbols as in `cohort.plan.memory`.
+Symbols as in `cohort.plan.workload`.
 """
 
 from cohort.plan.adapter_shape import AdapterShape

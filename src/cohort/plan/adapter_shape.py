@@ -1,7 +1,7 @@
 """Sizes of a LoRA adapter, computed from the configuration alone.
 
 A target matches every layer whose dotted name ends with it, as in peft. Names follow Llama; for an unknown name all
-linear layers are counted. `all-linear` leaves out experts and routers, which are no `nn.Linear`. Adapting a weight
+linear layers are counted. `all-linear` leaves out experts and routers, which are not `nn.Linear`. Adapting a weight
 [out, in] at rank r adds r (in + out) parameters.
 """
 
@@ -131,7 +131,7 @@ def requested_adapter(config: AdapterConfig) -> RequestedAdapter:
 
 
 def _factors(rank: int, fan_in: int, fan_out: int, *, dora: bool) -> tuple[WeightShape, ...]:
-    """Shapes of the weights trained beside a weight [fan_out, fan_in]."""
+    """Shapes of the weights trained alongside a weight [fan_out, fan_in]."""
     return ((rank, fan_in), (fan_out, rank), *([(fan_out,)] if dora else []))
 
 

@@ -292,7 +292,7 @@ def replan(plan: Plan, changes: Changes) -> Plan:
     """Predict the run with some keys changed, or `--gpus` and `--nodes`.
 
     Raises:
-        UserError: As `predict_run`.
+        UserError: as `predict_run`.
     """
     config, hardware = plan.config, plan.hardware
     for key, value in changes.items():

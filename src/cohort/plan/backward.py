@@ -1,6 +1,6 @@
 """Memory of forward and backward in closed form: gathered weights, LM head, and the peak.
 
-Symbols as in `cohort.plan.memory`.
+Symbols as in `cohort.plan.workload`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -155,11 +155,11 @@ def _reduction_parts(
     """Yield the memory while the gradients of a layer, the embedding and the other weights are reduced.
 
     Args:
-        workload: Workload of the process.
-        gathered: Gathered weights inside a layer.
-        head_gradient: Gradient of the head.
-        outer_weights: Gathered weights outside of layers.
-        in_layer: Activations and unreduced gradients, at two moments in a layer.
+        workload: workload of the process.
+        gathered: gathered weights inside a layer.
+        head_gradient: gradient of the head.
+        outer_weights: gathered weights outside of layers.
+        in_layer: activations and unreduced gradients, at two moments in a layer.
     """
     shape, a = workload.shape, workload.compute_bytes
     reduced = 4 * workload.trained_layer_parameters  # gradients are reduced in float32

@@ -59,7 +59,7 @@ def save_calibration(measured: Calibration) -> Path:
         Path of the file.
 
     Raises:
-        UserError: The file cannot be written.
+        UserError: the file cannot be written.
     """
     file = calibration_file()
     others = [c for c in _calibrations() if (c.device, c.machine) != (measured.device, measured.machine)]

@@ -11,7 +11,7 @@ from cohort.config import Config
 from cohort.plan.activation_memory import offloaded_bytes_per_token
 from cohort.plan.defaults import compute_dtype
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout
+from cohort.plan.layout import GpuLayout
 from cohort.plan.micro_batch_plan import MicroBatchPlan
 from cohort.plan.rates import Rate, bus_rate, compute_rate, memory_rate
 from cohort.plan.timing import step_times, training_operations
@@ -33,7 +33,7 @@ class PlannedValue:
 def plan_timing(
     config: Config,
     hardware: Hardware,
-    layout: Layout,
+    layout: GpuLayout,
     micro_batches: MicroBatchPlan,
     workload: Workload,
     *,
@@ -88,7 +88,7 @@ def plan_timing(
     return numbers if num_steps is None else {**numbers, **_run_hours(times.step_s * num_steps, num_steps, layout)}
 
 
-def _run_hours(seconds: float, num_steps: int, layout: Layout) -> dict[str, PlannedValue]:
+def _run_hours(seconds: float, num_steps: int, layout: GpuLayout) -> dict[str, PlannedValue]:
     hours, gpus = seconds / 3600, layout.num_used
     return {
         "run_hours": _derived(hours, f"{num_steps} step{'s' * (num_steps != 1)}"),

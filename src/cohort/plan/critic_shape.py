@@ -8,8 +8,8 @@ def critic_shape(config: Config, shape: ModelShape) -> ModelShape | None:
     """Shape of the critic, or None if the algorithm has none.
 
     Args:
-        config: Configuration of the run.
-        shape: Shape of the policy, used if the shape of `critic.path` is unknown.
+        config: configuration of the run.
+        shape: shape of the policy, used if the shape of `critic.path` is unknown.
     """
     if not config.algorithm.needs_critic:
         return None

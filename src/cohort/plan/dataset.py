@@ -34,8 +34,8 @@ def missing_files(config: Config, base_dir: Path) -> Iterator[tuple[str, str]]:
     """Yield each configuration key whose file is missing, with a message.
 
     Args:
-        config: Configuration of a run.
-        base_dir: Folder of the configuration file; relative paths are tried there and in the working directory.
+        config: configuration of a run.
+        base_dir: folder of the configuration file; relative paths are tried there and in the working directory.
     """
     places = (base_dir, Path.cwd())
     for field, path in (("data.path", config.data.path), ("eval.path", config.eval.path if config.eval else None)):

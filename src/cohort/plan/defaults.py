@@ -21,8 +21,8 @@ def serving_dtype(config: Config, *, on_gpu: bool) -> Literal["float32", "bfloat
     """Dtype of the servers' weights, by default training's compute dtype (vLLM has no float64).
 
     Args:
-        config: Configuration of a run that uses servers.
-        on_gpu: Whether the run uses GPUs.
+        config: configuration of a run that uses servers.
+        on_gpu: whether the run uses GPUs.
     """
     assert config.rollout.uses_servers
     if config.rollout.dtype != "auto":

@@ -1,4 +1,4 @@
-"""Check whether a run fits on a number of training GPUs, with servers beside them."""
+"""Check whether a run fits on a number of training GPUs, with servers alongside them."""
 
 from cohort.config import Config
 from cohort.plan.defaults import BYTES, server_memory_utilization, serving_dtype
@@ -19,11 +19,11 @@ def memory_shortfall(
     Training is checked with the smallest token budget, since a run shrinks its budget as needed.
 
     Args:
-        config: Configuration of a run that uses servers.
-        shape: Shape of its model.
-        hardware: Type of GPU.
-        num_training: Number of training GPUs.
-        shared: Whether servers sleep on the training GPUs meanwhile.
+        config: configuration of a run that uses servers.
+        shape: shape of its model.
+        hardware: type of GPU.
+        num_training: number of training GPUs.
+        shared: whether servers sleep on the training GPUs during training.
     """
     memory, rollout = hardware.gpu_memory_bytes, config.rollout
     assert rollout.uses_servers

@@ -34,9 +34,9 @@ class ModelFlops:
         """FLOPs of a forward pass.
 
         Args:
-            tokens: Number of input tokens.
-            loss_tokens: Number of positions at which the head is applied.
-            pairs: Number of attended query-key pairs of one layer and head (`attention_pairs`).
+            tokens: number of input tokens.
+            loss_tokens: number of positions at which the head is applied.
+            pairs: number of attended query-key pairs of one layer and head (`attention_pairs`).
         """
         return self.body_forward * tokens + self.head_forward * loss_tokens + self.pair_forward * pairs
 
@@ -50,8 +50,8 @@ def model_flops(parameters: Iterable[Parameter], config: Mapping[str, Any]) -> M
     """Compute the per-token FLOPs of a Hugging Face causal language model.
 
     Args:
-        parameters: Parameters in model order, tied weights once, adapter weights included.
-        config: Content of config.json; for multimodal models the text part.
+        parameters: parameters in model order, tied weights once, adapter weights included.
+        config: content of config.json; for multimodal models the text part.
     """
     body_forward = body_backward = head_forward = head_backward = 0.0
     trained_before = False

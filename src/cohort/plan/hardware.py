@@ -48,7 +48,7 @@ def hardware(*, gpu: str, gpus: int, nodes: int, gpu_memory: str | None) -> Hard
     """Parse the hardware options of `cohort plan`.
 
     Raises:
-        UserError: An unknown GPU, or an invalid size.
+        UserError: an unknown GPU, or an invalid size.
     """
     if gpu.lower() not in (*GPUS, "here"):
         raise UserError(
@@ -82,13 +82,13 @@ def local_cpu(
     """This machine's CPU, shared by `processes` processes.
 
     Args:
-        processes: Processes per node.
-        nodes: Number of machines like this one.
-        memory: Memory per process, such as 16GB; by default an equal share of the machine's.
-        resident_bytes: Resident memory of a process that plans its own run, before it loads a model.
+        processes: processes per node.
+        nodes: number of machines like this one.
+        memory: memory per process, such as 16GB; by default an equal share of the machine's.
+        resident_bytes: resident memory of a process that plans its own run, before it loads a model.
 
     Raises:
-        UserError: An invalid size.
+        UserError: an invalid size.
     """
     name = cpu_name()
     measured = find_calibration(name)
@@ -109,7 +109,7 @@ def parse_bytes(text: str, *, option: str) -> int:
     """Parse a size such as 80GB (80,000,000,000 bytes) or 79.2GiB into bytes.
 
     Raises:
-        UserError: Not a size.
+        UserError: not a size.
     """
     try:
         return parse_size(text)
@@ -125,8 +125,8 @@ def peak_flops(device_name: str, dtype: str, *, tf32: bool = False) -> float | N
 
     Args:
         device_name: Driver's name, such as "NVIDIA H100 80GB HBM3".
-        dtype: Dtype of the matmuls, such as "bfloat16".
-        tf32: Whether float32 matmuls may use TF32.
+        dtype: dtype of the matmuls, such as "bfloat16".
+        tf32: whether float32 matmuls may use TF32.
     """
     keys = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "tf32" if tf32 else "float32"}
     return _peak(device_name, keys.get(dtype, dtype))

@@ -10,12 +10,12 @@ from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
 from cohort.plan.optimizer_memory import check_optimizer_sharding
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import DoesNotFitError, split_gpus
+from cohort.plan.split import NoSplitFitsError, split_gpus
 from cohort.plan.timing import step_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class GpuLayout:
     """Number of training and rollout GPUs of a run."""
 
     num_training: int  # training GPUs, one process each
@@ -30,11 +30,11 @@ class Layout:
         return self.num_training + self.num_sampling * (not self.shared)
 
 
-def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
+def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLayout:
     """Assign GPUs to training and rollouts.
 
     Raises:
-        UserError: Configuration and hardware contradict each other.
+        UserError: configuration and hardware contradict each other.
     """
     processes, rollout = config.hardware.processes, config.rollout
     if processes != "auto" and processes > hardware.num_gpus:
@@ -47,20 +47,20 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
         # the same number of processes on every node
         number = min(number * hardware.nodes, hardware.num_gpus)
         why = "training processes sample" + ("" if processes == "auto" else f"; hardware.processes: {processes}")
-        return Layout(num_training=number, num_sampling=number, shared=True, reason=why)
+        return GpuLayout(num_training=number, num_sampling=number, shared=True, reason=why)
     if rollout.urls:
         number = hardware.num_gpus if processes == "auto" else processes
-        return Layout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
+        return GpuLayout(num_training=number, num_sampling=0, shared=False, reason="servers of rollout.urls sample")
     if hardware.on_gpu and hardware.nodes > 1:
         return _split_nodes(config, shape, hardware)
     num_gpus = hardware.gpus_per_node if hardware.on_gpu else 0
     try:
         split = split_gpus(config, num_gpus=num_gpus, shape=shape, hardware=hardware)
-    except DoesNotFitError as error:
-        return Layout(
+    except NoSplitFitsError as error:
+        return GpuLayout(
             num_training=num_gpus, num_sampling=num_gpus, shared=True, reason="no split fits", problem=str(error)
         )
-    return Layout(
+    return GpuLayout(
         num_training=split.num_processes * hardware.nodes,
         num_sampling=sum(map(len, split.server_gpus)) or len(split.server_gpus),  # on CPU the number of servers
         shared=split.shared,
@@ -68,7 +68,7 @@ def plan_layout(config: Config, shape: ModelShape, hardware: Hardware) -> Layout
     )
 
 
-def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layout:
+def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> GpuLayout:
     """Assign whole nodes to training or rollouts, as `cohort launch slurm --rollout-nodes` does.
 
     Takes the fastest split among those that fit, or among all if none fits.
@@ -88,7 +88,7 @@ def _split_nodes(config: Config, shape: ModelShape, hardware: Hardware) -> Layou
         for n in fitting or numbers
     }
     number = min(times, key=lambda n: times[n])
-    return Layout(
+    return GpuLayout(
         num_training=training[number],
         num_sampling=sampling[number],
         shared=False,
@@ -100,7 +100,7 @@ def check_cpu_offload(config: Config, *, on_gpu: bool, processes: int) -> None:
     """Check CPU offload settings against the training device.
 
     Raises:
-        UserError: A key has no effect or is unsupported.
+        UserError: a key has no effect or is unsupported.
     """
     if not on_gpu and config.optim.offload:
         raise UserError(
@@ -145,7 +145,7 @@ def check_processes(config: Config, processes: int) -> None:
     """Check the configuration against the number of training processes, before any is started.
 
     Raises:
-        UserError: A key has no effect with this number or cannot be sharded.
+        UserError: a key has no effect with this number or cannot be sharded.
     """
     check_optimizer_sharding(config.optim, processes)
     check_resharding(config, processes)
@@ -156,7 +156,7 @@ def check_resharding(config: Config, processes: int) -> None:
     """Check `hardware.reshard_after_forward` against the number of training processes.
 
     Raises:
-        UserError: It has no effect or does not divide the number.
+        UserError: it has no effect or does not divide the number.
     """
     wanted = config.hardware.reshard_after_forward
     if wanted == "auto":
@@ -178,7 +178,7 @@ def check_quantized_weights(config: Config, *, processes: int) -> None:
     """Check quantized weights against the number of training processes.
 
     Raises:
-        UserError: They would have to be sharded.
+        UserError: they would have to be sharded.
     """
     for field, kind in config.quantized() if processes > 1 else ():
         raise UserError(f"{field}: {kind} {ONE_PROCESS} (this run would have {processes})")

@@ -201,5 +201,5 @@ def _sampling(workload: Workload) -> dict[str, int]:
     return {
         "gathered weights": gathered_bytes(workload, backward=False) if workload.quantization else copied,
         "keys and values": shape.kv_bytes(a) * workload.sampled_tokens,
-        "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # with a sorted or scaled copy
+        "logits": 8 * shape.vocabulary * workload.sampled_sequences,  # float32 logits and one sorted or scaled copy
     }

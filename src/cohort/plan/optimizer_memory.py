@@ -15,7 +15,7 @@ def check_optimizer_sharding(config: OptimConfig, processes: int) -> None:
     """Check that the optimizer supports sharded weights.
 
     Raises:
-        UserError: It does not, and there are several processes.
+        UserError: it does not, and there are several processes.
     """
     if config.name == "adafactor" and processes > 1:
         raise UserError(
@@ -28,10 +28,10 @@ def state_bytes(config: OptimConfig, shape: Sequence[int], bytes_each: int, *, b
     """Optimizer state of one weight or shard, in bytes.
 
     Args:
-        config: The `optim` section.
-        shape: Shape of the weight or shard.
-        bytes_each: Bytes per element.
-        by_muon: With Muon, whether Muon's own rule updates it: a matrix inside a layer.
+        config: the `optim` section.
+        shape: shape of the weight or shard.
+        bytes_each: bytes per element.
+        by_muon: with Muon, whether Muon's own rule updates it: a matrix inside a layer.
     """
     size = math.prod(shape)
     if isinstance(config, StochasticRoundingConfig) and config.stochastic_rounding:

@@ -6,9 +6,8 @@ from typing import Any
 
 from cohort.config import Config
 from cohort.plan.cost import PlannedValue, plan_timing
-from cohort.plan.geometry import plan_run
 from cohort.plan.hardware import Hardware
-from cohort.plan.layout import Layout, check_cpu_offload, check_processes, plan_layout
+from cohort.plan.layout import GpuLayout, check_cpu_offload, check_processes, plan_layout
 from cohort.plan.memory import (
     CUDA_BYTES,
     NCCL_BYTES,
@@ -19,6 +18,7 @@ from cohort.plan.memory import (
     plan_memory,
 )
 from cohort.plan.micro_batch_plan import MicroBatchPlan, max_useful_budget, min_budget, plan_micro_batches
+from cohort.plan.schedule import plan_run
 from cohort.plan.shape import ModelShape
 from cohort.plan.workload import Workload, critic_workload, process_workload
 
@@ -32,7 +32,7 @@ class Plan:
     config: Config
     shape: ModelShape
     hardware: Hardware
-    layout: Layout
+    layout: GpuLayout
     micro_batches: MicroBatchPlan
     workload: Workload  # per training process
     memory: MemoryPlan
@@ -171,19 +171,19 @@ def predict_run(
     hardware: Hardware,
     *,
     num_prompts: int | None = None,
-    layout: Layout | None = None,
+    layout: GpuLayout | None = None,
 ) -> Plan:
     """Predict layout, memory and time of a run.
 
     Args:
-        config: Configuration of the run.
-        shape: Shape of its model.
-        hardware: Hardware that it runs on.
-        num_prompts: Number of training prompts, if known.
+        config: configuration of the run.
+        shape: shape of its model.
+        hardware: hardware that it runs on.
+        num_prompts: number of training prompts, if known.
         layout: GPU layout; planned by default.
 
     Raises:
-        UserError: Configuration and hardware contradict each other.
+        UserError: configuration and hardware contradict each other.
     """
     layout = layout or plan_layout(config, shape, hardware)
     check_cpu_offload(config, on_gpu=hardware.on_gpu, processes=layout.num_training)
@@ -211,7 +211,7 @@ def predict_run(
     )
 
 
-def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: Layout) -> int:
+def _largest_budget(config: Config, shape: ModelShape, hardware: Hardware, layout: GpuLayout) -> int:
     """Largest useful token budget that fits, as the run finds it; the smallest one if none fits."""
 
     def fits(tokens: int) -> bool:

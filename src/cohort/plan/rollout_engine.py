@@ -1,4 +1,4 @@
-"""Resolve `rollout.engine: auto`: what vLLM does not support, and whether it fits beside training."""
+"""Resolve `rollout.engine: auto`: what vLLM does not support, and whether it fits alongside training."""
 
 from cohort.config import Config
 from cohort.config.load import config_from_dict
@@ -8,7 +8,7 @@ from cohort.plan.adapter_shape import RequestedAdapter, requested_adapter
 from cohort.plan.fit import memory_shortfall
 from cohort.plan.hardware import Hardware
 from cohort.plan.shape import ModelShape
-from cohort.plan.split import DoesNotFitError, split_gpus
+from cohort.plan.split import NoSplitFitsError, split_gpus
 
 _LARGEST_RANK = 512  # vLLM's limit
 _NOT_SERVED = ("embed_tokens", "lm_head")  # vLLM supports adapters on these for few models only
@@ -18,7 +18,7 @@ def set_engine(config: Config, engine: str) -> Config:
     """Replace `rollout.engine: auto` by `engine`; an explicit engine stays.
 
     Raises:
-        UserError: The configuration is incompatible with the engine.
+        UserError: the configuration is incompatible with the engine.
     """
     if config.rollout.engine != "auto":
         return config
@@ -32,22 +32,22 @@ def plan_engine(
     """Resolve the engine as a GPU run with vLLM installed would, and say why it is not vLLM.
 
     Args:
-        config: Configuration of the run.
-        shape: Shape of its model; without it or `hardware`, memory is not checked.
-        hardware: Hardware that it runs on.
+        config: configuration of the run.
+        shape: shape of its model; without it or `hardware`, memory is not checked.
+        hardware: hardware that it runs on.
 
     Returns:
         The configuration, and why the engine is not vLLM (None if it is).
 
     Raises:
-        UserError: The configuration contradicts itself or the hardware.
+        UserError: the configuration contradicts itself or the hardware.
     """
     if config.rollout.engine != "auto":
         return config, None
     reason = vllm_incompatibility(config)
     if reason is None and shape is not None and hardware is not None:
         problem = vllm_memory_shortfall(config, shape, hardware)
-        reason = None if problem is None else f"vLLM does not fit beside training: {problem}"
+        reason = None if problem is None else f"vLLM does not fit alongside training: {problem}"
     return set_engine(config, "vllm" if reason is None else "local"), reason
 
 
@@ -55,7 +55,7 @@ def vllm_incompatibility(config: Config) -> str | None:
     """Why vLLM cannot be the engine of a configuration with `rollout.engine: auto`; None if it can.
 
     Raises:
-        UserError: The adapter of `model.adapter.path` cannot be read.
+        UserError: the adapter of `model.adapter.path` cannot be read.
     """
     adapter = config.model.adapter
     reason = vllm_sampling_limit(config, None if adapter is None else requested_adapter(adapter))
@@ -72,8 +72,8 @@ def vllm_sampling_limit(config: Config, adapter: RequestedAdapter | None) -> str
     """Sampling settings or adapters that vLLM does not support, with an alternative; None if it supports all.
 
     Args:
-        config: Configuration of the run, with any engine.
-        adapter: The policy's adapter, as configured or as loaded.
+        config: configuration of the run, with any engine.
+        adapter: the policy's adapter, as configured or as loaded.
     """
     temperatures = {"rollout": config.rollout.temperature, "eval": config.eval.temperature if config.eval else 0.0}
     for section, temperature in temperatures.items():
@@ -92,17 +92,17 @@ def vllm_sampling_limit(config: Config, adapter: RequestedAdapter | None) -> str
 
 
 def vllm_memory_shortfall(config: Config, shape: ModelShape, hardware: Hardware) -> str | None:
-    """Why vLLM and training do not fit by the plan; None if they do.
+    """Why vLLM and training do not fit according to the plan; None if they do.
 
     An explicit `hardware.rollout_gpus` is not questioned. With several nodes, one samples.
 
     Args:
-        config: Configuration of a run that vLLM supports.
-        shape: Shape of its model.
-        hardware: Hardware that it runs on.
+        config: configuration of a run that vLLM supports.
+        shape: shape of its model.
+        hardware: hardware that it runs on.
 
     Raises:
-        UserError: The configuration contradicts itself or the hardware.
+        UserError: the configuration contradicts itself or the hardware.
     """
     config = set_engine(config, "vllm")
     if config.hardware.rollout_gpus != "auto":
@@ -111,6 +111,6 @@ def vllm_memory_shortfall(config: Config, shape: ModelShape, hardware: Hardware)
         return memory_shortfall(config, shape, hardware, (hardware.nodes - 1) * hardware.gpus_per_node)
     try:
         split = split_gpus(config, num_gpus=hardware.gpus_per_node, shape=shape, hardware=hardware)
-    except DoesNotFitError as error:
+    except NoSplitFitsError as error:
         return str(error)
     return memory_shortfall(config, shape, hardware, split.num_processes, shared=split.shared)

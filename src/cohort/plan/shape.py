@@ -124,7 +124,7 @@ def read_shape(path: str) -> ModelShape:
     """Read the shape of a model folder, or look up a common model by its Hugging Face id.
 
     Raises:
-        UserError: No config.json, or an unknown architecture.
+        UserError: no config.json, or an unknown architecture.
     """
     file = Path(path) / "config.json"
     named = preset_from_hub_id(path) if not file.exists() else None
@@ -166,7 +166,7 @@ def preset_shape(name: str) -> ModelShape:
     """Shape of a preset by name, or by size such as "7b".
 
     Raises:
-        UserError: Unknown name.
+        UserError: unknown name.
     """
     known = ALIASES.get(name.lower(), name.lower())
     if known not in PRESETS:
@@ -180,11 +180,11 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Parse a model's shape from its config.json.
 
     Args:
-        config: Content of config.json; of a multimodal model the text part is used.
-        name: Display name of the model.
+        config: content of config.json; of a multimodal model the text part is used.
+        name: display name of the model.
 
     Raises:
-        UserError: An unknown architecture, or a missing or invalid number.
+        UserError: an unknown architecture, or a missing or invalid number.
     """
     if isinstance(config.get("text_config"), dict):
         inner = config["text_config"]
@@ -207,9 +207,9 @@ def similar_shape(config: Mapping[str, Any], *, name: str, num_parameters: int) 
     """Approximate an unknown architecture by a Llama of the same sizes and parameter count; None without sizes.
 
     Args:
-        config: Content of the model's config.json; of a multimodal model the text part is used.
-        name: Display name of the model.
-        num_parameters: Number of parameters in its files.
+        config: content of the model's config.json; of a multimodal model the text part is used.
+        name: display name of the model.
+        num_parameters: number of parameters in its files.
     """
     try:
         like = shape_from_config({**config.get("text_config", config), "model_type": "llama"}, name=name)

@@ -21,7 +21,7 @@ _STAND_IN_SHAPE = "llama3-1b"
 _STAND_IN_MEMORY = 1 << 60
 
 
-class DoesNotFitError(UserError):
+class NoSplitFitsError(UserError):
     """No split of the GPUs fits into their memory."""
 
 
@@ -40,7 +40,7 @@ def count_processes(config: Config, num_gpus: int) -> int:
     """Resolve `hardware.processes` on a machine without servers of its own: by default one per GPU, or one on CPU.
 
     Raises:
-        UserError: The machine has GPUs, but fewer than processes.
+        UserError: the machine has GPUs, but fewer than processes.
     """
     processes = config.hardware.processes
     if processes == "auto":
@@ -57,14 +57,14 @@ def split_gpus(config: Config, *, num_gpus: int, shape: ModelShape | None, hardw
     """Split a machine's GPUs between training and the servers that the run starts.
 
     Args:
-        config: Configuration of a run that uses servers, without `rollout.urls`.
-        num_gpus: Number of GPUs of this machine; 0: run on CPU.
-        shape: Shape of the model; None if unknown, as before its download.
-        hardware: Type of GPU; None if unknown. Without shape or hardware, memory is not checked.
+        config: configuration of a run that uses servers, without `rollout.urls`.
+        num_gpus: number of GPUs of this machine; 0: run on CPU.
+        shape: shape of the model; None if unknown, as before its download.
+        hardware: type of GPU; None if unknown. Without shape or hardware, memory is not checked.
 
     Raises:
-        UserError: The configuration contradicts itself or the machine.
-        DoesNotFitError: No split fits.
+        UserError: the configuration contradicts itself or the machine.
+        NoSplitFitsError: no split fits.
     """
     rollout = config.rollout
     assert rollout.uses_servers and not rollout.urls
@@ -113,7 +113,7 @@ def _shared(config: Config, rollout: ServersConfig, num_gpus: int, why: str) -> 
     """Train on every GPU, with one server on each.
 
     Raises:
-        UserError: The configuration requires another number of processes or servers.
+        UserError: the configuration requires another number of processes or servers.
     """
     for field, value, rule in (
         ("hardware.processes", config.hardware.processes, "every GPU has one training process"),
@@ -146,7 +146,7 @@ def _num_sampling(config: Config, rollout: ServersConfig, num_gpus: int) -> int:
     """Number of rollout GPUs, if the configuration fixes it or the number of processes.
 
     Raises:
-        UserError: There are too few GPUs, or the number does not divide into servers.
+        UserError: there are too few GPUs, or the number does not divide into servers.
     """
     processes, wanted, per_server = config.hardware.processes, config.hardware.rollout_gpus, rollout.tensor_parallel
     left = num_gpus - (1 if processes == "auto" else processes)
@@ -224,8 +224,8 @@ def _fastest_split(
     """Fastest fitting split with dedicated rollout GPUs; shared GPUs if none fits.
 
     Raises:
-        DoesNotFitError: Nothing fits.
-        UserError: No number of servers is possible with these GPUs.
+        NoSplitFitsError: nothing fits.
+        UserError: no number of servers is possible with these GPUs.
     """
     size = rollout.tensor_parallel
     numbers = range(size, num_gpus, size) if rollout.servers == "auto" else [rollout.servers * size]
@@ -262,13 +262,13 @@ def _shared_split_if_it_fits(
     """Shared GPUs, for when no dedicated rollout GPUs fit.
 
     Raises:
-        DoesNotFitError: Shared GPUs do not fit either.
+        NoSplitFitsError: shared GPUs do not fit either.
     """
     may_share = rollout.tensor_parallel == 1 and rollout.servers in ("auto", num_gpus)
     if may_share and memory_shortfall(config, shape, hardware, num_gpus, shared=True) is None:
         return _shared(config, rollout, num_gpus, f"with separate GPUs, {problem}")
     ways = _what_fits(config, rollout, shape, hardware, num_gpus)
-    raise DoesNotFitError(
+    raise NoSplitFitsError(
         f"hardware.rollout_gpus: auto: nothing fits {num_gpus} GPUs of {hardware.gpu_memory_bytes / 1e9:.3g} GB: "
         f"{problem}; use {_join_or([*ways, 'a number for rollout_gpus, which is not compared with the memory'])}"
     )

@@ -57,12 +57,12 @@ def step_times(
     """Predict both phases of a step (see the top of this file).
 
     Args:
-        config: Configuration of the run.
-        shape: Shape of its model.
-        hardware: Type of GPU, the same for all.
-        num_training: Number of training GPUs.
-        num_sampling: Number of rollout GPUs, in servers of `rollout.tensor_parallel`.
-        shared: Whether these are the same GPUs, with servers that sleep during training.
+        config: configuration of the run.
+        shape: shape of its model.
+        hardware: type of GPU, the same for all.
+        num_training: number of training GPUs.
+        num_sampling: number of rollout GPUs, in servers of `rollout.tensor_parallel`.
+        shared: whether these are the same GPUs, with servers that sleep during training.
     """
     rollout = config.rollout
     tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_completion_tokens

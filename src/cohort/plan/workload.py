@@ -1,6 +1,6 @@
 """Workload of one training process: everything that determines its memory.
 
-Symbols as in `cohort.plan.memory`.
+Symbols: W processes, b bytes per weight, a bytes per computed value, T tokens of the largest micro-batch.
 """
 
 import math
@@ -106,8 +106,8 @@ def critic_workload(policy: Workload, shape: ModelShape) -> Workload:
     """Workload of a critic: full fine-tuning on the policy's micro-batches.
 
     Args:
-        policy: Workload of the policy.
-        shape: Shape of the critic, with a value head.
+        policy: workload of the policy.
+        shape: shape of the critic, with a value head.
     """
     return replace(
         policy,
@@ -128,11 +128,11 @@ def process_workload(
     """Workload of one training process of a run.
 
     Args:
-        config: Configuration of the run.
-        shape: Shape of its model.
-        hardware: Type of GPU.
+        config: configuration of the run.
+        shape: shape of its model.
+        hardware: type of GPU.
         micro_batches: Micro-batches of the process in a step.
-        shared: Whether servers sleep on the same GPUs during training.
+        shared: whether servers sleep on the same GPUs during training.
     """
     rollout, model, adapter = config.rollout, config.model, config.model.adapter
     resharding = config.hardware.reshard_after_forward

@@ -6,12 +6,12 @@ deadlines, and validates their results. Built in: `math`, `exact`, `format` and 
 
 from cohort.rewards.function import RewardFunction
 from cohort.rewards.load_rewards import build_rewards, check_columns, load_reward
-from cohort.rewards.marker import RewardMarker
+from cohort.rewards.marker import RewardCrashMarker
 from cohort.rewards.runner import RewardRunner
 
 __all__ = [
+    "RewardCrashMarker",
     "RewardFunction",
-    "RewardMarker",
     "RewardRunner",
     "build_rewards",
     "check_columns",

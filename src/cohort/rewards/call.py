@@ -20,7 +20,7 @@ from cohort.errors import StopRequested, UserError
 from cohort.rewards.function import RewardFunction
 from cohort.user_code import describe_error, error_location, user_line
 
-_LOOP_GRACE_S = 1.0  # after a deadline, until the event loop counts as blocked
+_LOOP_GRACE_S = 1.0  # after a deadline, before the event loop is considered blocked
 _INTERPRETER_GRACE_S = 60.0  # after a deadline, until the process is ended
 
 

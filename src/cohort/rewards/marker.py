@@ -17,7 +17,7 @@ _HEAD = struct.Struct("<qq")  # number of the last completion read, total
 _BYTES = 4096
 
 
-class RewardMarker:
+class RewardCrashMarker:
     """The marker file. It exists while a function runs, and remains if the process dies inside it."""
 
     def __init__(self, file: Path):

@@ -16,10 +16,10 @@ from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajec
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.describe import excerpt
 from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, keyword_parameters, reward_arguments
-from cohort.rewards.marker import RewardMarker
+from cohort.rewards.marker import RewardCrashMarker
 
 UNSCORED = math.nan
-LARGEST = 1e30  # squares of larger rewards overflow on the way to the loss
+MAX_ABS_REWARD = 1e30  # squares of larger rewards overflow on the way to the loss
 
 
 class RewardRunner:
@@ -53,7 +53,7 @@ class RewardRunner:
         self._columns = tuple(columns)
         self._prompt_column = prompt_column
         self._async_caller = AsyncCaller()
-        self.marker: RewardMarker | None = None  # records crashes inside reward functions
+        self.marker: RewardCrashMarker | None = None  # records crashes inside reward functions
         self._has_called = False  # whether the last `score` called the functions
 
     @property
@@ -85,9 +85,9 @@ class RewardRunner:
             raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}")
         self._has_called = bool(scorable)
         returned = self._call_all(scorable, during) if scorable else {f.name: [] for f in self.functions}
-        of_scorable = {f.name: _checked(f, returned[f.name], scorable) for f in self.functions}
-        parts = {name: _for_members(members, part) for name, part in of_scorable.items()}
-        rewards_N = _for_members(members, self._weighted_sum(of_scorable, require_scores=require_scores))
+        scorable_parts = {f.name: _checked(f, returned[f.name], scorable) for f in self.functions}
+        parts = {name: _for_members(members, part) for name, part in scorable_parts.items()}
+        rewards_N = _for_members(members, self._weighted_sum(scorable_parts, require_scores=require_scores))
         scored, start = [], 0
         for group in groups:
             own = slice(start, start + len(group.trajectories))
@@ -162,8 +162,8 @@ class RewardRunner:
             )
         with np.errstate(over="ignore"):  # reported below
             sums_N = np.where(has_number_RN, weights_R1 * parts_RN, 0.0).sum(axis=0)
-        if not (np.abs(sums_N) <= LARGEST).all():
-            raise UserError(f"rewards: the weighted sum of the rewards exceeds {LARGEST:g}; use smaller weights")
+        if not (np.abs(sums_N) <= MAX_ABS_REWARD).all():
+            raise UserError(f"rewards: the weighted sum of the rewards exceeds {MAX_ABS_REWARD:g}; use smaller weights")
         return np.where(scored_N, sums_N, UNSCORED)
 
 
@@ -226,12 +226,12 @@ def _checked(reward: RewardFunction, returned: Any, samples: Sequence[tuple[Prom
     parts_N = np.empty(len(samples))
     for i, value in enumerate(values):
         number = UNSCORED if value is None else _as_float(value)
-        if number is None or (value is not None and not abs(number) <= LARGEST):
+        if number is None or (value is not None and not abs(number) <= MAX_ABS_REWARD):
             prompt, trajectory = samples[i]
             raise UserError(
                 f"reward {reward.name!r} returned {_kind(value)} at position {i} (prompt {prompt.id}), for the "
                 f"completion {excerpt(trajectory.text)}; it must be a number from "
-                f"{-LARGEST:g} to {LARGEST:g}, or None for not scored"
+                f"{-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}, or None for not scored"
             )
         parts_N[i] = number
     return parts_N

@@ -9,7 +9,7 @@ from cohort.rollout.engines.base import (
     RolloutEngine,
     SampleRequest,
     SamplingParams,
-    StreamKey,
+    StepKey,
 )
 from cohort.rollout.engines.local.local_engine import LocalEngine
 from cohort.rollout.engines.local.rank_shares import split_requests
@@ -30,6 +30,6 @@ __all__ = [
     "SampleRequest",
     "Sampler",
     "SamplingParams",
-    "StreamKey",
+    "StepKey",
     "split_requests",
 ]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from cohort import stopping
 from cohort.records import Prompt, RolloutGroup, Trajectory
-from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StreamKey
+from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StepKey
 from cohort.rollout.environments.single_turn import answer_prompt
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class RolloutCollector:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def submit(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StepKey
     ) -> list[asyncio.Task[RolloutGroup]]:
         """Start sampling one group per prompt and return their tasks, in order. `wait` lets them run."""
         return [self.start(self.group(self._engine.generate, prompt, sampling, key)) for prompt in prompts]
@@ -91,13 +91,13 @@ class RolloutCollector:
             max_wait_s = 0.0 if advanced else _TICK_S
         self._engine.release_gpus()
 
-    def collect(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey) -> list[RolloutGroup]:
+    def collect(self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StepKey) -> list[RolloutGroup]:
         """Sample one group per prompt, in order. Raises as `wait` does."""
         tasks = self.submit(prompts, sampling, key)
         self.wait(tasks, count=len(tasks))
         return [task.result() for task in tasks]
 
-    async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StreamKey) -> RolloutGroup:
+    async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StepKey) -> RolloutGroup:
         """Roll out all members of one prompt's group concurrently."""
         keys = (key.call(prompt, index) for index in range(sampling.num_generations))
         coroutines = (
@@ -106,9 +106,9 @@ class RolloutCollector:
         members = await asyncio.gather(*(self.start(coroutine) for coroutine in coroutines))
         return RolloutGroup(prompt=prompt, trajectories=tuple(members))
 
-    def load_weights(self, *, policy_version: int) -> None:
+    def update_weights(self, *, policy_version: int) -> None:
         """From now on, sample with the trainer's current weights and label tokens `policy_version`."""
-        self._engine.load_weights(policy_version=policy_version)
+        self._engine.update_weights(policy_version=policy_version)
 
     def close(self) -> None:
         """Cancel all coroutines and close the engine. A second call does nothing."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from cohort.records import Prompt, RolloutGroup, Trajectory
 from cohort.rollout.collector import RolloutCollector
-from cohort.rollout.engines.base import SamplingParams, StreamKey
+from cohort.rollout.engines.base import SamplingParams, StepKey
 
 
 class Prompts(Protocol):
@@ -22,7 +22,7 @@ class Prompts(Protocol):
         """Return the next `n` prompts."""
         ...
 
-    def again(self, visits: Sequence[tuple[int, int]]) -> list[Prompt]:
+    def lookup(self, ids_and_epochs: Sequence[tuple[int, int]]) -> list[Prompt]:
         """Return prompts that were taken before, by (id, epoch)."""
         ...
 
@@ -110,7 +110,7 @@ class Prefetcher:
 
         Call it before `take`, with `prompts` restored to the same position.
         """
-        prompts = self.prompts.again([(entry["prompt_id"], entry["epoch"]) for entry in state])
+        prompts = self.prompts.lookup([(entry["prompt_id"], entry["epoch"]) for entry in state])
         self._to_resubmit = [(entry["step"], prompt) for entry, prompt in zip(state, prompts, strict=True)]
 
     def _resubmit(self) -> None:
@@ -121,7 +121,7 @@ class Prefetcher:
     def _submit(self, step: int, prompts: Sequence[Prompt]) -> None:
         if not prompts:
             return
-        key = StreamKey(purpose="train", seed=self.seed, step=step)
+        key = StepKey(purpose="train", seed=self.seed, step=step)
         for prompt, group in zip(prompts, self.collector.submit(prompts, self.sampling, key), strict=True):
             self._pending.append(_Pending(number=self._num_submitted, step=step, prompt=prompt, group=group))
             self._num_submitted += 1

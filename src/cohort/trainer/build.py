@@ -12,7 +12,7 @@ from cohort.algorithms import Algorithm, build_algorithm
 from cohort.checkpoint import CRITIC, load_engine_state
 from cohort.config import Config, CriticConfig, TrainConfig
 from cohort.config.sizes import parse_size
-from cohort.distributed import Ranks, Stopped
+from cohort.distributed import Rank0Failed, Ranks
 from cohort.engine import CriticEngine, TokenBudget, TrainEngine, check_optimizer, learning_rate_factor
 from cohort.errors import UserError
 from cohort.metrics import PeakMemory
@@ -53,7 +53,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
 
     Raises:
         UserError: on rank 0, if the model is not supported or a machine cannot see the run folder.
-        Stopped: on the other ranks in that case.
+        Rank0Failed: on the other ranks in that case.
     """
     rollout, critic_config = config.rollout, config.critic or CriticConfig()
     resharding = config.hardware.reshard_after_forward
@@ -104,7 +104,7 @@ def _load_critic(critic_config: CriticConfig, policy: Policy, spec: WorkerSpec, 
 
     Raises:
         UserError: on rank 0, if it is not supported.
-        Stopped: on the other ranks in that case.
+        Rank0Failed: on the other ranks in that case.
     """
     own = critic_config.path or request.config.path
     path = own if spec.checkpoint is None else str(spec.checkpoint / CRITIC)
@@ -251,12 +251,12 @@ def _check_folder_is_shared(folder: Path, ranks: Ranks) -> None:
 
     Raises:
         UserError: on rank 0, if a rank does not see it.
-        Stopped: on the other ranks in that case.
+        Rank0Failed: on the other ranks in that case.
     """
     if ranks.all_reduce_min(folder.is_dir()):
         return
     if not ranks.is_rank0:
-        raise Stopped
+        raise Rank0Failed
     raise UserError(
         f"run.dir: {str(folder)!r} does not exist on every machine of the run; use a folder on a file system that "
         "all of them share"

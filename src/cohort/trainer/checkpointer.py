@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cohort import stopping
-from cohort.checkpoint import TrainerState, write_folder_atomically
+from cohort.atomic_files import write_folder_atomically
+from cohort.checkpoint import TrainerState
 from cohort.config import RunConfig
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
 from cohort.run_files import resume_hint

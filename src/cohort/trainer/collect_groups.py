@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.config import Config
 from cohort.metrics import has_equal_rewards, rollout_metrics
-from cohort.plan import RunPlan
+from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
 from cohort.rewards import RewardRunner
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
@@ -115,7 +115,7 @@ class GroupCollector:
 
 def build_group_collector(
     config: Config,
-    plan: RunPlan,
+    plan: RunSchedule,
     collector: RolloutCollector,
     prompts: Prompts,
     rewards: RewardRunner,

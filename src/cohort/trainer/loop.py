@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from cohort import stopping
 from cohort.algorithms import CoefficientState, assign_advantages, build_sequences, value_metrics
-from cohort.checkpoint import TrainerState, disk_errors
+from cohort.atomic_files import disk_errors
+from cohort.checkpoint import TrainerState
 from cohort.config import Config
 from cohort.display import Display, StepReport
 from cohort.evaluation import evaluate
@@ -19,7 +20,7 @@ from cohort.trainer.checkpointer import Checkpointer
 from cohort.trainer.collect_groups import StepGroups
 from cohort.trainer.publish import check_first_parity, publish_weights
 from cohort.trainer.setup import RunComponents
-from cohort.trainer.step_metrics import StepCosts
+from cohort.trainer.step_metrics import PerformanceMetrics
 from cohort.trainer.step_warnings import StepWarnings
 from cohort.trainer.token_budget import find_auto_budget
 from cohort.trainer.update import Updater
@@ -53,7 +54,9 @@ class Trainer:
             before_update=self.checkpointer.begin_update,
             on_out_of_memory=self.warnings.out_of_memory,
         )
-        self.costs = StepCosts(components.workers, self.clock, num_tokens=state.num_tokens if state else 0)
+        self.performance = PerformanceMetrics(
+            components.workers, self.clock, num_tokens=state.num_tokens if state else 0
+        )
         self.metrics = MetricsWriter(
             folder.path,
             log=config.run.log,
@@ -93,9 +96,13 @@ class Trainer:
             sequences = build_sequences(collected.groups)
             outputs = run_forward_only(workers, sequences, algorithm.forward_only_outputs)
         with phase("pack"):
-            weights, coefficients = self.inputs.rewards.weights, self.updater.coefficients
             sequences = assign_advantages(
-                collected.groups, algorithm, outputs, weights, coefficients, sequences=sequences
+                collected.groups,
+                algorithm,
+                sequences,
+                outputs,
+                reward_weights=self.inputs.rewards.weights,
+                coefficients=self.updater.coefficients,
             )
             batches = self.updater.pack(sequences)
         self.warnings.long_sequences(batches["policy"][0])
@@ -106,8 +113,8 @@ class Trainer:
             parity = publish_weights(self.components, step + 1)
         self._write_completions(step + 1, collected, sequences)
         values = value_metrics(sequences, outputs.values)
-        costs = self.costs.metrics(batches["policy"][0], updates, sequences, collected)
-        metrics = {**collected.metrics, **parity, **updates.metrics, **values, **costs}
+        performance = self.performance.metrics(batches["policy"][0], updates, sequences, collected)
+        metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
         self._log(step + 1, metrics)
         self.warnings.different_logprobs(metrics)
         self.checkpointer.finish_step(self._state(step + 1))
@@ -144,7 +151,7 @@ class Trainer:
             steps_done=steps_done,
             data=self.components.data.state(),
             pending=self.components.group_collector.prefetcher.state(),
-            num_tokens=self.costs.num_tokens,
+            num_tokens=self.performance.num_tokens,
             seconds=self._seconds(),
             micro_batch_tokens=self.workers.local.engine.budget.tokens,
             micro_batch_tokens_wanted=self.config.train.micro_batch_tokens,
@@ -163,7 +170,7 @@ class Trainer:
             "steps": self.plan.num_steps,
             "seed": self.config.train.seed,
             "seconds": round(self._seconds(), 2),
-            "num_tokens": self.costs.num_tokens,
+            "num_tokens": self.performance.num_tokens,
             "num_dropped_overlong_prompts": self.inputs.prompts.num_dropped_overlong,
         }
         if accuracies:

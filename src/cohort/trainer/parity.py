@@ -14,13 +14,13 @@ from cohort.algorithms import build_sequences
 from cohort.config import Config
 from cohort.errors import TrainingError
 from cohort.records import FloatArray, Prompt, RolloutGroup, TrainSequence
-from cohort.rollout import SamplingParams, StreamKey
+from cohort.rollout import SamplingParams, StepKey
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import run_forward_only
 from cohort.trainer.worker_group import WorkerGroup
 
 # Returns the groups that each server sampled, by server address.
-SampleOnEach = Callable[[Sequence[Prompt], SamplingParams, StreamKey], Mapping[str, Sequence[RolloutGroup]]]
+SampleOnEach = Callable[[Sequence[Prompt], SamplingParams, StepKey], Mapping[str, Sequence[RolloutGroup]]]
 _NUM_PROMPTS, _NUM_COMPLETIONS, _MAX_TOKENS = 4, 2, 64
 
 
@@ -113,7 +113,7 @@ class ParityGate:
 
     def check(self, steps_done: int) -> dict[str, float]:
         """Sample on every server and compare. Raises as `check_parity` does."""
-        key = StreamKey(purpose="parity", seed=self.seed, step=steps_done)
+        key = StepKey(purpose="parity", seed=self.seed, step=steps_done)
         sampled = self.sample_on_each(self.prompts, self.sampling, key)
         return check_parity(self.workers, sampled, tolerance=self.tolerance, steps_done=steps_done)
 

@@ -10,7 +10,7 @@ from cohort.metrics.peak_memory import resident_now
 from cohort.plan.advice import advise
 from cohort.plan.calibration import find_calibration
 from cohort.plan.hardware import Hardware, local_cpu
-from cohort.plan.layout import Layout
+from cohort.plan.layout import GpuLayout
 from cohort.plan.predict import Plan, predict_run
 from cohort.plan.shape import read_shape
 from cohort.trainer.rollout_engines import EngineSetup
@@ -80,7 +80,7 @@ def preflight_on(
         train = config.train.model_copy(update={"micro_batch_tokens": "auto"})
         smallest = smallest.model_copy(update={"train": train})
     samples_itself = not config.rollout.uses_servers
-    layout = Layout(
+    layout = GpuLayout(
         num_training=hardware.num_gpus,
         num_sampling=hardware.num_gpus if shared or samples_itself else 0,
         shared=shared or samples_itself,

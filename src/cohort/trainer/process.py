@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cohort import stopping
 from cohort.auto_engine import choose_engine
 from cohort.config import Config
-from cohort.distributed import PeerError, Ranks, Stopped
+from cohort.distributed import PeerError, Rank0Failed, Ranks
 from cohort.errors import TrainingError, UserError
 from cohort.models import resolve_device
 from cohort.rendezvous import join_ranks, leave_ranks
@@ -80,7 +80,7 @@ def _run(config: Config, *, resume: bool) -> None:
         timeout_s=config.hardware.timeout_s,
         command_timeout_s=config.hardware.timeout_s + rewards_s,
     )
-    stopping.share(ranks.store, ranks.neighbors)
+    stopping.share(ranks.store, ranks.sibling_pids)
     try:
         if ranks.is_rank0:
             train(config, resume=resume, ranks=ranks)
@@ -107,7 +107,7 @@ def work(config: Config, ranks: Ranks) -> None:
             command.run(ranks)
         if command is not None:
             WorkerGroup(build_worker(config, ranks, command, device=device, tokenizer=None), ranks).serve()
-    except Stopped:
+    except Rank0Failed:
         pass
 
 

@@ -15,7 +15,7 @@ def publish_weights(components: RunComponents, steps_done: int) -> dict[str, flo
     """
     try:
         stopping.check()
-        components.collector.load_weights(policy_version=components.workers.local.engine.updates_done)
+        components.collector.update_weights(policy_version=components.workers.local.engine.updates_done)
         if components.parity is None or not components.parity.is_due(steps_done):
             return {}
         return components.parity.check(steps_done)

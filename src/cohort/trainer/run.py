@@ -7,9 +7,9 @@ from pathlib import Path
 from cohort import stopping
 from cohort.config import Config
 from cohort.display import ConsoleDisplay, Display
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import RankDesyncError, StopRequested, TrainingError, UserError
-from cohort.rewards import RewardMarker
+from cohort.rewards import RewardCrashMarker
 from cohort.run_files import resume_hint
 from cohort.run_folder import REWARD_MARKER, RunFolder
 from cohort.run_result import RunResult
@@ -31,7 +31,9 @@ from cohort.trainer.token_budget import initial_budget
 from cohort.trainer.worker_group import WorkerGroup
 
 
-def train(config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = ALONE) -> RunResult:
+def train(
+    config: Config, *, resume: bool = False, display: Display | None = None, ranks: Ranks = SINGLE_PROCESS
+) -> RunResult:
     """Train, or resume from the last checkpoint if the run folder holds the same run.
 
     Args:
@@ -57,7 +59,7 @@ def train(config: Config, *, resume: bool = False, display: Display | None = Non
             if summary is not None and summary["steps"] >= inputs.plan.num_steps:
                 display.notify(f"this run is already finished ({summary['steps']} steps): {folder.final_path}")
                 return RunResult(run_dir=folder.path, final_dir=folder.final_path, summary=summary)
-            inputs.rewards.marker = marker = RewardMarker(folder.path / REWARD_MARKER)
+            inputs.rewards.marker = marker = RewardCrashMarker(folder.path / REWARD_MARKER)
             if (crash := marker.last_crash()) is not None:
                 display.notify(crash)
             for note in inputs.notes(config.rollout.max_prompt_tokens):

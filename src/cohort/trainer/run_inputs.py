@@ -8,7 +8,7 @@ from typing import Any
 from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
-from cohort.engine import LargestShare, check_weights
+from cohort.engine import WorstCaseShard, check_weights
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.models import (
@@ -20,7 +20,7 @@ from cohort.models import (
     load_tokenizer,
     trained_weights,
 )
-from cohort.plan import RunPlan, plan_run
+from cohort.plan import RunSchedule, plan_run
 from cohort.rewards import RewardRunner, build_rewards, check_columns
 from cohort.rollout import SamplingParams
 
@@ -36,16 +36,16 @@ class Inputs:
     rewards: RewardRunner
     evaluation: Evaluation | None
     adapter: AdapterSpec | None  # None: all weights are trained
-    plan: RunPlan
+    plan: RunSchedule
 
     @property
     def longest_prompt_tokens(self) -> int:
         """Tokens of the longest training prompt."""
         return max(len(p.token_ids) for p in self.prompts.prompts)
 
-    def largest_share(self, dp_size: int) -> LargestShare:
+    def worst_case_shard(self, dp_size: int) -> WorstCaseShard:
         """A rank's largest possible share of a step on `dp_size` ranks."""
-        return LargestShare(
+        return WorstCaseShard(
             prompt_tokens=self.longest_prompt_tokens,
             completion_tokens=self.plan.max_completion_tokens,
             num_generations=self.plan.num_generations,

@@ -22,7 +22,7 @@ from cohort.models import (
     resolve_device,
     saved_bytes,
 )
-from cohort.plan import RunPlan
+from cohort.plan import RunSchedule
 from cohort.plan.layout import check_cpu_offload, check_processes
 from cohort.rollout import RolloutCollector
 from cohort.run_files import DAMAGED
@@ -31,7 +31,7 @@ from cohort.trainer.parity import ParityGate
 from cohort.trainer.rollout_engines import EngineSetup
 from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import keep_waiting
+from cohort.trainer.worker_calls import keep_ranks_alive
 from cohort.trainer.worker_group import WorkerGroup
 
 
@@ -81,7 +81,7 @@ def build_run(
         data.restore(state.data)
     with ExitStack() as on_failure:
         started = setup.start(workers, folder=folder, notify=notify)
-        keep_ranks = partial(keep_waiting, workers)
+        keep_ranks = partial(keep_ranks_alive, workers)
         collector = RolloutCollector(started.engine, inputs.tokenizer, while_waiting=keep_ranks)
         on_failure.callback(collector.close)
         parity = started.gate(collector)
@@ -136,7 +136,7 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def check_steps(plan: RunPlan, state: TrainerState | None, folder: Path) -> None:
+def check_steps(plan: RunSchedule, state: TrainerState | None, folder: Path) -> None:
     """Check that a resumed run has at least as many steps as it has already done.
 
     Raises:

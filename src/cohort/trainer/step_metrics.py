@@ -12,7 +12,7 @@ from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
 
-class StepCosts:
+class PerformanceMetrics:
     """Measures tokens, time, memory and FLOPs of steps. Tokens count once, even if a critic processes them too."""
 
     def __init__(self, workers: WorkerGroup[Worker], clock: PhaseClock, *, num_tokens: int):
@@ -31,18 +31,19 @@ class StepCosts:
         sampled = collected.num_completion_tokens
         self.num_tokens += sum(len(s.token_ids) for s in sequences)
         num_positions = sum(p.num_positions for p in policy)
+        num_computed = sum(p.num_computed_tokens for p in policy)
         return times | {
             "num_tokens": self.num_tokens,
             "tokens_per_second": sampled / times["step_time"],
             "rollout/tokens_per_second": sampled / times["time/rollout_s"],
             "completions/trained_ratio": batch.num_trajectories / collected.num_trajectories,
-            "padding_fraction": 1 - sum(p.num_inputs for p in policy) / num_positions if num_positions else 0.0,
+            "padding_fraction": 1 - num_computed / num_positions if num_positions else 0.0,
             "micro_batches": policy[-1].num_micro_batches,
             "micro_batch_tokens": workers.local.engine.budget.tokens,
             "out_of_memory": sum(r.num_out_of_memory for results in updates.results.values() for r in results),
             "sequences_over_budget": batch.num_over_budget,
             "processes": workers.ranks.world_size,
-            "time/move_s": workers.seconds_moving(),
+            "time/communication_s": workers.communication_seconds(),
             **largest_peaks(workers.call(Worker.peak_memory)),
             **speed_metrics(
                 self._train_flops(batch, updates),
@@ -60,7 +61,11 @@ class StepCosts:
             flops, engine = self._flops[model], self._workers.local.engines[model]
             loss_tokens = batch.num_loss_tokens if model == "policy" else 0  # a critic's head is negligible
             for update, result in enumerate(results):
-                sizes = {"tokens": result.num_inputs, "loss_tokens": loss_tokens, "pairs": result.attention_pairs}
+                sizes = {
+                    "tokens": result.num_computed_tokens,
+                    "loss_tokens": loss_tokens,
+                    "pairs": result.attention_pairs,
+                }
                 total += flops.forward_backward(**sizes)
                 if engine.reference_in_loss and update == 0:
                     total += flops.forward(**sizes)
@@ -69,6 +74,6 @@ class StepCosts:
 
 def _prompt_tokens_saved(results: Sequence[TrainResult]) -> float:
     """Fraction of prompt tokens skipped because prompts are shared."""
-    saved = sum(r.num_unshared_inputs - r.num_inputs for r in results)
+    saved = sum(r.num_tokens_unshared - r.num_computed_tokens for r in results)
     total = saved + sum(r.num_prompt_inputs for r in results)
     return saved / total if total else 0.0

@@ -23,8 +23,8 @@ class StepWarnings:
         if num_out_of_memory:
             budget = self.worker.engine.budget.tokens
             self.notify(
-                f"Out of memory in {num_out_of_memory} micro-batches: recomputed with micro_batch_tokens={budget}, "
-                f"which stays. Gradients are unaffected."
+                f"out of memory in {num_out_of_memory} micro-batches; recomputed with "
+                f"train.micro_batch_tokens={budget}, which the run keeps from now on"
             )
 
     def long_sequences(self, batch: TrainBatch) -> None:
@@ -34,7 +34,7 @@ class StepWarnings:
             budget = self.worker.engine.budget.tokens
             self.notify(
                 f"warning: {batch.num_over_budget} sequences exceed train.micro_batch_tokens={budget}; each runs alone "
-                f"in an oversized micro-batch."
+                f"in an oversized micro-batch"
             )
 
     def different_logprobs(self, metrics: Mapping[str, float]) -> None:
@@ -49,5 +49,5 @@ class StepWarnings:
             self._warned_of_different_logprobs = True
             self.notify(
                 f"warning: logprobs of sampler and trainer differ by up to {largest:.2g} nats (expected at most "
-                f"{tolerance:g}); they may compute this model differently."
+                f"{tolerance:g}); they may compute this model differently"
             )

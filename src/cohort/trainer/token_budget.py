@@ -21,8 +21,8 @@ def initial_budget(config: Config, inputs: Inputs, state: TrainerState | None, r
     if state is not None and can_reuse_budget(state, wanted, ranks.world_size):
         return state.micro_batch_tokens
     if wanted == "auto":
-        share = inputs.largest_share(ranks.dp_size)
-        return share.num_sequences * share.sequence_tokens
+        shard = inputs.worst_case_shard(ranks.dp_size)
+        return shard.num_sequences * shard.sequence_tokens
     return wanted
 
 
@@ -38,6 +38,6 @@ def find_auto_budget(
     if wanted != "auto" or (state and can_reuse_budget(state, wanted, ranks.world_size)):
         return
     largest = workers.local.engine.budget.tokens
-    found = workers.call(Worker.find_budget, inputs.largest_share(ranks.dp_size), largest)[0]
+    found = workers.call(Worker.find_budget, inputs.worst_case_shard(ranks.dp_size), largest)[0]
     reason = "one rank's share of a step fits" if found == largest else "the largest that fits"
-    notify(f"Using micro_batch_tokens={found} ({reason}).")
+    notify(f"using train.micro_batch_tokens={found} ({reason})")

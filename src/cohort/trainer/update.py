@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from cohort.algorithms import Coefficients, CoefficientState, mean_reference_kl, with_gradient, with_returns
+from cohort.algorithms import Coefficients, CoefficientState, critic_sequences, drop_zero_gradient, mean_reference_kl
 from cohort.batch import TrainBatch
 from cohort.config import Config, CriticConfig
 from cohort.engine import OptimResult, TrainResult
@@ -43,11 +43,11 @@ class Updater:
     def pack(self, sequences: Sequence[TrainSequence]) -> Batches:
         """Pack a step's sequences for the policy (only those with a gradient) and the critic."""
         worker, algorithm = self.workers.local, self.workers.local.algorithm
-        learned = with_gradient(sequences, algorithm)
+        learned = drop_zero_gradient(sequences, algorithm)
         policy_batches = pack_batches(worker.engine, learned, sequence_level=algorithm.sequence_level)
         if worker.critic is None:
             return {"policy": policy_batches}
-        return {"policy": policy_batches, "critic": pack_batches(worker.critic, with_returns(sequences))}
+        return {"policy": policy_batches, "critic": pack_batches(worker.critic, critic_sequences(sequences))}
 
     def update(
         self,

@@ -11,22 +11,23 @@ import torch
 from torch import Tensor
 
 from cohort.algorithms import Algorithm, Coefficients
+from cohort.atomic_files import disk_errors
 from cohort.batch import TrainBatch
-from cohort.checkpoint import TrainerState, disk_errors, save_checkpoint
+from cohort.checkpoint import TrainerState, save_checkpoint
 from cohort.distributed import Ranks
 from cohort.engine import (
     CriticEngine,
-    LargestShare,
     OptimResult,
     PerTokenLoss,
     TrainEngine,
     TrainResult,
+    WorstCaseShard,
     find_budget,
     must_fit,
 )
 from cohort.metrics import PeakMemory
 from cohort.models import Policy, SaveOptions, save_policy, stream_weights, weight_specs
-from cohort.records import FloatArray, ForwardOnlyField, TrainSequence, scatter
+from cohort.records import FloatArray, ForwardOnlyField, TrainSequence, expand_to_mask
 from cohort.rollout import Completion, Purpose, Sampler, SampleRequest
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, gpu_uuid
 
@@ -83,7 +84,7 @@ class Worker:
             outputs |= self.critic.forward_only(sequences, {"values"})
         masks = {s.index: s.loss_mask for s in sequences}
         return {
-            name: {i: scatter(masks[i], x.double().cpu().numpy()) for i, x in by_sequence.items()}
+            name: {i: expand_to_mask(masks[i], x.double().cpu().numpy()) for i, x in by_sequence.items()}
             for name, by_sequence in outputs.items()
         }
 
@@ -198,13 +199,13 @@ class Worker:
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
 
-    def find_budget(self, share: LargestShare, max_tokens: int) -> int:
+    def find_budget(self, shard: WorstCaseShard, max_tokens: int) -> int:
         """Find the largest `train.micro_batch_tokens` that fits on every rank, for `auto`.
 
         Policy, critic and both optimizers are in memory at the same time.
 
         Args:
-            share: a rank's largest share of a step, from which trial batches are made.
+            shard: a rank's largest shard of a step, from which trial batches are made.
             max_tokens: upper limit.
         """
         coefficients = self.algorithm.coefficients(self.algorithm.initial_coefficients)
@@ -213,7 +214,7 @@ class Worker:
             max_tokens = find_budget(
                 engine,
                 self._loss(model, coefficients),
-                share=share,
+                shard=shard,
                 max_tokens=max_tokens,
                 reserved_bytes=sum(state_bytes.values()) - state_bytes[model],
             )

@@ -49,7 +49,7 @@ def run_forward_only(
     return ForwardOnlyOutputs(**{name: {i: x for part in parts for i, x in part[name].items()} for name in wanted})
 
 
-def keep_waiting(workers: WorkerGroup[Worker]) -> None:
+def keep_ranks_alive(workers: WorkerGroup[Worker]) -> None:
     """Renew the other ranks' deadlines if they are due. Call this regularly while rank 0 waits."""
     if workers.ranks.world_size > 1 and workers.seconds_idle() > workers.ranks.timeout_s / 4:
         workers.call(Worker.ping)

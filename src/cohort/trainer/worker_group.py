@@ -30,7 +30,7 @@ class WorkerGroup(Generic[W]):
         """
         self.local = local
         self.ranks = ranks
-        self._moving = PhaseClock()
+        self._communication = PhaseClock()
         self._called_at = time.monotonic()
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -46,7 +46,7 @@ class WorkerGroup(Generic[W]):
         There is one shard and one result per position on the `dp` axis: ranks at the same position get the same shard.
         """
         self._send(method, True, args, kwargs)
-        with self._moving.phase("move"):
+        with self._communication.phase("communication"):
             shard = self.ranks.scatter(shards)
         results = self._results(method, (shard, *args), kwargs)
         return [results[rank] for rank in self.ranks.dp_leaders]
@@ -63,7 +63,7 @@ class WorkerGroup(Generic[W]):
         message: tuple[str, bool, tuple[Any, ...], dict[str, Any]] | None
         while (message := self.ranks.command()) is not None:
             name, has_shards, args, kwargs = message
-            with self._moving.phase("move"):
+            with self._communication.phase("communication"):
                 shard: tuple[Any, ...] = (self.ranks.scatter(),) if has_shards else ()
             self._run(name, (*shard, *args), kwargs)
 
@@ -71,9 +71,9 @@ class WorkerGroup(Generic[W]):
         """Seconds since the last call."""
         return time.monotonic() - self._called_at
 
-    def seconds_moving(self) -> float:
+    def communication_seconds(self) -> float:
         """Seconds spent on communicating arguments and results since this was last called."""
-        return self._moving.take().get("time/move_s", 0.0)
+        return self._communication.take().get("time/communication_s", 0.0)
 
     def _send(
         self, method: Callable[..., object], has_shards: bool, args: Sequence[object], kwargs: Mapping[str, object]
@@ -99,5 +99,5 @@ class WorkerGroup(Generic[W]):
         except TrainingError as error:
             result = error  # rank 0 raises it
         self.ranks.all_reduce_max(0)  # wait for the slowest rank before timing communication
-        with self._moving.phase("move"):
+        with self._communication.phase("communication"):
             return self.ranks.gather(result)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cohort.plan.defaults import server_memory_utilization
 from cohort.records import ModelCall
 from cohort.rollout.engines.servers.requests import Client, GenerateRequest, ServerError
-from cohort.trainer.server_rollouts import Connect, Publish, ServersSetup
+from cohort.trainer.server_setup import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 from stub_engine.server import StubServer, serving

@@ -29,15 +29,15 @@ def make_inputs(num_tokens: int, *, dtype: torch.dtype = torch.float64, bias: bo
     if bias:
         shapes["bias"] = (VOCABULARY,)
     if adapter:
-        shapes |= {"features": (num_tokens, RANK), "adapter": (VOCABULARY, RANK)}
+        shapes |= {"lora_hidden": (num_tokens, RANK), "lora_b": (VOCABULARY, RANK)}
     return {name: torch.randn(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
 
 
 def naive(inputs: dict[str, Tensor], targets: Tensor, transform: LogitTransform = IDENTITY) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies from whole logits."""
     logits = inputs["hidden"] @ inputs["weight"].T
-    if "adapter" in inputs:
-        logits = logits + inputs["features"] @ inputs["adapter"].T
+    if "lora_b" in inputs:
+        logits = logits + inputs["lora_hidden"] @ inputs["lora_b"].T
     logits = (logits + inputs.get("bias", 0.0)) * transform.scale
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
@@ -73,7 +73,7 @@ heads = {
 
 
 @examples(150)
-@given(**heads, frozen=st.sets(st.sampled_from(["hidden", "weight", "bias", "features", "adapter"]), max_size=3))
+@given(**heads, frozen=st.sets(st.sampled_from(["hidden", "weight", "bias", "lora_hidden", "lora_b"]), max_size=3))
 def test_values_and_gradients_are_those_of_whole_logits(
     num_tokens, tile_elements, tile_tokens, block_elements, transform, bias, adapter, live, entropy, frozen
 ):

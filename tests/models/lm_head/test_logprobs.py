@@ -88,7 +88,7 @@ def test_a_model_that_does_not_listen_is_computed_in_padded_rows(monkeypatch: py
     monkeypatch.setattr(model.model, "forward", lambda *args, attn_metadata=None, **kwargs: forward(*args, **kwargs))
     policy = policy_of(model)
     assert policy.layout == "padded"
-    assert policy.traits.reason.startswith("a packed row gives other outputs than the model (relative error ")
+    assert policy.traits.reason.startswith("a packed row gives outputs that differ from the model's (relative error ")
     assert model.config._attn_implementation == "sdpa"
     assert max(compare_with_naive(policy)) < 1e-6
 
@@ -156,4 +156,4 @@ def test_a_backward_that_is_wrong_is_found_when_the_policy_is_made(monkeypatch: 
     monkeypatch.setattr(cascade._DenseKernel, "backward", detached)
     policy = make_policy(dtype=torch.float64)
     assert policy.layout == "packed"
-    assert policy.traits.reason.startswith("a row with shared prompts gives other gradients than the model")
+    assert policy.traits.reason.startswith("a row with shared prompts gives gradients that differ from the model's")

@@ -251,7 +251,7 @@ def test_a_file_that_shrinks_while_it_is_read_ends_all_ranks(ranks, bad_rank: in
     first, *others = ranks[f"shrinks {bad_rank}"]["said"]
     assert first.startswith("UserError: model.path: ")
     assert "model.safetensors: cannot read it" in first and first.endswith(f"(on rank {bad_rank})")
-    assert others == ["Stopped: "] * (ranks["world_size"] - 1)
+    assert others == ["Rank0Failed: "] * (ranks["world_size"] - 1)
 
 
 def test_a_rank_without_the_files_gets_its_shards_from_rank_0(ranks, models):

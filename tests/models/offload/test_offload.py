@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cohort.config import AdamwConfig, Config, ModelConfig, config_from_dict
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.engine.optimizer import Optimizers
 from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import UserError
@@ -100,8 +100,8 @@ def test_copies_may_be_as_late_as_they_like(monkeypatch: pytest.MonkeyPatch, wai
 @pytest.mark.parametrize("mode", ["offloaded", "sgd, offloaded", "parameters"])
 def test_a_run_of_updates_is_that_without_offload(folder: str, mode: str):
     """Clipped gradients of micro-batches, several in an update. FSDP2 adds up in another order, to rounding."""
-    expected = run_trajectory(ALONE, folder, "sgd" if mode.startswith("sgd") else "adamw", 4)
-    actual = run_trajectory(ALONE, folder, mode, 4)
+    expected = run_trajectory(SINGLE_PROCESS, folder, "sgd" if mode.startswith("sgd") else "adamw", 4)
+    actual = run_trajectory(SINGLE_PROCESS, folder, mode, 4)
     near = {"rtol": 0, "atol": 0 if mode != "parameters" else 1e-6}
     torch.testing.assert_close(actual["norms"], expected["norms"], rtol=1e-6 * (mode == "parameters"), atol=0)
     for name, weight in actual["weights"].items():
@@ -114,7 +114,7 @@ def test_law_one(folder: str, mode: str):
     if mode.startswith("8"):
         pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
     with torch.compiler.set_stance("force_eager"):
-        small, large = (run_trajectory(ALONE, folder, mode, 2, budget) for budget in (1, 10_000))
+        small, large = (run_trajectory(SINGLE_PROCESS, folder, mode, 2, budget) for budget in (1, 10_000))
     assert small["norms"] == pytest.approx(large["norms"], rel=1e-5)
 
 
@@ -134,14 +134,14 @@ def test_it_goes_on_exactly_from_a_checkpoint(folder: str, tmp_path: Path, mode:
     if "8 bits" in mode:
         pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
     with torch.compiler.set_stance("force_eager"):
-        expected = run_saved(ALONE, folder, mode, str(tmp_path))["weights"]
-        actual = run_resumed(ALONE, folder, mode, str(tmp_path))["weights"]
+        expected = run_saved(SINGLE_PROCESS, folder, mode, str(tmp_path))["weights"]
+        actual = run_resumed(SINGLE_PROCESS, folder, mode, str(tmp_path))["weights"]
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
 
 
 def test_the_masters_are_what_is_saved(folder: str, tmp_path: Path):
-    engine = make_engine(folder, ALONE, "mixed, offloaded")
-    update(engine, ALONE, 0)
+    engine = make_engine(folder, SINGLE_PROCESS, "mixed, offloaded")
+    update(engine, SINGLE_PROCESS, 0)
     weight = engine.policy.model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == torch.bfloat16 and weight.grad_dtype == torch.float32
     save_policy(engine.policy, load_tokenizer(ModelConfig(path=folder)), tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("torchao", reason="in the extra `torchao`, which `dev` has")
 
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from rank_offload import run_resumed
 from ranks import RanksOnDemand
 from selection import mostly_slow, slow
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_exactly_with_two(folder: Path, on: Ra
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, saved, mode: str, bound: float):
     expected = saved(mode)
     with torch.compiler.set_stance("force_eager"):
-        resumed = run_resumed(ALONE, str(folder / "model"), mode, str(folder / "checkpoints"))
+        resumed = run_resumed(SINGLE_PROCESS, str(folder / "model"), mode, str(folder / "checkpoints"))
     assert furthest(resumed["weights"], expected) < bound
 
 

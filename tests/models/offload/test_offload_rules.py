@@ -12,7 +12,7 @@ from torch import nn
 
 from cohort import train
 from cohort.config import Config, ModelConfig, config_from_dict
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.engine import TrainEngine
 from cohort.engine.optimizer_offload import OffloadedUpdates
 from cohort.errors import DoesNotFitError, UserError
@@ -41,7 +41,7 @@ def parsed(**sections: Any) -> Config:
 @pytest.mark.parametrize("mode", ["adamw", *ON_HOST])
 def test_a_state_on_the_host_takes_no_room_of_the_device(folder: str, mode: str, monkeypatch: pytest.MonkeyPatch):
     """Literal: two moments of float32. A state of an exabyte fits beside the device, and not on it."""
-    engine = make_engine(folder, ALONE, mode)
+    engine = make_engine(folder, SINGLE_PROCESS, mode)
     moments = 2 * 4 * sum(p.numel() for p in engine.policy.model.parameters())
     assert engine.num_state_bytes == moments
     assert engine.num_device_state_bytes == (0 if mode in ON_HOST else moments)
@@ -78,8 +78,8 @@ def test_a_saved_folder_is_as_large_as_foreseen(folder: str, tmp_path: Path, mod
 
 def test_the_disk_has_room_for_masters_and_their_moments(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Literal: three checkpoints of 12 bytes for each weight, and the final model of 4."""
-    engine = make_engine(folder, ALONE, "mixed, offloaded")
-    worker: Any = SimpleNamespace(engines={"policy": engine}, policy=engine.policy, ranks=ALONE)
+    engine = make_engine(folder, SINGLE_PROCESS, "mixed, offloaded")
+    worker: Any = SimpleNamespace(engines={"policy": engine}, policy=engine.policy, ranks=SINGLE_PROCESS)
     config = parsed(run={"checkpoint_every": 1, "keep_checkpoints": 2})
     needed = 40 * sum(p.numel() for p in engine.policy.model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
@@ -131,7 +131,7 @@ def test_a_quantized_reference_does_not_wait_on_the_host():
     [
         ({"refresh_every": 2}, {}, r"reference\.mix: 0\.6 with optim\.offload: true .* bfloat16, .*compute_dtype: fl"),
         ({"refresh_every": 2, "mix": 0.25}, {"compute_dtype": "bfloat16"}, r"reference\.mix: 0\.25"),
-        ({"refresh_every": 2, "mix": 1}, {}, None),  # a copy is no average
+        ({"refresh_every": 2, "mix": 1}, {}, None),  # a copy is not an average
         ({"refresh_every": 2}, {"compute_dtype": "float32"}, None),
         ({"refresh_every": 2}, {"dtype": "bfloat16"}, None),  # nothing is rounded that was not
         ({}, {}, None),

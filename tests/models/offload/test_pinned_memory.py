@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from cohort.distributed import ALONE
-from cohort.engine.optimizer_offload import OffloadedUpdates, local
+from cohort.distributed import SINGLE_PROCESS
+from cohort.engine.optimizer_offload import OffloadedUpdates, to_local
 from cohort.models import fsdp
 from cohort.models.offload import pinned_memory
 from cohort.models.offload.pinned_memory import PinnedMemory, PinnedStack, bytes_for
@@ -144,7 +144,7 @@ def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatc
     """One place, which the next update takes again; another model's is another one."""
     worker = load_worker(monkeypatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))  # no room beside the model
-    engine = worker.CohortEngine(None, None, CUDA, None)
+    engine = worker.CohortWeightTransferEngine(None, None, CUDA, None)
     for shapes, num_bytes in ([(65, 64), (3,), ()], 65 * 64 * 4 + 64 + 64), ([(33, 5)], 704):
         tensors = [torch.rand(shape) for shape in shapes]
         for _ in range(2):
@@ -158,14 +158,14 @@ def test_weights_that_a_server_stages_take_their_size(cudart: Cudart, monkeypatc
 def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From where they are loaded to where they are updated: nothing moves them, nor pins them again."""
     monkeypatch.setattr(fsdp, "PinnedMemory", lambda num_bytes, device: PinnedMemory(num_bytes, CUDA))
-    engine = make_engine(str(save_model_folder(tmp_path / "model")), ALONE, "parameters")
-    weights = [local(p) for p in engine.policy.model.parameters()]
+    engine = make_engine(str(save_model_folder(tmp_path / "model")), SINGLE_PROCESS, "parameters")
+    weights = [to_local(p) for p in engine.policy.model.parameters()]
     own = sum(x.nbytes for x in weights)
     assert own <= cudart.num_bytes < 1.01 * own + 64 * len(weights)
 
     def are_pinned() -> bool:
         ((start, size),) = cudart.pinned.items()
-        now = [local(p) for p in engine.policy.model.parameters()]
+        now = [to_local(p) for p in engine.policy.model.parameters()]
         groups = engine.policy.sharding._groups()
         gathered = [p._sharded_param_data for group in groups for p in group.fsdp_params]
         assert len(now) == len(gathered)
@@ -174,6 +174,6 @@ def test_sharded_weights_on_the_host_take_their_size(cudart: Cudart, tmp_path: P
     assert are_pinned()
     before = [x.clone() for x in weights]
     for number in range(2):
-        update(engine, ALONE, number)
+        update(engine, SINGLE_PROCESS, number)
     assert are_pinned()
-    assert not any(torch.equal(x, local(p)) for x, p in zip(before, engine.policy.model.parameters(), strict=True))
+    assert not any(torch.equal(x, to_local(p)) for x, p in zip(before, engine.policy.model.parameters(), strict=True))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cohort.checkpoint import write_folder_atomically
+from cohort.atomic_files import write_folder_atomically
 from cohort.config.sizes import parse_size
 from cohort.display import ConsoleDisplay
 from cohort.errors import TrainingError

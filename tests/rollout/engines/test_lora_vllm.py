@@ -12,25 +12,25 @@ from cohort.errors import UserError
 from cohort.launch.serve import serve_command
 from cohort.plan.rollout_engine import plan_engine
 from cohort.rollout.engines.servers.requests import ServerError
-from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
-from cohort.trainer import vllm_rollouts
+from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
+from cohort.trainer import vllm_setup
 from cohort.trainer.run_inputs import read_inputs
 from configs import MINIMAL
 from fake_vllm import ThreadServer
 from runs import changed, make_inputs
 
-Find = Callable[..., vllm_rollouts.VllmSetup]
+Find = Callable[..., vllm_setup.VllmSetup]
 
 
 @pytest.fixture
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     """The servers of a run with an adapter."""
-    monkeypatch.setattr(vllm_rollouts, "check_vllm", lambda python: "0.32.0")
+    monkeypatch.setattr(vllm_setup, "check_vllm", lambda python: "0.32.0")
     raw = changed(make_inputs(tmp_path, hidden_size=64), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
 
-    def servers(**adapter: Any) -> vllm_rollouts.VllmSetup:
+    def servers(**adapter: Any) -> vllm_setup.VllmSetup:
         config = config_from_dict(changed(raw, model={"adapter": adapter}))
-        return vllm_rollouts.VllmSetup(config, read_inputs(config))
+        return vllm_setup.VllmSetup(config, read_inputs(config))
 
     return servers
 
@@ -85,7 +85,7 @@ def test_a_temperature_too_low_for_vllm_is_refused_before_servers_start(tmp_path
     raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
     config = config_from_dict(changed(raw, **{section: {"temperature": 0.001}}))
     with pytest.raises(UserError, match=rf"^{section}.temperature: 0.001 .* 0.01 or more, or rollout.engine: local"):
-        vllm_rollouts.VllmSetup(config, read_inputs(config))
+        vllm_setup.VllmSetup(config, read_inputs(config))
 
 
 def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
@@ -105,7 +105,7 @@ def test_a_server_without_room_for_an_adapter_is_refused(tmp_path: Path):
     server.start()
     try:
         with pytest.raises(UserError, match=r"rollout.urls: http\S+ serves the model without an adapter"):
-            vllm_rollouts._connect_adapter(config, server.url)
+            vllm_setup._connect_adapter(config, server.url)
     finally:
         server.stop()
 
@@ -130,7 +130,7 @@ def test_what_servers_are_told(tmp_path: Path):
     """A server that fails goes on holding what it samples; one that slept wakes before it loads."""
     well, broken = Api(), Api(broken=True)
     channels = [AdapterChannel(broken), AdapterChannel(well)]  # type: ignore[arg-type]
-    failed = publish_adapter(channels, 3, save=Path.mkdir, folder=tmp_path)
+    failed = send_adapter(channels, 3, save=Path.mkdir, folder=tmp_path)
     assert [*failed] == channels[:1]
     folder = str(tmp_path / "version-3")
     loaded = [("load_lora_adapter", "policy", folder), ("set_weight_version", 3), ("reset_prefix_cache",), ("resume",)]
@@ -138,6 +138,6 @@ def test_what_servers_are_told(tmp_path: Path):
     assert broken.told == [("pause",), loaded[0]]
     well.told.clear()
     channels[1].sleep()
-    publish_adapter(channels[1:], 4, save=Path.mkdir, folder=tmp_path)
+    send_adapter(channels[1:], 4, save=Path.mkdir, folder=tmp_path)
     assert well.told[:3] == [("sleep", 1), ("pause",), ("wake_up", ["weights", "kv_cache"])]
     assert [path.name for path in tmp_path.iterdir()] == ["version-4"]

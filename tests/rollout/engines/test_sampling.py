@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig, 
 from cohort.models import Policy, end_token_ids
 from cohort.models.attention import decoding
 from cohort.records import Prompt, RolloutGroup
-from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StreamKey
+from cohort.rollout import LocalEngine, Sampler, SampleRequest, SamplingParams, StepKey
 from cohort.rollout.engines.local import decoders
 from cohort.rollout.engines.local.decoders import CacheDecoder, SharedPromptDecoder
 from cohort.rollout.engines.token_sampling import sample_tokens, uniform_stream
@@ -23,7 +23,7 @@ from engines import generate
 from selection import examples
 from tiny import CONFIGS, SIZES, VOCAB_SIZE, make_gemma2, make_model, make_policy, make_tokenizer, policy_of
 
-KEY = StreamKey(purpose="train", seed=3, step=5)
+KEY = StepKey(purpose="train", seed=3, step=5)
 
 
 def prompts(lengths: Sequence[int], *, epoch: int = 0) -> list[Prompt]:
@@ -335,9 +335,9 @@ def test_streams_differ_by_each_part_of_their_name():
     base = uniform_stream(KEY.call(prompt, 0), 4).tolist()
     assert base == uniform_stream(KEY.call(prompt, 0), 9)[:4].tolist()
     keys = [
-        StreamKey(purpose="eval", seed=3, step=5).call(prompt, 0),
-        StreamKey(purpose="train", seed=4, step=5).call(prompt, 0),
-        StreamKey(purpose="train", seed=3, step=6).call(prompt, 0),
+        StepKey(purpose="eval", seed=3, step=5).call(prompt, 0),
+        StepKey(purpose="train", seed=4, step=5).call(prompt, 0),
+        StepKey(purpose="train", seed=3, step=6).call(prompt, 0),
         KEY.call(other, 0),
         KEY.call(next_epoch, 0),
         KEY.call(prompt, 1),
@@ -399,7 +399,7 @@ def test_training_mode_is_restored_and_versions_are_recorded():
     policy = make_policy()
     policy.model.train()
     engine = make_engine(policy)
-    engine.load_weights(policy_version=17)
+    engine.update_weights(policy_version=17)
     (group,) = generate(engine, prompts([4]), sampling(), KEY)
     assert policy.model.training
     assert {c.policy_version for c in group.trajectories} == {17}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from cohort.records import ModelCall, Prompt
-from cohort.rollout import StreamKey
+from cohort.rollout import StepKey
 from cohort.rollout.engines.servers.requests import call_seed
 from fake_vllm import ThreadServer, sampled
 from vllm_runs import KEY, SAMPLING, assert_right, prompts, run_with
@@ -53,7 +53,7 @@ def test_weights_change_between_the_requests_of_a_run():
     with run_with(*servers) as run:
         for version in range(8, 12):
             assert_right(run.generate(5), version=version - 1)
-            run.engine.load_weights(policy_version=version)
+            run.engine.update_weights(policy_version=version)
 
 
 def test_completions_under_way_keep_the_version_that_began_them():
@@ -63,7 +63,7 @@ def test_completions_under_way_keep_the_version_that_began_them():
         groups = run.collector.submit(prompts(2), SAMPLING, KEY)
         run.collector.wait(groups, count=0)
         until(lambda: server.fakes[0].num_in_flight)
-        run.engine.load_weights(policy_version=8)
+        run.engine.update_weights(policy_version=8)
         run.collector.wait(groups, count=2)
         versions = {c.policy_version for g in groups for c in g.result().trajectories}
     assert versions == {7}
@@ -90,7 +90,7 @@ def test_servers_that_share_their_gpu_sleep_while_nothing_is_sampled():
         run.collector.wait(groups, count=2)
         assert server.fakes[0].asleep, "nobody wakes it before it is needed"
         assert_right(run.generate(2))  # an evaluation: the weights are the same, and have to be sent again
-        run.engine.load_weights(policy_version=8)
+        run.engine.update_weights(policy_version=8)
         assert not server.fakes[0].asleep
         assert_right(run.generate(2), version=8)
         assert [version for _, version in run.published] == [7, 7, 8]
@@ -111,7 +111,7 @@ def test_seeds_of_prompts_do_not_meet():
 
 def test_seeds_of_a_first_turn_stay_as_they_are():
     """A run that goes on with another version samples the same completions."""
-    key = StreamKey(purpose="train", seed=3, step=5).call(replace(prompts(1)[0], id=41, epoch=2), 8)
+    key = StepKey(purpose="train", seed=3, step=5).call(replace(prompts(1)[0], id=41, epoch=2), 8)
     assert call_seed(key, replace(SAMPLING, num_generations=12)) == 5564660533079925352
     assert call_seed(key, replace(SAMPLING, temperature=0.0)) == 5564660533079925345
 

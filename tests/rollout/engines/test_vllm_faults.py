@@ -228,8 +228,8 @@ def test_a_restarted_server_gets_the_current_weights_before_it_gets_work():
     server = ThreadServer()
     with run_with(server) as run:
         assert_right(run.generate(1))
-        run.engine.load_weights(policy_version=8)
-        run.engine.load_weights(policy_version=8)  # which is nothing new
+        run.engine.update_weights(policy_version=8)
+        run.engine.update_weights(policy_version=8)  # which is nothing new
         server.fakes[0].faults = ["500"]
         assert_right(run.generate(2), version=8)
         assert [version for _, version in run.published] == [7, 8, 8]

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from cohort.distributed import ALONE
+from cohort.distributed import SINGLE_PROCESS
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers import cuda_ipc
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
-from cohort.rollout.engines.vllm import weight_transfer
-from cohort.rollout.engines.vllm.weight_stream import publish
-from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
-from cohort.trainer import vllm_rollouts
+from cohort.rollout.engines.vllm import weight_channel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.trainer import vllm_setup
 from cohort.trainer.worker_group import WorkerGroup
 from fake_vllm import ThreadServer
 from waiting import PATIENCE_S
@@ -47,7 +47,7 @@ class Memory:
         self.released: list[Any] = []
         for module in (cuda_ipc, worker):
             patch.setattr(module, "gpu_uuid", lambda device: f"GPU-{device.index}")
-        for module in (weight_transfer, worker):
+        for module in (weight_channel, worker):
             patch.setattr(module, "describe_device", self.describe)
 
     def describe(self, device: torch.device) -> dict[str, str | None]:
@@ -186,7 +186,7 @@ class Machine:
         failed: dict[WeightChannel, Exception] = {}
 
         def send(weights: Iterator[tuple[str, Tensor]], handles: Any) -> None:
-            failed.update(publish(self.channels, weights, SPECS, version, handles))
+            failed.update(send_to_servers(self.channels, weights, SPECS, version, handles))
 
         self.send_weights(value, send, share=True)
         return failed
@@ -286,7 +286,7 @@ def test_a_server_that_fails_to_read_costs_itself_alone(machine: Machine, worker
 def test_a_lender_gives_every_tensor_out_as_it_came(memory: Memory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", 1024)
     weights = weights_of(0, 3.0)
-    buffer = IpcBuffer(SPECS, ALONE, DEVICES[0])
+    buffer = IpcBuffer(SPECS, SINGLE_PROCESS, DEVICES[0])
     assert list(buffer.handles) == ["GPU-0"]
     for (name, tensor), spec in zip(buffer.stage(iter(weights.items())), SPECS, strict=True):
         assert name == spec.name and torch.equal(tensor, weights[name])
@@ -318,15 +318,15 @@ def test_servers_that_sleep_stay_connected(machine: Machine, memory: Memory, mon
 
 def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     """As a run publishes, which has the ranks lend only where a server may read it."""
-    monkeypatch.setattr(vllm_rollouts, "weight_specs", lambda policy, dtype: SPECS)
+    monkeypatch.setattr(vllm_setup, "weight_specs", lambda policy, dtype: SPECS)
 
     def publish_in_run(value: float, version: int) -> Any:
         def send_weights(send: Any, dtype: torch.dtype, *, share: bool) -> None:
             machine.send_weights(value, send, share=share)
 
         worker: Any = SimpleNamespace(policy=None, send_weights=send_weights)
-        return vllm_rollouts._publish(
-            WorkerGroup(worker, ALONE), torch.bfloat16, pytest.fail, machine.channels, version
+        return vllm_setup._publish(
+            WorkerGroup(worker, SINGLE_PROCESS), torch.bfloat16, pytest.fail, machine.channels, version
         )
 
     def broken(channels: Any, weights: Iterator[Any], *rest: Any) -> Any:
@@ -334,11 +334,11 @@ def test_memory_is_lent_again_after_an_update_that_broke_off(machine: Machine, m
             yield next(weights)
             raise ZeroDivisionError
 
-        return publish(channels, stream(), *rest)
+        return send_to_servers(channels, stream(), *rest)
 
     assert publish_in_run(10.0, 1) == {}
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(vllm_rollouts, "publish", broken)
+        patch.setattr(vllm_setup, "send_to_servers", broken)
         publish_in_run(20.0, 2)
     assert [channel.transport for channel in machine.channels] == [None, None]
     assert publish_in_run(30.0, 3) == {}

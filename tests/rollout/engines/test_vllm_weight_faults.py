@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
-from cohort.rollout.engines.vllm import weight_transfer as transfer
-from cohort.rollout.engines.vllm.transports import GroupTransfer
-from cohort.rollout.engines.vllm.weight_stream import publish
-from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
+from cohort.rollout.engines.vllm import weight_channel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.rollout.engines.vllm.weight_stream import send_to_servers
+from cohort.rollout.engines.vllm.weight_transfer import GroupTransfer
 from cohort.rollout.engines.vllm.worker import cohort_weight_group
 from fake_vllm import ThreadServer
 from selection import slow
@@ -57,10 +57,10 @@ class Place:
         self.worker = load_worker(patch)
         self.nccl = {"trainer": "2.27.5", "server": "2.27.5"}
         patch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
-        patch.setattr(transfer, "describe_device", lambda device: self.describe("trainer", device))
+        patch.setattr(weight_channel, "describe_device", lambda device: self.describe("trainer", device))
         patch.setattr(self.worker, "describe_device", lambda device: self.describe("server", device))
-        patch.setattr(transfer, "_ABORT_TIMEOUT_S", 0.5)
-        patch.setattr(transfer, "_WORKER_TIMEOUT_FACTOR", 4)
+        patch.setattr(weight_channel, "_ABORT_TIMEOUT_S", 0.5)
+        patch.setattr(weight_channel, "_WORKER_TIMEOUT_FACTOR", 4)
         for module in (cohort_weight_group, __import__(GROUP_MODULE)):
             patch.setattr(module, "_ABORT_TIMEOUT_S", 0.1)
         self.servers: list[ThreadServer] = []
@@ -106,7 +106,7 @@ def test_weights_arrive_in_a_group_that_was_made_and_tried_before(place: Place):
         channel.open()
         assert FakeNccl.calls == {("make", 0): 1, ("make", 1): 1, ("try", 0): 1, ("try", 1): 1}
         new = weights_of(10)
-        assert publish([channel], new.items(), SPECS, 1) == {}
+        assert send_to_servers([channel], new.items(), SPECS, 1) == {}
         assert FakeNccl.calls["broadcast", 0] == FakeNccl.calls["broadcast", 1] == len(SPECS)
     FakeNccl.environment = staticmethod(lambda: None)
     assert channel.transport == "nccl" and same(server.model.weights, new) and server.version == "1"
@@ -155,13 +155,13 @@ def test_what_fails_costs_that_server_alone(place: Place, fault: Fault):
     to_bad, to_good = (place.channel(server.url, deadline_s=DEADLINE_S) for server in place.servers)
     new, newer = weights_of(10), weights_of(20)
     with fault_in_nccl(fault):
-        assert list(publish([to_bad, to_good], new.items(), SPECS, 1)) == [to_bad]
+        assert list(send_to_servers([to_bad, to_good], new.items(), SPECS, 1)) == [to_bad]
         assert same(good.model.weights, new) and good.version == "1" and not good.paused
         assert same(bad.model.weights, OLD) and bad.version == "default"
     with bad.turn:  # until its worker has given up too
         pass
     to_bad = place.channel(place.servers[0].url)
-    assert publish([to_bad, to_good], newer.items(), SPECS, 2) == {}
+    assert send_to_servers([to_bad, to_good], newer.items(), SPECS, 2) == {}
     assert same(good.model.weights, newer) and same(bad.model.weights, newer)
     assert bad.version == good.version == "2"
 
@@ -174,7 +174,7 @@ def test_an_abort_that_does_not_end_is_left_behind(place: Place, how: str):
         channel.open()
         channel.close()
         assert FakeNccl.calls["abort", 0] == 1 and channel.transport is None
-    assert publish([place.channel(channel.url)], weights_of(10).items(), SPECS, 2) == {}
+    assert send_to_servers([place.channel(channel.url)], weights_of(10).items(), SPECS, 2) == {}
     assert same(server.model.weights, weights_of(10))
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_hangs_in_a_request_costs_itself_alone(place: Place, call:
 
     bad.work = hang  # type: ignore[method-assign]
     try:
-        assert list(publish([to_bad, to_good], weights_of(10).items(), SPECS, 1)) == [to_bad]
+        assert list(send_to_servers([to_bad, to_good], weights_of(10).items(), SPECS, 1)) == [to_bad]
         assert same(good.model.weights, weights_of(10)) and good.version == "1"
     finally:
         released.set()
@@ -245,7 +245,7 @@ class Meeting:
 def test_servers_that_hang_are_waited_for_together():
     together = threading.Barrier(2, timeout=60)  # one that waits alone never gets through
     channels: list[Any] = [Meeting(together), Meeting(together)]
-    failed = publish(channels, OLD.items(), SPECS, 1)
+    failed = send_to_servers(channels, OLD.items(), SPECS, 1)
     assert [str(failed[channel]) for channel in channels] == ["hung", "hung"]
 
 
@@ -258,7 +258,7 @@ def test_servers_are_given_up_together():
         yield
 
     with pytest.raises(ZeroDivisionError):
-        publish(channels, broken(), SPECS, 1)
+        send_to_servers(channels, broken(), SPECS, 1)
     assert all(channel.aborted for channel in channels)
 
 
@@ -267,7 +267,7 @@ def test_different_versions_of_nccl_are_named_and_go_through_the_host(place: Pla
     place.nccl["server"] = "2.28.3"
     channel = place.channel(place.servers[0].url)
     with fault_in_nccl(Fault("make", 0, "raises")):  # it is not tried
-        assert publish([channel], weights_of(10).items(), SPECS, 1) == {}
+        assert send_to_servers([channel], weights_of(10).items(), SPECS, 1) == {}
     assert channel.transport == "gloo" and same(server.model.weights, weights_of(10))
     (note,) = channel.notes
     assert place.servers[0].url in note and "trainer: 2.27.5, server: 2.28.3" in note
@@ -294,13 +294,13 @@ TRAINER = {"gpu": "A", "nccl": "2.27.5"}
     ],
 )
 def test_the_transport_follows_from_the_gpus(workers: Any, ipc_gpus: str, transport: str, said: str):
-    found, note = transfer.choose_transport(TRAINER, workers, ipc_gpus=set(ipc_gpus))
+    found, note = weight_channel.choose_transport(TRAINER, workers, ipc_gpus=set(ipc_gpus))
     assert found == transport and said in note and bool(note) == bool(said)
 
 
 def test_a_trainer_without_a_gpu_sends_through_the_host():
     worker = {"gpu": "B", "nccl": "2.27.5"}
-    assert transfer.choose_transport({"gpu": None, "nccl": None}, [worker], ipc_gpus=()) == ("gloo", "")
+    assert weight_channel.choose_transport({"gpu": None, "nccl": None}, [worker], ipc_gpus=()) == ("gloo", "")
 
 
 def test_a_group_of_gpus_needs_to_know_which():
@@ -316,5 +316,5 @@ def test_a_server_that_dies_costs_itself_alone(place: Place, tmp_path: Path, cal
     good, fault = place.server(CPU), Fault(call, 1, "dies", nth)
     with process_server(fault, tmp_path / "out") as url, fault_in_nccl(Fault()):
         to_bad, to_good = place.channel(url), place.channel(place.servers[0].url)
-        assert list(publish([to_bad, to_good], weights_of(10).items(), SPECS, 1)) == [to_bad]
+        assert list(send_to_servers([to_bad, to_good], weights_of(10).items(), SPECS, 1)) == [to_bad]
     assert same(good.model.weights, weights_of(10)) and good.version == "1"

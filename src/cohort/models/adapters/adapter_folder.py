@@ -336,13 +336,13 @@ def _check_tensors(stored: Mapping[str, StoredTensor], spec: AdapterSpec, model:
         if unknown or not missing:
             listed.append(f"the model has no layer for {few(unknown)}")
         raise UserError(
-            f"{field}: {str(folder)!r} is an adapter for another model than {spec.base!r}: {'; '.join(listed)}"
+            f"{field}: {str(folder)!r} is an adapter for a different model, not {spec.base!r}: {'; '.join(listed)}"
         )
     for key, shape in expected.items():
         if stored[key].shape != shape:
             found, own = (" x ".join(map(str, s)) for s in (stored[key].shape, shape))
             raise UserError(
-                f"{field}: {str(folder)!r} is an adapter for another model than {spec.base!r}: {key} is {found}, "
+                f"{field}: {str(folder)!r} is an adapter for a different model, not {spec.base!r}: {key} is {found}, "
                 f"expected {own}"
             )
 

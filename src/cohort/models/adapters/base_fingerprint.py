@@ -70,7 +70,7 @@ def check_base(
         origin = repr(named) if named is not None and named != base else f"an earlier model at {base!r}"
         use = f"model.path={named}" if named is not None and named != base else "the model it was trained on"
         raise UserError(
-            f"{field}: {str(folder)!r} is an adapter for another model than {base!r}: it was trained on {origin}, "
+            f"{field}: {str(folder)!r} is an adapter for a different model, not {base!r}: it was trained on {origin}, "
             f"which has other weights of the same shapes (fingerprint {saved[:8]}, here {fingerprint[:8]}); use {use}"
         )
 

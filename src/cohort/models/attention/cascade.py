@@ -8,7 +8,7 @@ if the kernel returns them so, and are rounded once, after merging.
 S tokens of the row, P of the cached prefix; B sequences of L queries and K keys in a block; G query heads per key head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -149,7 +149,7 @@ class _DenseKernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, span: Span[PaddedBlock]) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if _can_use_flash(query, value):
-            q, k, v = _upcast(q, k, v)
+            q, k, v = map(upcast, (q, k, v))  # the CPU kernel would round 16-bit outputs
             out, lse = _flash(q, k, v, 0.0, span.causal, attn_mask=_additive_mask(span, q), scale=self.scale)
         else:
             scores = self._scores(q, k, span)
@@ -164,7 +164,7 @@ class _DenseKernel:
         grad = _without_padding(span.queries, grad)
         g, q, k, v, o, log_sum = (x.transpose(1, 2) for x in (grad, query, key, value, out, lse))
         if _can_use_flash(query, value):
-            g, q, k, v, o = _upcast(g, q, k, v, o)
+            g, q, k, v, o = map(upcast, (g, q, k, v, o))  # the CPU kernel's 16-bit backward is slower
             mask = _additive_mask(span, q)
             grads = _flash_backward(g, q, k, v, o, log_sum, 0.0, span.causal, attn_mask=mask, scale=self.scale)
         else:
@@ -254,9 +254,9 @@ def _can_use_flash(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _upcast(*tensors: Tensor) -> Iterator[Tensor]:
-    """Cast to float32 or wider: the CPU kernel would round to 16 bits, and its 16-bit backward is slower."""
-    return (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+def upcast(tensor: Tensor) -> Tensor:
+    """Cast to float32 or wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from cohort.plan import tiles
 
 
 class Operands(NamedTuple):
-    """Operands of the raw logits `hidden @ weight^T + features @ adapter^T + bias`."""
+    """Operands of the raw logits `hidden @ weight^T + lora_hidden @ lora_b^T + bias`."""
 
     hidden: Tensor  # [T, H] final hidden states
     weight: Tensor  # [V, H], gathered (not a DTensor)
     bias: Tensor | None = None  # [V]
-    features: Tensor | None = None  # [T, R] hidden states times the first factor of LoRA
-    adapter: Tensor | None = None  # [V, R] its second factor
+    lora_hidden: Tensor | None = None  # [T, R] hidden states times the first factor of LoRA
+    lora_b: Tensor | None = None  # [V, R] its second factor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -34,8 +34,8 @@ class Operands(NamedTuple):
 
     def rows(self, tokens: Tensor) -> "Operands":
         """Copy the operands of some tokens."""
-        features = None if self.features is None else self.features[tokens]
-        return self._replace(hidden=self.hidden[tokens], features=features)
+        lora_hidden = None if self.lora_hidden is None else self.lora_hidden[tokens]
+        return self._replace(hidden=self.hidden[tokens], lora_hidden=lora_hidden)
 
     def vocab_slice(self, ids: slice) -> "Operands":
         """Operands of a vocabulary slice, with the weight cast once for all tokens."""
@@ -48,8 +48,8 @@ class Operands(NamedTuple):
             self.hidden[tokens],
             self.weight[ids],
             None if self.bias is None else self.bias[ids].to(self.dtype),
-            _part(self.features, tokens),
-            _part(self.adapter, ids),
+            _part(self.lora_hidden, tokens),
+            _part(self.lora_b, ids),
         )
 
     def products(self, out_TV: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Operands(NamedTuple):
             torch.mm(hidden, weight.T, out=out_TV)
         else:
             torch.mm(hidden, weight.T, out_dtype=self.dtype, out=out_TV)
-        if self.features is not None and self.adapter is not None:
-            out_TV.addmm_(self.features.to(self.dtype), self.adapter.to(self.dtype).T)
+        if self.lora_hidden is not None and self.lora_b is not None:
+            out_TV.addmm_(self.lora_hidden.to(self.dtype), self.lora_b.to(self.dtype).T)
         return out_TV
 
     def add_gradients(self, sums: "GradientSums", grad_TV: Tensor) -> None:
@@ -74,10 +74,10 @@ class Operands(NamedTuple):
                 _add_product(sums.weight, factor.T, hidden)
         if sums.bias is not None:
             sums.bias.add_(grad_TV.sum(dim=0))
-        if sums.features is not None and self.adapter is not None:
-            sums.features.addmm_(grad_TV, self.adapter.to(self.dtype))
-        if sums.adapter is not None and self.features is not None:
-            sums.adapter.addmm_(grad_TV.T, self.features.to(self.dtype))
+        if sums.lora_hidden is not None and self.lora_b is not None:
+            sums.lora_hidden.addmm_(grad_TV, self.lora_b.to(self.dtype))
+        if sums.lora_b is not None and self.lora_hidden is not None:
+            sums.lora_b.addmm_(grad_TV.T, self.lora_hidden.to(self.dtype))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Hidden states and weight in the dtype of the product.
@@ -95,8 +95,8 @@ class GradientSums(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    features: Tensor | None
-    adapter: Tensor | None
+    lora_hidden: Tensor | None
+    lora_b: Tensor | None
 
     @classmethod
     def zeros(cls, operands: Operands, wanted: tuple[bool, ...], *, by_vocabulary: bool) -> "GradientSums":
@@ -122,8 +122,8 @@ class GradientSums(NamedTuple):
             _part(self.hidden, tokens),
             _part(self.weight, ids),
             _part(self.bias, ids),
-            _part(self.features, tokens),
-            _part(self.adapter, ids),
+            _part(self.lora_hidden, tokens),
+            _part(self.lora_b, ids),
         )
 
     def vocab_slice(self, ids: slice, dtype: torch.dtype) -> "GradientSums":
@@ -139,11 +139,11 @@ class GradientSums(NamedTuple):
 
     def scatter(self, tokens: Tensor, num_tokens: int) -> "GradientSums":
         """Expand the gradients of some tokens to all `num_tokens`, with 0 for the others."""
-        hidden, features = (
+        hidden, lora_hidden = (
             None if x is None else x.new_zeros(num_tokens, *x.shape[1:]).index_copy_(0, tokens, x)
-            for x in (self.hidden, self.features)
+            for x in (self.hidden, self.lora_hidden)
         )
-        return self._replace(hidden=hidden, features=features)
+        return self._replace(hidden=hidden, lora_hidden=lora_hidden)
 
     def rounded(self, operands: Operands) -> "GradientSums":
         """Cast to the dtypes of the operands."""
@@ -153,7 +153,10 @@ class GradientSums(NamedTuple):
 
 
 def tile_shape(operands: Operands, tile_elements: int) -> tuple[int, int]:
-    """Tokens and token ids of a tile: at most `tile_elements` logits, and as many weights if these are cast."""
+    """Tokens and token ids of a tile.
+
+    At most `tile_elements` logits, and at most that many weights if they are cast.
+    """
     t, v = tiles.tile_shape(len(operands.hidden), len(operands.weight), tile_elements)
     return t, min(v, weight_rows(operands, tile_elements))
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from cohort.config import ModelConfig
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import UserError
 from cohort.models.adapters.adapter_folder import AdapterSpec, adapter_spec
 from cohort.models.adapters.lora import Adapter, AdapterInit, adapter_init
@@ -46,7 +46,7 @@ class LoadRequest:
     device: torch.device  # device of the weights
     tokenizer: Any  # for the padding token; used on rank 0 only
     trainable: bool = True  # False freezes all weights (reference model, evaluation)
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     collectives: CollectiveCounter | None = None  # counter of the run; None with one rank
     # longest sequence of the run, None if unknown; sliding windows only matter for longer sequences
     longest_sequence_tokens: int | None = None
@@ -105,7 +105,7 @@ def load_policy(request: LoadRequest) -> Policy:
 
     Raises:
         UserError: the model cannot be loaded, weights are missing from its files, or the adapter does not fit.
-        Stopped: on the other ranks then.
+        Rank0Failed: on the other ranks then.
     """
     return _load(Policy, request)
 
@@ -115,7 +115,7 @@ def load_critic(request: LoadRequest) -> Critic:
 
     Raises:
         UserError: see `load_policy`.
-        Stopped: on the other ranks then.
+        Rank0Failed: on the other ranks then.
     """
     return _load(Critic, request)
 
@@ -244,7 +244,7 @@ def _load_quantized(kind: type[Policy], request: LoadRequest) -> Any:
 def _meta_model(kind: type[Policy], config: ModelConfig) -> Any:
     """Build the meta-device model of a policy or critic."""
     model = meta_model(config)
-    kind.adapt(model)
+    kind.replace_head(model)
     return model
 
 

@@ -50,7 +50,7 @@ def load_sharded_weights(sharding: Sharding, sources: Mapping[str, WeightSource]
 
     Raises:
         UserError: on rank 0, if any rank failed.
-        Stopped: on the other ranks then.
+        Rank0Failed: on the other ranks then.
     """
     problem = None
     try:
@@ -103,7 +103,7 @@ def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: A
     """Load the full model with transformers, by default in host memory.
 
     Args:
-        kind: Policy, or Critic, which replaces the head.
+        kind: policy, or Critic, which replaces the head.
         config: the `model` section.
         options: further arguments of `from_pretrained`.
 
@@ -126,7 +126,7 @@ def load_with_transformers(kind: type[Policy], config: ModelConfig, **options: A
             f"model.path: {config.path!r}: cannot load the model: {type(error).__name__}: {error}"
         ) from error
     before = set(model.state_dict())
-    kind.adapt(model)
+    kind.replace_head(model)
     gone = before - set(model.state_dict())  # a saved critic has no language-model head
     missing = sorted(set(info["missing_keys"]) - gone)
     if missing:

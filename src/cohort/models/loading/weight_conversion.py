@@ -1,4 +1,4 @@
-"""Read weights that are stored in another form than the model has, row by row.
+"""Read weights that are stored in a different form from the model's, row by row.
 
 The mappings and operations are those of transformers (`transformers.conversion_mapping`). For example, checkpoints of
 mixture-of-experts models have one tensor per expert, and the model has one for all: row n is made from the tensors of

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cohort.distributed import ALONE, Ranks
+from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.errors import TrainingError
 from cohort.models.loading.meta_device import quiet_transformers
 from cohort.models.loading.safetensors_files import SHARD, SINGLE, TensorInfo, write_index, write_tensors
@@ -32,7 +32,7 @@ class SaveOptions:
 
 
 def save_policy(
-    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks = ALONE, save_options: SaveOptions | None = None
+    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks = SINGLE_PROCESS, save_options: SaveOptions | None = None
 ) -> None:
     """Save a policy and its tokenizer in the format of `AutoModelForCausalLM.from_pretrained`.
 

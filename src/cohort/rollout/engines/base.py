@@ -36,7 +36,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamKey:
+class StepKey:
     """The part of `CallKey` that all calls of a step share."""
 
     purpose: Purpose
@@ -48,7 +48,7 @@ class StreamKey:
 
         Args:
             prompt: prompt of the trajectory.
-            index: number of the trajectory in its group.
+            index: index of the trajectory in its group.
             turn: number of earlier calls of the trajectory.
         """
         return CallKey(
@@ -136,7 +136,7 @@ class RolloutEngine(Protocol):
         """Free GPUs that are shared with training, unless calls are in flight. Called when a wait ends."""
         ...
 
-    def load_weights(self, *, policy_version: int) -> None:
+    def update_weights(self, *, policy_version: int) -> None:
         """From now on, sample with the trainer's current weights and label tokens `policy_version`."""
         ...
 

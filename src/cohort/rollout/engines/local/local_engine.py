@@ -36,7 +36,7 @@ class LocalEngine:
     def release_gpus(self) -> None:
         """Do nothing: no sampling is in progress when a wait ends."""
 
-    def load_weights(self, *, policy_version: int) -> None:
+    def update_weights(self, *, policy_version: int) -> None:
         """Store the version; the weights are the trainer's own."""
         self._policy_version = policy_version
 

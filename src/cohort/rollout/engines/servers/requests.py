@@ -9,7 +9,7 @@ import numpy as np
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.engines.base import CallKey, SamplingParams
 from cohort.rollout.engines.call_queue import PendingCall
-from cohort.rollout.engines.token_sampling import prompt_entropy, turn_entropy
+from cohort.rollout.engines.token_sampling import prompt_seed, turn_seed
 
 
 class ServerError(RuntimeError):
@@ -83,7 +83,7 @@ def call_seed(key: CallKey, sampling: SamplingParams) -> int:
     """
     total, index = (1, 0) if sampling.temperature == 0 else (sampling.num_generations, key.index)
     assert index < total, key
-    name = (*prompt_entropy(key), *turn_entropy(key))
+    name = (*prompt_seed(key), *turn_seed(key))
     hashed = int(np.random.SeedSequence(name).generate_state(1, np.uint64)[0]) >> 1
     return hashed - hashed % (1 << (total - 1).bit_length()) + index
 

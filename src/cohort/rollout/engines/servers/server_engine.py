@@ -12,7 +12,7 @@ from cohort import stopping
 from cohort.errors import TrainingError
 from cohort.records import IntArray, ModelCall, Prompt, RolloutGroup
 from cohort.rollout.collector import RolloutCollector
-from cohort.rollout.engines.base import CallKey, SamplingParams, StreamKey
+from cohort.rollout.engines.base import CallKey, SamplingParams, StepKey
 from cohort.rollout.engines.call_queue import CallQueue, PendingCall
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import RunningServer
@@ -45,7 +45,7 @@ C = TypeVar("C", bound=Channel)
 class ServerEngine(Generic[C]):
     """Submits model calls to the fleet and sends weights to its servers.
 
-    Weights are sent in the calling thread, since all training ranks take part: in `load_weights`, and in `advance` to
+    Weights are sent in the calling thread, since all training ranks take part: in `update_weights`, and in `advance` to
     servers that have started since.
     """
 
@@ -86,14 +86,14 @@ class ServerEngine(Generic[C]):
         calls = {only: taken for only, queue in self._waiting.items() if (taken := queue.take())}
         self._waiting.clear()  # servers come and go
         if calls:
-            assert self._policy_version is not None, "load_weights comes first"
+            assert self._policy_version is not None, "update_weights comes first"
             self._wake()
         self._poll_fleet()
         for only, taken in calls.items():
             self._submit(taken, only)
         return bool(calls)
 
-    def load_weights(self, *, policy_version: int) -> None:
+    def update_weights(self, *, policy_version: int) -> None:
         """Send the trainer's weights to all servers that are up; others receive them once they start.
 
         Raises:
@@ -105,7 +105,7 @@ class ServerEngine(Generic[C]):
         self._poll_fleet()
 
     def sample_on_each_server(
-        self, collector: RolloutCollector, prompts: Sequence[Prompt], sampling: SamplingParams, key: StreamKey
+        self, collector: RolloutCollector, prompts: Sequence[Prompt], sampling: SamplingParams, key: StepKey
     ) -> dict[str, list[RolloutGroup]]:
         """Sample the same prompts on every server and return the groups by server address.
 

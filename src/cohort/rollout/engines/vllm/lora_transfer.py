@@ -49,7 +49,7 @@ class AdapterChannel:
         self._api.close()
 
 
-def publish_adapter(
+def send_adapter(
     channels: Sequence[AdapterChannel], version: int, *, save: Callable[[Path], object], folder: Path
 ) -> dict[AdapterChannel, ServerError]:
     """Write the adapter and have servers sample with it.

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
-from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 
 _Call = Callable[[WeightChannel], None]
 
 
-def publish(
+def send_to_servers(
     channels: Sequence[WeightChannel],
     weights: Iterable[tuple[str, Tensor]],
     specs: Sequence[TensorSpec],

@@ -1,347 +1,158 @@
-"""Send the trainer's weights to vLLM servers: the trainer's side. The servers' side is in `worker/`.
+"""Transports of weights to a vLLM server's workers: process group broadcasts or CUDA IPC."""
 
-Once a server is up, its channel and its workers rendezvous and choose a transport: a process group (gloo through host
-memory, or NCCL from GPU to GPU), or CUDA IPC if they share a GPU with training ranks. The transport is tested before
-its first use. An update is declared (names, shapes, dtypes), sent and committed. After an error before the commit the
-server keeps its old weights, and the next update starts with a new rendezvous.
-"""
-
-import json
-import socket
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any
-from urllib.parse import urlsplit
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Literal, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cohort.models import TensorSpec
+from cohort.rollout.engines.servers.cuda_ipc import Bucket, make_buckets
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
-from cohort.rollout.engines.vllm.transports import GroupTransfer, IpcTransfer, Transport, WeightTransfer, wait_for_both
-from cohort.rollout.engines.vllm.worker.cohort_weight_group import (
-    WeightGroup,
-    describe_device,
-    in_thread,
-    result_within,
-)
+from cohort.rollout.engines.vllm.worker.cohort_weight_group import WeightGroup, in_thread, result_within
 
-_WORKER_TIMEOUT_FACTOR = 8  # workers wait this many times longer than the trainer
-_ABORT_TIMEOUT_S = 10.0  # per call that restores a server after an error
-_RENDEZVOUS_TIMEOUT_S = 60.0  # setting up and testing a transport takes seconds if it works
+Transport = Literal["gloo", "nccl", "ipc"]
+_REASON_TIMEOUT_S = 2.0
 
 
-class WeightChannel:
-    """Sends weights to one server. Not thread-safe; every failure is a `ServerError` and aborts the update."""
+class WeightTransfer(Protocol):
+    """Sends tensors to the workers of one server. Not thread-safe; every failure is a `RuntimeError`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        device: torch.device,
-        num_workers: int,
-        timeout_s: float,
-        sleeps: bool = False,
-        ipc_gpus: Collection[str] = (),
-    ):
-        """Create a channel without connecting.
+    transport: Transport
+
+    def prepare(self, handles: Mapping[str, Any]) -> None:
+        """Set up and test the connection before the server pauses.
 
         Args:
-            url: address of the server.
-            device: this process's GPU with its index, or the CPU.
-            num_workers: number of the server's workers, one per GPU.
-            timeout_s: maximum time per call and per tensor.
-            sleeps: whether the server sleeps during training, and wakes to receive weights.
-            ipc_gpus: UUIDs of the training ranks' GPUs. Their memory is shared with a sleeping server on the same GPUs.
+            handles: CUDA IPC handles by GPU; empty if the ranks share no memory.
         """
-        self.url = url
-        self.version: int | None = None  # last version committed by this channel
-        self.notes: list[str] = []  # messages for the user; cleared once they are shown
-        self._last_note = ""  # last note of `choose_transport`
-        self._api = VllmApi(url, timeout_s=timeout_s)
-        self._device = device
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
-        self._meet_timeout_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
-        self._sleeps = sleeps
-        self._ipc_gpus = frozenset(ipc_gpus) if sleeps else frozenset()
-        self._ipc_opened = False  # the server has opened the shared buffers before
-        self._transfer: WeightTransfer | None = None
-        self._unsent: Iterator[TensorSpec] | None = None  # declared tensors of the update in progress
+        ...
 
-    @property
-    def transport(self) -> Transport | None:
-        """How weights are sent; None before the rendezvous."""
-        return None if self._transfer is None else self._transfer.transport
-
-    @property
-    def may_use_ipc(self) -> bool:
-        """Whether the next update may use CUDA IPC, so that the ranks must allocate shared buffers."""
-        return bool(self._ipc_gpus) if self._transfer is None else self.transport == "ipc"
-
-    def open(self) -> None:
-        """Rendezvous with the server's workers, choose a transport and test it. `begin` does so if needed.
-
-        Raises:
-            ServerError: the workers do not connect, or the transport does not work.
-        """
-        self._close_transfer()
-        try:
-            self._rendezvous()
-        except (RuntimeError, OSError) as error:
-            self._close_transfer()
-            raise self._error(error, "weight transfer rendezvous") from error
-
-    def begin(self, specs: Sequence[TensorSpec], handles: Mapping[str, Any] | None = None) -> None:
-        """Begin an update. The server's requests are paused until `finish` or `abort`.
-
-        Args:
-            specs: the tensors that will be sent, in order.
-            handles: CUDA IPC handles of the ranks' buffers, by GPU.
-
-        Raises:
-            ServerError: the server cannot take the update, which was aborted.
-        """
-        assert self._unsent is None, "an update is in progress"
-        with self._abort_on_error("declaring weights"):
-            has_restarted = self._api.weight_version() != self.version
-            if has_restarted or self._transfer is None:
-                self.version = None
-                self.open()
-            transfer = self._prepare_transfer(handles or {})
-            self._unsent = iter(specs)
-            self._api.pause()
-            if self._sleeps:
-                self._api.wake_up(["weights"])
-            try:
-                self._api.start_weight_update()
-            except ServerError:  # an unfinished update of another trainer
-                self._discard()
-                self._api.start_weight_update()
-            self._api.update_weights({"step": "declare", "specs": [_spec_to_json(spec) for spec in specs]})
-            transfer.begin(specs)
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        """Have the workers start to receive these tensors, which were declared before."""
+        ...
 
     def post(self, name: str, tensor: Tensor) -> None:
-        """Start sending the next declared tensor, cast to the declared dtype. Call `flush` before the next one.
-
-        Raises:
-            ServerError: the server is gone or too slow; the update was aborted.
-        """
-        assert self._unsent is not None, "no update is in progress"
-        with self._abort_on_error(f"sending {name}"):
-            spec = next(self._unsent, None)
-            if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
-                raise ServerError(f"{self.url}: sent {name} {list(tensor.shape)}, but declared {spec}")
-            assert self._transfer is not None
-            self._transfer.post(name, tensor.detach().to(spec.dtype))
+        """Start sending the next tensor, in the declared dtype. It must not change until `flush`."""
+        ...
 
     def flush(self) -> None:
-        """Wait until posted tensors have arrived. Raises as `post` does."""
-        with self._abort_on_error("sending weights"):
-            assert self._transfer is not None
-            self._transfer.flush()
+        """Wait until posted tensors may change."""
+        ...
 
-    def finish(self, version: int) -> None:
-        """Have the server load the weights into its model and resume sampling.
-
-        Args:
-            version: policy version of the weights, with which the server labels the tokens it samples.
-
-        Raises:
-            ServerError: it failed. If that happened during the commit, the server's process exits.
-        """
-        assert self._unsent is not None, "no update is in progress"
-        with self._abort_on_error("committing weights"):
-            missing = next(self._unsent, None)
-            if missing is not None:
-                raise ServerError(f"{self.url}: {missing.name} was declared but not sent; the server keeps its weights")
-            assert self._transfer is not None
-            self._transfer.finish()
-            self._api.finish_weight_update(version)
-            if self._sleeps:
-                self._api.wake_up(["kv_cache"])
-            self._api.reset_prefix_cache()
-            self._api.resume()
-            self.version, self._unsent = version, None
-
-    def abort(self) -> None:
-        """Abort the update and have the server continue with its old weights. Never fails.
-
-        A server that sleeps between updates has no old weights: it stays paused until it is restarted, and exits if it
-        has loaded part of the new ones.
-        """
-        if self._unsent is None:
-            return
-        self._unsent = None
-        self._close_transfer()  # workers that wait for tensors notice
-        self._discard()
-        if not self._sleeps:
-            with suppress(ServerError), self._short_timeout_api() as api:
-                api.resume()
-
-    def sleep(self) -> None:
-        """Have a server that shares this GPU free its weights and KV cache until the next update.
-
-        The server still reports the same version and keeps its connection; only its weights are gone.
-
-        Raises:
-            ServerError: the server did not go to sleep.
-        """
-        self._api.sleep(2)
+    def finish(self) -> None:
+        """Wait until the workers have all tensors."""
+        ...
 
     def close(self) -> None:
-        """Close the transport and the connections."""
-        self.abort()
-        self._close_transfer()
+        """Abort pending transfers; the workers notice. Never fails and returns within seconds."""
+        ...
+
+
+class GroupTransfer:
+    """Broadcasts in a process group (gloo or NCCL) with the server's workers, which receive in one HTTP call."""
+
+    def __init__(self, transport: Literal["gloo", "nccl"], group: WeightGroup, url: str, *, timeout_s: float):
+        """Create a transfer over a connected group, with a timeout per tensor."""
+        self.transport: Transport = transport
+        self._group = group
+        # no timeout: the call lasts until all tensors are sent, or `close`; a hung server is noticed at its next tensor
+        self._api = VllmApi(url, timeout_s=None)
+        self._timeout_s = timeout_s
+        self._received: Future[None] | None = None
+        self._sent: Future[None] | None = None
+
+    def prepare(self, handles: Mapping[str, Any]) -> None:
+        """Do nothing: the group was tested when it was connected."""
+
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        """Have the workers start to receive."""
+        self._received = in_thread(self._api.update_weights, {"step": "receive"})
+
+    def post(self, name: str, tensor: Tensor) -> None:
+        """Start a broadcast."""
+        self._sent = self._group.broadcast(tensor.to(self._group.device).contiguous())
+
+    def flush(self) -> None:
+        """Wait for the broadcast, a failure of the server's call, or the timeout."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            assert self._received is not None, "begin comes first"
+            wait_for_both(sent, self._received, self._timeout_s, self._api.url)
+
+    def finish(self) -> None:
+        """Wait for the server's call to succeed."""
+        assert self._received is not None, "begin comes first"
+        result_within(self._received, self._timeout_s, f"{self._api.url}: receiving the last weights")
+
+    def close(self) -> None:
+        """Leave the group and end the HTTP call."""
+        self._group.abort()
         self._api.close()
 
-    def _rendezvous(self) -> None:
-        """Collect the workers' GPUs in a store, then broadcast the chosen transport through it."""
-        host, size = _address_towards(self.url), 1 + self._num_workers
-        store = dist.TCPStore(
-            host, 0, size, is_master=True, timeout=timedelta(seconds=self._meet_timeout_s), wait_for_workers=False
-        )
-        address = {"host": host, "port": store.port, "world_size": size}
-        # while the trainer waits for another, hung server, these workers wait for their next tensor
-        worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self._timeout_s
-        deadlines = {"timeout_s": worker_timeout_s, "rendezvous_timeout_s": self._meet_timeout_s}
-        api = VllmApi(self.url, timeout_s=self._meet_timeout_s)
-        joined = in_thread(api.init_weight_transfer, {**address, **deadlines})
-        joined.add_done_callback(lambda _: api.close())
-        ranks = [f"here/{rank}" for rank in range(1, size)]
-        self._wait_for_workers(lambda: store.check(ranks), joined)
-        transport, note = choose_transport(
-            describe_device(self._device),
-            [json.loads(store.get(rank)) for rank in ranks],
-            ipc_gpus=self._ipc_gpus,
-        )
-        if note and note != self._last_note:  # may be another rendezvous with the same server
-            self.notes.append(f"{self.url}: {note}")
-        self._last_note = note
-        store.set("transport", transport)
-        if transport == "ipc":
-            self._transfer = IpcTransfer(self._api)
-        else:
-            device = self._device if transport == "nccl" else torch.device("cpu")
-            longest_s = max(worker_timeout_s, self._meet_timeout_s)
-            group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
-            self._transfer = GroupTransfer(transport, group, self.url, timeout_s=self._timeout_s)
-            wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
-        result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
 
-    def _prepare_transfer(self, handles: Mapping[str, Any]) -> WeightTransfer:
-        """Prepare the chosen transport, or another one if the GPU's memory cannot be shared."""
-        transfer = self._transfer
-        assert transfer is not None, "the channel is open"
-        try:
-            transfer.prepare(handles)
-        except ServerError as error:
-            if self._ipc_opened or not handles:  # sharing worked before: something else is wrong
-                raise
-            self._ipc_gpus = frozenset()
-            self.notes.append(f"{self.url}: cannot share GPU memory, so weights are sent another way: {error}")
-            self.open()
-            assert self._transfer is not None
-            return self._transfer
-        self._ipc_opened |= transfer.transport == "ipc"
-        return transfer
+class IpcTransfer:
+    """Has the workers read tensors from the memory of the rank on their GPU (CUDA IPC). Not tested on a GPU yet."""
 
-    def _close_transfer(self) -> None:
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.close()
+    transport: Transport = "ipc"
 
-    def _wait_for_workers(self, done: Callable[[], bool], call: "Future[None]") -> None:
-        """Wait until `done`, a failure of the server's call, or the timeout."""
-        deadline, pause_s = time.monotonic() + self._meet_timeout_s, 1e-3
-        while not done():
-            if call.done():
-                call.result()
-                if done():  # became true in between
-                    return
-                raise ServerError(f"{self.url}: the server ended the rendezvous too early")
-            if time.monotonic() > deadline:
-                raise ServerError(f"{self.url}: the server's workers did not connect within {self._meet_timeout_s:g} s")
-            time.sleep(pause_s)
+    def __init__(self, api: VllmApi):
+        """Create a transfer that calls the server through `api`."""
+        self._api = api
+        self._buckets: deque[Bucket] = deque()
+        self._posted: Bucket = {}
+        self._read: Future[None] | None = None
 
-    def _discard(self) -> None:
-        """Have the server discard an unfinished update, if there is one."""
-        with self._short_timeout_api() as api:
-            with suppress(ServerError):
-                api.update_weights({"step": "discard"})
-            with suppress(ServerError):
-                api.finish_weight_update(None)
+    def prepare(self, handles: Mapping[str, Any]) -> None:
+        """Have the workers open the shared buffers and compare their first bytes."""
+        self._api.init_weight_transfer({"ipc_handles": dict(handles)})
 
-    @contextmanager
-    def _short_timeout_api(self) -> Iterator[VllmApi]:
-        api = VllmApi(self.url, timeout_s=min(self._timeout_s, _ABORT_TIMEOUT_S))
-        try:
-            yield api
-        finally:
-            api.close()
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        """Compute the buffer's layout, which is the same on all ranks."""
+        self._buckets = deque(make_buckets(specs))
 
-    @contextmanager
-    def _abort_on_error(self, what: str) -> Iterator[None]:
-        """Abort the update if the block raises."""
-        try:
-            yield
-        except (RuntimeError, OSError, FutureTimeoutError) as error:
-            self.abort()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise self._error(error, what) from error
-        except BaseException:
-            self.abort()
-            raise
+    def post(self, name: str, tensor: Tensor) -> None:
+        """Have the workers load a bucket once all of its tensors are there."""
+        bucket = self._buckets[0]
+        self._posted[name] = bucket[name]
+        if len(self._posted) == len(bucket):
+            offsets = list(self._buckets.popleft().items())
+            self._posted = {}
+            self._read = in_thread(self._api.update_weights, {"step": "load", "offsets": offsets})
 
-    def _error(self, error: Exception, what: str) -> ServerError:
-        if isinstance(error, ServerError):
-            return error
-        lines = str(error).splitlines()
-        return ServerError(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
+    def flush(self) -> None:
+        """Wait until the workers have read the bucket."""
+        read, self._read = self._read, None
+        if read is not None:
+            read.result()
+
+    def finish(self) -> None:
+        """Do nothing: `flush` has waited for everything."""
+
+    def close(self) -> None:
+        """Do nothing: pending calls have timeouts."""
 
 
-def choose_transport(
-    trainer: Mapping[str, str | None], workers: Sequence[Mapping[str, str | None]], *, ipc_gpus: Collection[str]
-) -> tuple[Transport, str]:
-    """Choose the fastest transport that works between these GPUs.
+def wait_for_both(own: "Future[Any]", servers: "Future[None]", timeout_s: float, url: str) -> None:
+    """Wait for a transfer together with the server's call that takes part in it.
 
-    Args:
-        trainer: GPU and NCCL version of rank 0, from `describe_device`.
-        workers: the same of the server's workers.
-        ipc_gpus: GPUs whose ranks can share memory with this server.
-
-    Returns:
-        the transport, and a note for the user ("" if none).
+    Raises:
+        RuntimeError: either failed.
+        ServerError: the server did not finish in time.
     """
-    gpus = {worker["gpu"] for worker in workers}
-    if trainer["gpu"] is None or None in gpus:
-        return "gloo", ""
-    if gpus <= set(ipc_gpus):
-        return "ipc", ""
-    if trainer["gpu"] in gpus:
-        return "gloo", "NCCL does not support two processes on one GPU: weights go through host memory"
-    others = sorted({str(worker["nccl"]) for worker in workers} - {str(trainer["nccl"])})
-    if others:
-        return "gloo", (
-            f"NCCL versions differ (trainer: {trainer['nccl']}, server: {', '.join(others)}): weights go through host "
-            f"memory, which is slower; install the same torch in both environments to avoid this"
-        )
-    return "nccl", ""
-
-
-def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-
-
-def _address_towards(url: str) -> str:
-    """Return this machine's address on the network that reaches a server."""
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port or 80), timeout=_ABORT_TIMEOUT_S) as connection:
-        return str(connection.getsockname()[0])
+    deadline = monotonic() + timeout_s
+    wait((own, servers), timeout_s, FIRST_COMPLETED)
+    if not own.done() and servers.done():
+        servers.result()
+        wait((own,), max(0.0, deadline - monotonic()))  # the server is done, so this side soon is too
+    if not own.done():
+        raise ServerError(f"{url}: the server's workers did not answer within {timeout_s:g} s")
+    if own.exception():
+        with suppress(FutureTimeoutError):
+            servers.result(_REASON_TIMEOUT_S)  # the server's own error says more
+    own.result()

@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     offsets: list[tuple[str, int]] = field(default_factory=list)  # load: names and offsets in the shared buffer
 
 
-class CohortEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class CohortWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Checks, receives and commits weight updates."""
 
     init_info_cls = InitInfo
@@ -391,4 +391,4 @@ def _exit_inconsistent(why: str) -> NoReturn:
     os._exit(1)
 
 
-WeightTransferEngineFactory.register_engine("cohort", CohortEngine)
+WeightTransferEngineFactory.register_engine("cohort", CohortWeightTransferEngine)

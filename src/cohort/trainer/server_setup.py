@@ -22,7 +22,7 @@ from cohort.trainer.parity import make_parity_gate
 from cohort.trainer.rollout_engines import StartedEngine
 from cohort.trainer.run_inputs import Inputs
 from cohort.trainer.worker import Worker
-from cohort.trainer.worker_calls import keep_waiting
+from cohort.trainer.worker_calls import keep_ranks_alive
 from cohort.trainer.worker_group import WorkerGroup
 
 # Opens a channel to the server at a URL; publishes a version of the weights over channels. See `ServerEngine`.
@@ -114,12 +114,12 @@ class ServersSetup(ABC):
             connect=connect,
             publish=publish,
             notify=notify,
-            while_waiting=partial(keep_waiting, workers),
+            while_waiting=partial(keep_ranks_alive, workers),
             sleeps=self.shares_gpus,
             make_room=partial(workers.call, Worker.empty_cache),
         )
         try:
-            engine.load_weights(policy_version=workers.local.engine.updates_done)
+            engine.update_weights(policy_version=workers.local.engine.updates_done)
             engine.release_gpus()  # free the memory of shared GPUs for training
         except BaseException:
             engine.close()

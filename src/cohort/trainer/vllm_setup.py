@@ -18,15 +18,15 @@ from cohort.plan.rollout_engine import vllm_sampling_limit
 from cohort.rollout.engines.servers.requests import Client, ServerError
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient
-from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, publish_adapter
+from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from cohort.rollout.engines.vllm.server import POLICY_NAME, ServerProcess, check_version, check_vllm
 from cohort.rollout.engines.vllm.server_options import server_options, vllm_python
-from cohort.rollout.engines.vllm.weight_stream import publish
-from cohort.rollout.engines.vllm.weight_transfer import WeightChannel
+from cohort.rollout.engines.vllm.weight_channel import WeightChannel
+from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from cohort.run_folder import ADAPTERS
 from cohort.trainer.run_inputs import Inputs
-from cohort.trainer.server_rollouts import Connect, Publish, ServersSetup
+from cohort.trainer.server_setup import Connect, Publish, ServersSetup
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_group import WorkerGroup
 
@@ -71,7 +71,7 @@ class VllmSetup(ServersSetup):
         policy = workers.local.policy
         if policy.adapter is not None:
             save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
-            share = partial(publish_adapter, save=save, folder=folder / ADAPTERS)
+            share = partial(send_adapter, save=save, folder=folder / ADAPTERS)
             return partial(_connect_adapter, self.config), share
         ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
         connect = partial(
@@ -142,7 +142,7 @@ def _publish(
     specs = weight_specs(workers.local.policy, dtype)
 
     def send(weights: Iterator[tuple[str, Tensor]], handles: Mapping[str, Any]) -> None:
-        failed.update(publish(channels, weights, specs, version, handles))
+        failed.update(send_to_servers(channels, weights, specs, version, handles))
 
     share = any(channel.may_use_ipc for channel in channels)
     workers.call_with_local(Worker.send_weights, send, dtype, share=share)

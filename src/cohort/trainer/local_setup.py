@@ -24,5 +24,5 @@ class LocalSetup:
     def start(self, workers: WorkerGroup[Worker], *, folder: Path, notify: Callable[[str], None]) -> StartedEngine:
         """Create an engine that samples on all workers."""
         engine = LocalEngine(partial(sample, workers))
-        engine.load_weights(policy_version=workers.local.engine.updates_done)
+        engine.update_weights(policy_version=workers.local.engine.updates_done)
         return StartedEngine(engine=engine)

@@ -8,7 +8,7 @@ from cohort.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
+class RunSchedule:
     """Steps, batch sizes and schedule of a run. One step is one rollout; step N: N steps are done."""
 
     num_prompts: int  # in the training data
@@ -50,11 +50,11 @@ class RunPlan:
         return self.completions_every > 0 and steps_done % self.completions_every == 0
 
 
-def plan_run(config: Config, *, num_prompts: int) -> RunPlan:
+def plan_run(config: Config, *, num_prompts: int) -> RunSchedule:
     """Plan a run's steps from its configuration and the number of training prompts.
 
     Raises:
-        UserError: The warm-up of policy and critic is longer than the run.
+        UserError: the warm-up of policy and critic is longer than the run.
     """
     train = config.train
     epochs = train.epochs if train.epochs is not None else 1.0
@@ -70,7 +70,7 @@ def plan_run(config: Config, *, num_prompts: int) -> RunPlan:
             f"train.warmup_steps: {train.warmup_steps} exceeds the run's {num_steps} steps "
             f"({num_prompts} prompts, {train.prompts_per_step} per step); use at most {num_steps}"
         )
-    return RunPlan(
+    return RunSchedule(
         num_prompts=num_prompts,
         prompts_per_step=train.prompts_per_step,
         num_generations=config.rollout.num_generations,
