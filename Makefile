@@ -91,7 +91,7 @@ check: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m cohort.config.docs > docs/config.md
 	@$(BIN)/python -m cohort.config.algorithm_docs docs/algorithms.md README.md
-	@$(BIN)/python -m cohort.check.docs > docs/check.md
+	@$(BIN)/python -m cohort.check.docs docs/check.md
 
 bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/sampler.py

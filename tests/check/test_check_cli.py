@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cohort.check import RULES, convert_file
-from cohort.check.docs import render
+from cohort.check.docs import with_findings
 from cohort.cli.app import app
 from cohort.config import load_config
 
@@ -38,6 +38,7 @@ hub_strategy: every_save
 SWIFT = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model org/m --dataset org/d --learning_rate 1e-5 --beta 0.0\n"
 VERL = (
     "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=256 data.train_files=t.parquet "
+    "actor_rollout_ref.rollout.name=vllm "
     "actor_rollout_ref.model.path=org/m actor_rollout_ref.rollout.n=5 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
     "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.clip_ratio_high=0.28 "
     "trainer.n_gpus_per_node=8 "
@@ -71,19 +72,19 @@ def test_json_has_the_documented_shape(files: dict[str, Path]):
     assert [(r["framework"], r["version"]) for r in reports] == [
         ("trl", "1.16"),
         ("ms-swift", "4.6"),
-        ("verl", "0.9"),
+        ("verl", "0.9.1"),
         ("trl", "1.16"),
         ("cohort", metadata.version("cohort-rl")),
     ]
     for report, path in zip(reports, files.values(), strict=True):
-        assert list(report) == ["file", "framework", "version", "starts", "findings"]
+        assert list(report) == ["file", "outcome", "verdict", "framework", "version", "starts", "findings"]
         assert report["file"] == str(path)
         assert list(report["starts"]) == ["1", "7", "8"]
         for start in report["starts"].values():
             assert list(start) == ["starts", "message", "generation_batch_size", "steps_per_generation"]
             assert start["starts"] == (start["message"] is None)
         for finding in report["findings"]:
-            assert list(finding) == ["code", "severity", "field", "message", "nearest"]
+            assert list(finding) == ["code", "severity", "where", "field", "message", "says", "nearest"]
             assert RULES[finding["code"]].severity == finding["severity"]
     assert reports[0]["starts"]["7"] == {
         "starts": True,
@@ -108,21 +109,67 @@ def test_exit_codes(files: dict[str, Path], tmp_path: Path):
     for wrong in ("0", "1,x", "", "-1"):
         assert run("check", files["cohort.yaml"], "--world-sizes", wrong)[0] == 2
     assert run("check", files["trl.yaml"], "--trl-version", "newest")[0] == 2
-    assert run("check", files["trl.yaml"], "--launch", "python x.py")[0] == 2
+    assert run("check", files["trl.yaml"], "--launch", "srun x.py")[0] == 2
     assert run("convert", tmp_path / "missing.yaml")[0] == 2
 
 
 def test_the_readable_report_says_what_is_computed_and_what_works(files: dict[str, Path]):
     code, output = run("check", files["trl.yaml"], "--launch", "accelerate launch --num_processes 8")
     assert code == 1
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert lines[0].endswith("trl.yaml: refused: TRL 1.16 with 8 processes")
+    assert lines[1].endswith("error CHK002 The framework refuses to start: does not start with 8 processes (--launch)")
+    assert lines[2] == "it says: generation_batch_size (512) must be divisible by num_generations (14)."
+    assert lines[3].startswith("fix: num_generations=16; GPUs=7; per_device_train_batch_size=14; and ")
     assert "trl 1.16 (the default; --trl-version chooses another one)" in output
-    assert "8 training processes (--launch)" in output
-    assert (
-        "CHK002 error The framework refuses to start: with 8 processes (--launch): generation_batch_size (512)"
-        in output
-    )
-    assert "nearest: num_generations=16; GPUs=7; per_device_train_batch_size=14" in output
     assert "1 file: 1 error, 5 warnings" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "changes"),
+    [
+        ("r.yaml", RECIPE, {"num_generations: 14": "num_generations: 16"}),
+        ("r.py", PYTHON.replace("batch_size=8", "batch_size=5"), {"batch_size=5": "batch_size=4"}),
+        (
+            "run.sh",
+            'N="8"  # --num_generations 3\nNPROC_PER_NODE=3 swift rlhf --rlhf_type grpo --num_generations ${N} '
+            "--per_device_train_batch_size 2 --model m --dataset d\n",
+            {'N="8"': 'N="6"'},
+        ),
+        (
+            "verl.sh",
+            VERL.replace("use_dynamic_bsz=True", "ppo_micro_batch_size_per_gpu=8 actor_rollout_ref.rollout.")
+            .replace("rollout. ", "rollout.log_prob_micro_batch_size_per_gpu=8 ")
+            .replace("train_batch_size=256", "train_batch_size=255"),
+            {"train_batch_size=255": "train_batch_size=256"},
+        ),
+        ("c.yaml", COHORT + "rollout: {num_generations: 1}\n", {"num_generations: 1": "num_generations: 2"}),
+    ],
+)
+def test_fix_writes_the_nearest_values_and_nothing_else(name: str, text: str, changes: dict[str, str], tmp_path: Path):
+    (tmp_path / name).write_text(text)
+    launch = ("--launch", f"accelerate launch --num_processes {2 if name == 'r.py' else 8}")
+    options = launch if name in ("r.yaml", "r.py") else ()
+    assert run("check", tmp_path / name, *options)[0] == 1
+    code, output = run("check", "--fix", tmp_path / name, *options)
+    assert code == 0, output
+    expected = text
+    for old, new in changes.items():
+        assert expected.count(old) == 1
+        expected = expected.replace(old, new)
+    assert (tmp_path / name).read_text() == expected
+    assert f"{tmp_path / name}: fixed line " in output
+    assert run("check", "--fix", tmp_path / name, *options)[0] == 0 and (tmp_path / name).read_text() == expected
+
+
+def test_what_cannot_be_fixed_in_the_file_is_left_to_a_person(tmp_path: Path):
+    text = "per_device_train_batch_size: 3\nreward_funcs: [r]\nnum_generations: &n 8\nnum_iterations: *n\n"
+    script = "swift rlhf --rlhf_type grpo --model m --dataset d --num_generations $((2 * 4)) --bogus 1\n"
+    for name, content in (("r.yaml", text), ("run.sh", script)):
+        (tmp_path / name).write_text(content)
+    code, output = run("check", "--fix", tmp_path / "run.sh")
+    assert code == 1 and "fix by hand: " in output and "without bogus" in output
+    assert (tmp_path / "run.sh").read_text() == script
 
 
 def test_brackets_in_files_do_not_become_styles(tmp_path: Path):
@@ -160,9 +207,9 @@ def test_what_samples_in_the_trainer_is_converted_to_that(tmp_path: Path):
         "trl.yaml": "reward_funcs: [accuracy]\nmax_steps: 10\n",
         "off.yaml": "reward_funcs: [accuracy]\nmax_steps: 10\nuse_vllm: false\n",
         "swift.sh": start,
-        "hf.sh": f"{VERL.strip()} actor_rollout_ref.rollout.name=hf\n",
+        "hf.sh": VERL.replace("name=vllm", "name=hf"),
         "vllm.sh": start + "--use_vllm true --vllm_mode colocate\n",
-        "sglang.sh": f"{VERL.strip()} actor_rollout_ref.rollout.name=sglang\n",  # which has servers too
+        "sglang.sh": VERL.replace("name=vllm", "name=sglang"),  # which has servers too
     }
     engines, notes = {}, {}
     for name, text in texts.items():
@@ -171,28 +218,28 @@ def test_what_samples_in_the_trainer_is_converted_to_that(tmp_path: Path):
         engines[name] = yaml.safe_load(notes[name])["rollout"].get("engine", "auto")
     assert engines == {**dict.fromkeys(("trl.yaml", "off.yaml", "swift.sh", "hf.sh"), "local")} | {
         "vllm.sh": "vllm",
-        "sglang.sh": "auto",
+        "sglang.sh": "vllm",
     }
-    assert [name for name, text in notes.items() if "no equivalent: rollout engine" in text] == ["sglang.sh"]
+    assert [name for name, text in notes.items() if "sglang samples there, and vLLM here" in text] == ["sglang.sh"]
 
 
 def test_what_has_no_equivalent_is_listed(files: dict[str, Path]):
     text = convert_file(files["trl.yaml"])
     notes = [line for line in text.splitlines() if line.startswith("# - ")]
-    assert any("no equivalent: hub_strategy: 'every_save' (line 17)" in note for note in notes)
+    assert any(note.startswith("# - its default there: ") and "hub_strategy" in note for note in notes)
     assert any("7 training processes, the fewest that start there" in note for note in notes)
     assert any("reward 'code'" in note for note in notes)
     assert not any("learning_rate" in note or "num_generations" in note for note in notes)
     verl = convert_file(files["verl.sh"])
-    assert "no equivalent: trainer.test_freq: 5" in verl
     assert "1280 completions are sampled together there, and 320 are trained in one optimizer step" in verl
 
 
 def test_what_cohort_refuses_is_converted_and_told_first(tmp_path: Path):
-    (tmp_path / "one.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=1"))
+    (tmp_path / "one.sh").write_text(VERL.replace("rollout.n=5", "rollout.n=1 actor_rollout_ref.rollout.temperature=0"))
     text = convert_file(tmp_path / "one.sh")
-    assert "a group of one has nothing to compare with" in text.splitlines()[1]
-    assert yaml.safe_load(text)["rollout"]["num_generations"] == 1
+    assert text.splitlines()[1] == "# To do:" and "rollout.temperature" in text.splitlines()[2]
+    assert yaml.safe_load(text)["rollout"]["temperature"] == 0
+    assert "a group of one has its reward as its advantage there" in text
 
 
 def test_comments_cannot_be_left_by_line_breaks_in_values(tmp_path: Path):
@@ -202,20 +249,21 @@ def test_comments_cannot_be_left_by_line_breaks_in_values(tmp_path: Path):
 
 
 def test_secrets_are_not_repeated(tmp_path: Path):
-    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nhub_token: hf_abc\n")
+    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nhub_token: hf_abc\nmy_api_key: hf_abc\n")
     text = convert_file(tmp_path / "r.yaml")
-    assert "no equivalent: hub_token: ..." in text and "hf_abc" not in text
+    assert "- my_api_key: ... (" in text and "hf_abc" not in text
 
 
 def test_the_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs/check.md"
-    assert page.read_text(encoding="utf-8") == render(), "make docs"
+    text = page.read_text(encoding="utf-8")
+    assert "| `CHK001` |" in text and text == with_findings(text), "make docs"
 
 
 def test_codes_are_stable():
     assert list(RULES) == [f"CHK{number:03d}" for number in range(1, 22)]
     errors = [code for code, rule in RULES.items() if rule.severity == "error"]
-    assert errors == ["CHK001", "CHK002", "CHK006", "CHK008", "CHK010", "CHK012", "CHK014", "CHK017", "CHK019"]
+    assert errors == ["CHK001", "CHK002", "CHK006", "CHK008", "CHK010", "CHK012", "CHK017", "CHK019"]
 
 
 def test_the_command_needs_no_torch(files: dict[str, Path]):

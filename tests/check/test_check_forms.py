@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from checks import read
 from cohort.check import FileReport, check_file, convert_file
+from cohort.check.readers import read_launch
 
 RECIPE = (
     "model_name_or_path: Qwen/Qwen2.5-1.5B\nnum_generations: {}\nper_device_train_batch_size: 16\nsystem_prompt: x\n"
@@ -39,14 +41,12 @@ def messages(found: FileReport, code: str) -> list[str]:
 # --- Open-R1's slurm/train.slurm
 
 
-def test_a_script_that_waits_for_arguments_names_them_and_is_judged_no_further(tmp_path: Path) -> None:
+def test_a_script_whose_arguments_name_the_recipe_is_not_checked(tmp_path: Path) -> None:
     found = report(tmp_path, JOB, "train.slurm")
     assert found.launch is not None and found.launch.framework == "open-r1" and not found.failed
     assert found.starts == {} and found.launch.processes is None  # nodes come with the recipe
-    told = messages(found, "CHK004")
-    assert [text.split(" could")[0] for text in told] == ["MODEL (line 8)", "CONFIG (line 11)", "recipe (line 15)"]
-    assert "--config of the script's own arguments" in told[1]
-    assert "sbatch --nodes=2 train.slurm --model ... --config ..." in told[2]
+    (told,) = messages(found, "CHK004")
+    assert "recipe: the script's arguments name" in told and "--launch 'sbatch --nodes=2" in told
 
 
 def test_sbatch_names_the_recipe_and_hands_further_options_on(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_sbatch_names_the_recipe_and_hands_further_options_on(tmp_path: Path) ->
     handed = report(tmp_path / "scripts", job + ' --args "--num_generations=16 --gradient_accumulation_steps 2"\n')
     assert not messages(handed, "CHK002") and handed.starts[8].generation_batch_size == 256
     unknown = report(tmp_path / "scripts", job.replace("--config demo", "--config $NAME") + "\n")
-    assert unknown.starts == {} and "$NAME is not assigned" in messages(unknown, "CHK004")[0]
+    assert unknown.starts == {} and "$NAME is set outside" in messages(unknown, "CHK004")[0]
 
 
 def test_the_last_node_of_open_r1_has_gpus_for_its_server(tmp_path: Path) -> None:
@@ -72,54 +72,135 @@ def test_the_last_node_of_open_r1_has_gpus_for_its_server(tmp_path: Path) -> Non
     assert report(tmp_path, job.format(1, 8)).findings == ()
 
 
+# --- frameworks and engines whose rules are not known
+
+VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.n=5 {}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "framework", "told"),
+    [
+        ("rl.toml", "[trainer]\n[orchestrator]\nbatch_size = 8\n", "prime-rl", "prime-rl"),
+        ("run.sh", "uv run rl @ configs/rl.toml\n", "prime-rl", "prime-rl"),
+        ("run.sh", "ray job submit -- python -m openrlhf.cli.train_ppo_ray --x 1\n", "openrlhf", "OpenRLHF"),
+        ("run.sh", VERL.format("model_engine=megatron"), "verl", "Megatron"),
+        ("run.sh", VERL.format("actor_rollout_ref.actor.strategy=megatron"), "verl", "Megatron"),
+        ("run.sh", VERL.format("--config-name=ppo_megatron_trainer.yaml"), "verl", "Megatron"),
+        ("run.sh", VERL.format("model_engine=veomni"), "verl", "verl's engine veomni"),
+        ("run.sh", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --x 1\n", "ms-swift", "Megatron"),
+        ("run.sh", "megatron rlhf --use_ray true --config $DIR/r.yaml\n", "ms-swift", "Megatron"),
+        ("run.yaml", "rlhf_type: grpo\ntrain: {gpus: 4}\n", "ms-swift", "ms-swift on Ray, which trains with Megatron,"),
+    ],
+)
+def test_what_is_only_recognized_is_told_and_no_error(
+    name: str, text: str, framework: str, told: str, tmp_path: Path
+) -> None:
+    found = report(tmp_path, text, name)
+    assert found.launch is not None and found.launch.framework == framework and found.starts == {}
+    assert (found.outcome, found.findings) == ("not checked", ()) and told in found.verdict
+
+
+# --- verl
+
+
+def test_what_only_hydra_knows_comes_with_the_command_that_tells_it(tmp_path: Path) -> None:
+    text = "EXTRA=()\nif a; then EXTRA+=(trainer.nnodes=2); fi\n" + VERL.format(
+        'trainer.x=$X "${EXTRA[@]}" ++data.y=[a,{b:1}] "$@"'
+    ).replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+    launch = read(tmp_path, text, "run.sh")
+    assert launch.settings["data.train_batch_size"].value == 8
+    assert (launch.settings["data.y"].value, launch.settings["data.y"].added) == (["a", {"b:1": None}], "++")
+    resolve = "`python -m recipe.dapo.main_dapo <the same overrides> --cfg job --resolve > resolved.yaml`"
+    assert [(entry.key, entry.where, entry.reason) for entry in launch.unread] == [
+        ("trainer.x", "run.sh:3", f"$X is set outside of this file; {resolve} makes a file to check in its place"),
+        ("trainer.nnodes", "run.sh:2", "only a branch adds it"),
+        ("(arguments)", "run.sh:3", "$@ is set outside of this file"),
+    ]
+    based = report(tmp_path, VERL.format("--config-name=my_grpo"))
+    assert based.starts == {} and not based.failed and "it starts from my_grpo" in messages(based, "CHK004")[0]
+    unknown = report(tmp_path, VERL.format("$OPTIONS"))
+    assert unknown.starts == {} and not unknown.failed
+
+
+@pytest.mark.parametrize(
+    ("more", "processes"),
+    [
+        ("", 8),  # verl's default
+        ("trainer.nnodes=2", 16),
+        ("trainer.n_gpus_per_node=4", 4),
+        ("trainer.n_gpus_per_node=$N", None),
+        ("--config-name=my_grpo", None),  # which may say it
+    ],
+)
+def test_verl_has_eight_gpus_where_nothing_says_otherwise(more: str, processes: int | None, tmp_path: Path) -> None:
+    launch = read(tmp_path, VERL.format(more), "run.sh")
+    assert (launch.processes.value if launch.processes else None) == processes
+
+
+def test_the_yaml_of_verls_cfg_job_is_read_with_its_references(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref:\n  rollout: {n: 5, name: '${oc.env:NAME}'}\n"
+        "  actor: {rollout_n: '${actor_rollout_ref.rollout.n}', strategy: fsdp2}\ntrainer: {n_gpus_per_node: 4}\n"
+    )
+    launch = read(tmp_path, text, "resolved.yaml")
+    assert launch.settings["actor_rollout_ref.actor.rollout_n"].value == 5
+    assert [entry.key for entry in launch.unread] == ["actor_rollout_ref.rollout.name"]
+    assert launch.processes and (launch.processes.value, launch.processes.where) == (4, "resolved.yaml:4")
+
+
 # --- what is missing is not made up
 
 
 @pytest.mark.parametrize(
-    ("arguments", "missing"), [("--config $1", "$1 is not assigned"), ("--config no.yaml", "no such file")]
+    ("arguments", "missing"), [("--config $1", "$1 is set outside"), ("--config no.yaml", "no such file")]
 )
-def test_without_its_recipe_a_run_is_not_judged_by_defaults(arguments: str, missing: str, tmp_path: Path) -> None:
+def test_without_its_recipe_a_run_is_not_checked_by_defaults(arguments: str, missing: str, tmp_path: Path) -> None:
     found = report(tmp_path, f"accelerate launch --num_processes 7 src/open_r1/grpo.py {arguments}\n")
     (told,) = messages(found, "CHK004")
-    assert found.starts == {} and missing in told and "whether it starts is not judged" in told
+    assert found.starts == {} and missing in told and "whether the run starts is not checked" in told
 
 
 def test_a_number_of_processes_that_is_not_known_is_named(tmp_path: Path) -> None:
     found = report(tmp_path, "accelerate launch --num_processes $N grpo.py --num_generations 8\n")
-    assert "num_processes (the command on line 1) could not be read: $N" in messages(found, "CHK004")[0]
+    assert "num_processes: $N is set outside" in messages(found, "CHK004")[0]
     assert found.starts[8].starts
 
 
-# --- Python
+# --- shell
 
 
-def test_python_reads_straight_lines_of_functions_and_its_own_classes(tmp_path: Path) -> None:
-    text = """
-from trl import GRPOConfig as Base, GRPOTrainer
-class Mine(Base):
-    num_generations: int = 6
-    my_own: int = 1
-def main(batch=4):
-    size = 8
-    args = Mine("out", per_device_train_batch_size=size, gradient_accumulation_steps=batch, my_own=2)
-"""
-    found = report(tmp_path, text, "a.py")
-    assert found.launch is not None and not messages(found, "CHK006")
-    read = {key: said.value for key, said in found.launch.settings.items()}
-    assert (read["num_generations"], read["per_device_train_batch_size"], read["my_own"]) == (6, 8, 2)
-    assert "computed: batch" in messages(found, "CHK004")[0] and found.starts == {}  # a caller sets it
+def test_options_of_a_script_of_ones_own_are_not_refused(tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node 8 {} --num_generations 8 --my_own 1\n"
+    own = report(tmp_path, command.format("src/my_grpo.py"))
+    assert not own.failed and own.launch is not None and own.launch.settings["my_own"].added
+    assert messages(report(tmp_path, command.format("trl/scripts/grpo.py")), "CHK006")
 
 
-def test_arguments_that_are_computed_as_a_whole_may_be_anything(tmp_path: Path) -> None:
-    found = report(tmp_path, "def f(**more):\n    return GRPOConfig('out', num_generations=8, **more)\n", "a.py")
-    assert found.starts == {} and "**arguments" in messages(found, "CHK004")[0]
+def test_a_placeholder_is_a_word(tmp_path: Path) -> None:
+    text = "swift rlhf --rlhf_type grpo --port <your-port> --beta 0.1\nswift rlhf --rlhf_type grpo --system 'a <b> c'\n"
+    launch = read(tmp_path, text, "run.sh")
+    assert launch.settings["port"].value == "<your-port>" and launch.settings["beta"].value == "0.1"
+    assert launch.others[0].settings["system"].value == "a <b> c"
 
 
-def test_a_script_with_a_parser_points_to_what_starts_it(tmp_path: Path) -> None:
-    text = "from trl import GRPOConfig, TrlParser\nparser = TrlParser((GRPOConfig,))\n"
-    assert "the recipe or the shell script" in messages(report(tmp_path, text, "a.py"), "CHK001")[0]
+def test_trl_grpo_takes_its_processes_from_the_recipe(tmp_path: Path) -> None:
+    launch = read(tmp_path, "num_generations: 8\nnum_processes: 4\n", "r.yaml")
+    assert launch.processes is None
+    for launch in (
+        read_launch(tmp_path / "r.yaml", launched_with="trl grpo --config r.yaml"),
+        read(tmp_path, "trl grpo --config r.yaml\n", "run.sh"),
+    ):
+        assert launch.processes and (launch.processes.value, launch.processes.where) == (4, "r.yaml:2")
 
 
+def test_a_script_beside_its_sampling_server_is_not_checked_and_no_error(tmp_path: Path) -> None:
+    text = "CUDA_VISIBLE_DEVICES=0 trl vllm-serve --model m &\nCUDA_VISIBLE_DEVICES=1 accelerate launch train.py\n"
+    found = report(tmp_path, text)
+    assert not found.failed and found.starts == {} and "train.py sets what it trains" in messages(found, "CHK004")[0]
+    assert found.launch is not None and (found.launch.training_gpus, found.launch.server_gpus) == (("1",), ("0",))
+
+
+# --- quantization
 BITS = "Q = BitsAndBytesConfig(load_in_4bit=True)\n"
 QUANTIZED = """
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B", torch_dtype=torch.bfloat16, quantization_config=bnb)
@@ -144,7 +225,8 @@ def test_python_is_read_for_bitsandbytes_wherever_it_stands(text: str, weights: 
     found = report(tmp_path, text.format(", peft_config=LoraConfig(r=8)"), "a.py", gpu_memory="80GB")
     assert weights in str(found.memory)
     alone = report(tmp_path, text.format(""), "a.py")
-    assert "purely quantized models" in messages(alone, "CHK008")[0] and not alone.starts[8].starts
+    (refusal,) = [finding for finding in alone.findings if finding.code == "CHK008"]
+    assert "purely quantized models" in str(refusal.says) and not alone.starts[8].starts
     assert "no equivalent: weights of 4 bits by bitsandbytes" in convert_file(tmp_path / "a.py")
 
 
@@ -155,7 +237,8 @@ def test_python_is_read_for_bitsandbytes_wherever_it_stands(text: str, weights: 
 def test_losses_are_known_from_a_version_on(loss: str, first: str, tmp_path: Path) -> None:
     text = f"reward_funcs: [r]\nloss_type: {loss}\nepsilon_high: 2.0\n"
     older = report(tmp_path, text, "r.yaml", trl_version="0.18.0")
-    assert f'"Unknown loss type: {loss}"; TRL has it from {first} on' in messages(older, "CHK010")[0]
+    (refusal,) = [finding for finding in older.findings if finding.code == "CHK010"]
+    assert refusal.says == f"Unknown loss type: {loss}" and f"TRL has it from {first} on" in refusal.message
     assert not messages(report(tmp_path, text, "r.yaml", trl_version=f"{first}.0"), "CHK010")
 
 
@@ -204,7 +287,8 @@ def test_gpus_of_another_machine_may_have_the_same_numbers(host: str, shared: bo
 
 def test_what_verl_needs_and_nobody_set_is_proposed_and_works(tmp_path: Path) -> None:
     text = (
-        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=256 trainer.nnodes=1 "
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=vllm "
+        "data.train_batch_size=256 trainer.nnodes=1 "
         "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.n_gpus_per_node=8 "
     )
     (found,) = [finding for finding in report(tmp_path, text).findings if finding.code == "CHK002"]
@@ -220,8 +304,9 @@ def test_without_a_gpu_only_what_none_holds_is_told(tmp_path: Path) -> None:
     assert small.memory is None and not messages(small, "CHK019")
 
 
-def test_evaluation_batches_are_judged_where_the_file_speaks_of_them(tmp_path: Path) -> None:
+def test_evaluation_batches_are_checked_where_the_file_speaks_of_them(tmp_path: Path) -> None:
     recipe = "reward_funcs: [r]\nnum_generations: 14\nper_device_train_batch_size: 14\n"
     assert not messages(report(tmp_path, recipe, "r.yaml"), "CHK009")
-    (told,) = messages(report(tmp_path, recipe + "per_device_eval_batch_size: 7\n", "r.yaml"), "CHK009")
-    assert "with it and 1 process TRL" in told and "(7 * 1)" in told  # 7 x 8, 7 x 4 and 7 x 2 hold whole groups
+    found = report(tmp_path, recipe + "per_device_eval_batch_size: 7\n", "r.yaml")
+    (told,) = [finding for finding in found.findings if finding.code == "CHK009"]  # 7 x 8, 7 x 4, 7 x 2 hold groups
+    assert "would refuse it with 1 process" in told.message and "(7 * 1)" in str(told.says)

@@ -85,8 +85,8 @@ def test_swift_quantizes(tmp_path: Path) -> None:
     told, _ = judged(tmp_path, SWIFT + "--quant_method bnb --quant_bits 4")
     stored = LINEAR * 4.127 / 8 + 2 * REST
     assert f"({stored / 1e9:.1f} weights" in told and stored == pytest.approx(5.546e9, rel=1e-3)
-    assert "not judged: quant_method hqq" in judged(tmp_path, SWIFT + "--quant_method hqq --quant_bits 4")[0]
-    assert "not judged: tuner llamapro" in judged(tmp_path, SWIFT + "--tuner_type llamapro")[0]
+    assert "not checked: quant_method hqq" in judged(tmp_path, SWIFT + "--quant_method hqq --quant_bits 4")[0]
+    assert "not checked: tuner llamapro" in judged(tmp_path, SWIFT + "--tuner_type llamapro")[0]
 
 
 # --- verl
@@ -129,7 +129,6 @@ def test_verl_counts_tokens_where_batches_are_dynamic(tmp_path: Path) -> None:
 
 
 def test_what_is_not_counted_is_said(tmp_path: Path) -> None:
-    assert "not judged: strategy megatron" in judged(tmp_path, VERL + "actor_rollout_ref.actor.megatron.x=1 ")[0]
     assert "no critic" in judged(tmp_path, VERL.replace("=grpo", "=gae") + f"{MICRO}=1 ")[0]
     assert "shape of model org/m" in judged(tmp_path, VERL.replace("Qwen/Qwen2.5-7B", "org/m") + f"{MICRO}=1 ")[0]
 
@@ -165,7 +164,7 @@ def test_open_r1s_own_recipe_fits_where_it_was_run(tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text("deepspeed_config: {zero_stage: 3}\nnum_processes: 8\n")
     script = "accelerate launch --config_file zero3.yaml grpo.py --config c.yaml\n"
     told, found = judged(tmp_path, script)
-    assert found is None and told.startswith("suffices: about 70.8 GB")
+    assert found is None and told.startswith("is enough: about 70.8 GB")
     assert judged(tmp_path, script.replace("zero3.yaml", "fsdp.yaml"), memory="40GB")[1] is not None
 
 
@@ -181,15 +180,15 @@ def test_that_memory_suffices_is_told_as_well(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml"), "--gpu", "h200"])
     assert (
         done.exit_code == 0
-        and "memory suffices: about" in done.output
+        and "memory is enough: about" in done.output
         and "8 processes, as the file does not say" in done.output
     )
-    assert "memory suffices" not in CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml")]).output
+    assert "memory is enough" not in CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml")]).output
 
 
 def test_a_run_on_the_cpu_is_not_judged_by_gpus(tmp_path: Path) -> None:
     run = "model: {path: Qwen/Qwen2.5-7B}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
     on_gpu, too_large = judged(tmp_path, run, "run.yaml", memory="24GB")
-    assert on_gpu.startswith("does not suffice") and too_large is not None
+    assert on_gpu.startswith("is not enough") and too_large is not None
     on_cpu, found = judged(tmp_path, run + "hardware: {device: cpu}\n", "run.yaml", memory="24GB")
-    assert on_cpu == "not judged: hardware.device: cpu uses no GPU" and found is None
+    assert on_cpu == "not checked: hardware.device: cpu uses no GPU" and found is None

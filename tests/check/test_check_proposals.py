@@ -16,7 +16,8 @@ from cohort.config import config_from_dict
 VERL = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size={size} "
     "actor_rollout_ref.model.path=m actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 "
-    "actor_rollout_ref.rollout.n=1 trainer.n_gpus_per_node=8 trainer.nnodes=1 {more}"
+    "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=1 trainer.n_gpus_per_node=8 trainer.nnodes=1 "
+    "{more}"
 )
 SWIFT = "NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct --num_generations 8 "
 SEVEN = (
@@ -88,22 +89,22 @@ def test_training_is_judged_where_only_evaluation_is_unread(tmp_path: Path) -> N
     result = report(tmp_path, SWIFT + "--per_device_eval_batch_size $BS --val_dataset v", gpu="h100")
     assert not result.starts[4].starts and result.starts[8].starts
     findings = by_code(result)
-    assert "so evaluation is not judged" in findings["CHK004"].message
+    assert "evaluation is not checked" in findings["CHK004"].message
     assert "CHK009" not in findings and result.memory is not None and "not judged" not in result.memory
 
 
 def test_that_memory_is_not_judged_is_told(tmp_path: Path) -> None:
     result = report(tmp_path, SWIFT + "--per_device_train_batch_size $BS", gpu="h100")
     assert result.starts == {}
-    assert "memory not judged: per_device_train_batch_size could not be read" in shown(result, width=200)
+    assert "memory not checked: per_device_train_batch_size could not be read" in shown(result, width=200)
 
 
 def test_the_output_of_a_command_is_told_as_one(tmp_path: Path) -> None:
     text = "N=$(nvidia-smi -L | wc -l)\n" + SWIFT + "--gradient_accumulation_steps $N --num_iterations $M"
     told = {f.field: f.message for f in report(tmp_path, text).findings if f.code == "CHK004"}
     steps = told["gradient_accumulation_steps"]
-    assert "$(nvidia-smi -L | wc -l) is the output of a command" in steps and "assigned" not in steps
-    assert "$M is not assigned in the file" in told["num_iterations"]
+    assert "$(nvidia-smi -L | wc -l) is the output of a command" in steps
+    assert "$M is set outside of this file" in told["num_iterations"]
 
 
 def test_a_key_without_effect_is_told_once(tmp_path: Path) -> None:
@@ -121,12 +122,12 @@ def test_a_key_without_effect_is_told_once(tmp_path: Path) -> None:
         (
             "hardware: {processes: 1}\n",
             {},
-            "does not suffice: 172.2 GB of each GPU in backward with 1 process (line",
+            "is not enough: 172.2 GB of each GPU in backward with 1 process (run.yaml:",
         ),
         ("", {"world_sizes": (8,)}, "on 8 GPUs (--world-sizes)"),
         ("", {"launched_with": "accelerate launch --num_processes 8"}, "with 8 processes (--launch)"),
         ("", {}, "with hardware.processes: auto on 8 GPUs by"),
-        ("hardware: {processes: 8}\n", {"world_sizes": (1,)}, "with 8 processes (line 6)"),
+        ("hardware: {processes: 8}\n", {"world_sizes": (1,)}, "with 8 processes (run.yaml:6)"),
     ],
 )
 def test_memory_is_that_of_the_processes_that_are_named(
@@ -135,7 +136,7 @@ def test_memory_is_that_of_the_processes_that_are_named(
     result = report(tmp_path, SEVEN + more, "run.yaml", gpu="h100", **options)
     assert result.memory is not None and told in result.memory
     alone = "1 process (" in told
-    assert ("CHK019" in by_code(result)) == alone and result.memory.startswith("does not") == alone
+    assert ("CHK019" in by_code(result)) == alone and result.memory.startswith("is not enough") == alone
     if alone:
         assert by_code(result)["CHK019"].nearest[0] == "optim.offload=true"
 
@@ -143,19 +144,50 @@ def test_memory_is_that_of_the_processes_that_are_named(
 # --- the table
 
 
-def test_the_table_fits_80_columns_and_joins_equal_rows(tmp_path: Path) -> None:
+def test_equal_batches_share_a_line(tmp_path: Path) -> None:
     lines = shown(report(tmp_path, COHORT, "run.yaml")).splitlines()
-    row = next(i for i, line in enumerate(lines) if line.startswith("1 to 16, 24, 32, 64"))
-    assert lines[row].split()[-5:] == ["yes", "128", "128", "1", "16"]
-    assert lines[row - 1].split() == ["GPUs", "starts", "batch", "batch", "generation", "prompts"]
-    assert not lines[row + 1].strip()
+    assert "  1 to 16, 24, 32, 64 GPUs: 128 completions per optimizer step, 16 prompts" in lines
+    many = shown(report(tmp_path, TRL, "r.yaml")).splitlines()
+    assert "  1 GPU: 8 completions per optimizer step, 1 prompt" in many
+    assert "  7 to 16, 24, 32, 64 GPUs start too; --json has their batches" in many
+
+
+def test_the_verdict_comes_first(tmp_path: Path) -> None:
+    def verdict(text: str, name: str, **options: Any) -> str:
+        result = report(tmp_path, text, name, **options)
+        first = shown(result, width=200).splitlines()[0]
+        assert first == f"{tmp_path / name}: {result.verdict}" and result.verdict.startswith(result.outcome)
+        return result.verdict
+
+    four = {"launched_with": "accelerate launch --num_processes 4"}
+    assert (
+        verdict(TRL, "r.yaml", **four)
+        == "starts: TRL 1.16 with 4 processes, 32 completions per optimizer step, 4 prompts"
+    )
+    assert verdict(TRL + "num_generations: 7\n", "r.yaml", **four) == "refused: TRL 1.16 with 4 processes"
+    assert verdict(TRL + "num_generations: 7\n", "r.yaml", world_sizes=(7, 8)) == (
+        "depends: TRL 1.16 starts with 7 GPUs, not with 8"
+    )
+    assert verdict(SWIFT + "--per_device_train_batch_size $BS", "run.sh") == (
+        "not checked: ms-swift 4.6 with 4 processes, per_device_train_batch_size is only known at run time"
+    )
+    assert report(tmp_path, "x: 1\n", "x.yaml").outcome == "unreadable"
+
+
+def test_a_report_fits_one_screen_with_errors_first(tmp_path: Path) -> None:
+    unknown = "".join(f"unknown_{i}: 1\n" for i in range(40))
+    result = report(tmp_path, TRL + "num_generations: 7\n" + unknown, "r.yaml", world_sizes=(8,))
+    lines = shown(result, width=120).splitlines()
+    assert len(result.findings) > 40 and len(lines) <= 26 and "CHK002" in lines[1]
+    assert sum(len(line) > 120 for line in lines) == 0 or sum(-(-len(line) // 120) for line in lines) <= 26
+    assert any(line.startswith("  and ") and line.endswith("more findings; --json lists all") for line in lines)
 
 
 def test_one_process_and_one_gpu_are_singular(tmp_path: Path) -> None:
     one = report(tmp_path, TRL, "r.yaml", launched_with="accelerate launch --num_processes 1")
-    assert "  1 training process (--launch)" in shown(one)
+    assert one.verdict.startswith("starts: TRL 1.16 with 1 process,")
     some = report(tmp_path, TRL + "per_device_train_batch_size: 4\n", "r.yaml", world_sizes=(1, 2))
-    assert "it starts with 2 GPUs and not with 1 GPU; with 1:" in by_code(some)["CHK003"].message
+    assert "starts with 2 GPUs, not with 1 GPU; with 1" in by_code(some)["CHK003"].message
 
 
 # --- conversion of quantized weights

@@ -1,4 +1,4 @@
-"""What the readers take from files: shell, Python, YAML; and files that are broken, hostile or something else."""
+"""Launchers, recipes and YAML; and files that are broken, hostile or something else."""
 
 import json
 import os
@@ -11,59 +11,9 @@ from hypothesis import strategies as st
 from checks import read
 from cohort.check import check_file
 from cohort.check.readers import read_launch
-from cohort.check.readers.shell import parse_shell
 from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
 from selection import examples
-
-# --- Python
-PYTHON = '''"""Train.
-
-accelerate launch --num_processes 3 \\
-    train.py
-"""
-# /// script
-# dependencies = ["trl==0.24.0"]
-# ///
-import os
-from trl import GRPOConfig, GRPOTrainer
-BATCH = 4
-os.system("touch {marker}")
-args = GRPOConfig(
-    "out", per_device_train_batch_size=BATCH * 2, num_generations=int(os.environ["G"]), beta=-0.5, **dict(epsilon=0.3)
-)
-trainer = GRPOTrainer(model="org/model", reward_funcs=[accuracy, m.brevity], args=args)
-'''
-
-
-def test_python_is_read_and_not_run(tmp_path: Path):
-    marker = tmp_path / "ran"
-    launch = read(tmp_path, PYTHON.replace("{marker}", str(marker)), "train.py")
-    values = {key: said.value for key, said in launch.settings.items()}
-    assert values == {
-        "output_dir": "out",
-        "per_device_train_batch_size": 8,
-        "beta": -0.5,
-        "epsilon": 0.3,
-        "trainer.model": "org/model",
-        "trainer.reward_funcs": ["accuracy", "brevity"],
-    }
-    assert [(unread.key, unread.reason) for unread in launch.unread] == [
-        ("num_generations", "computed: int(os.environ['G'])")
-    ]
-    assert launch.version and launch.version.value == "0.24.0"
-    assert launch.processes and launch.processes.value == 3
-    assert not marker.exists()
-
-
-def test_a_name_that_is_assigned_twice_is_not_trusted(tmp_path: Path):
-    text = "B = 4\nif x:\n    B = 8\nargs = GRPOConfig(per_device_train_batch_size=B)\n"
-    launch = read(tmp_path, text, "a.py")
-    assert [unread.key for unread in launch.unread] == ["per_device_train_batch_size"]
-    report = check_file(tmp_path / "a.py")
-    assert report.starts == {}
-    assert "whether it starts is not judged" in report.findings[0].message
-
 
 # --- launchers
 
@@ -79,7 +29,7 @@ def test_a_shell_script_brings_its_recipe_and_its_accelerate_file(tmp_path: Path
     launch = read(tmp_path, script, "run.sh")
     assert launch.processes and launch.processes.value == 6
     assert launch.settings["per_device_train_batch_size"].value == "4"
-    assert launch.settings["num_generations"].where == "recipe.yaml line 2"
+    assert launch.settings["num_generations"].where == "recipe.yaml:2"
     assert launch.server["max_model_len"].value == "4096"
     codes = {finding.code: finding.message for finding in check_file(tmp_path / "run.sh").findings}
     assert codes["CHK012"] == "GPU 5 is given to training and to the sampling server"
@@ -106,12 +56,22 @@ def test_a_config_file_of_ms_swift_is_read_with_its_command(tmp_path: Path):
     }
 
 
+def test_the_last_value_of_an_option_counts(tmp_path: Path):
+    launch = read(tmp_path, "trl grpo --num_generations $G --beta 0.1 --beta $B --num_generations 8\n", "run.sh")
+    assert {key: said.value for key, said in launch.settings.items()} == {"num_generations": "8"}
+    assert [entry.key for entry in launch.unread] == ["beta"]
+    text = "python -m verl.trainer.main_ppo data.x=$X data.y=1 data.y=$Y data.x=2 trainer.nnodes=1\n"
+    launch = read(tmp_path, text, "run.sh")
+    assert {key: said.value for key, said in launch.settings.items()} == {"data.x": 2, "trainer.nnodes": 1}
+    assert [entry.key for entry in launch.unread] == ["data.y"]
+
+
 @pytest.mark.parametrize("unread", ["--num_generations $G", "--per_device_train_batch_size $B"])
 def test_a_number_that_decides_and_is_missing_leaves_it_unjudged(unread: str, tmp_path: Path):
     (tmp_path / "run.sh").write_text(f"NPROC_PER_NODE=1 swift rlhf --rlhf_type grpo --model m {unread}\n")
     report = check_file(tmp_path / "run.sh")
     assert report.starts == {} and [finding.code for finding in report.findings] == ["CHK004"]
-    assert "whether it starts is not judged" in report.findings[0].message
+    assert "whether the run starts is not checked" in report.findings[0].message
 
 
 def test_what_does_not_decide_may_be_missing(tmp_path: Path):
@@ -131,6 +91,11 @@ def test_what_does_not_decide_may_be_missing(tmp_path: Path):
         ("sbatch --nodes=3 slurm/train.slurm --model x --dp 4 --tp 2", 24),
         ("NNODES=2 NPROC_PER_NODE=8 swift rlhf", 16),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --multi_gpu train.py", 2),
+        ("accelerate launch --config_file examples/accelerate_configs/deepspeed_zero3.yaml train.py", 8),
+        ("python -m torch.distributed.run --nproc_per_node 4 train.py", 4),
+        ("deepspeed --num_gpus=4 --num_nodes 2 train.py", 8),
+        ("CUDA_VISIBLE_DEVICES=1,2,3 deepspeed train.py", 3),
+        ("python train.py", 1),
     ],
 )
 def test_the_launch_command_says_how_many_processes(command: str, processes: int, tmp_path: Path):
@@ -149,10 +114,9 @@ def test_open_r1_keeps_a_node_for_the_server(tmp_path: Path):
 
 def test_a_launch_command_that_says_nothing_is_refused(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
-    for command in ("python train.py", "a; b", ""):
-        if command:
-            with pytest.raises(UserError, match="--launch"):
-                check_file(tmp_path / "r.yaml", launched_with=command)
+    for command in ("accelerate launch train.py", "a; b", "srun x"):
+        with pytest.raises(UserError, match="--launch"):
+            check_file(tmp_path / "r.yaml", launched_with=command)
 
 
 @pytest.mark.parametrize(
@@ -173,22 +137,6 @@ def test_a_run_is_known_by_its_options_too(command: str, processes: int | None, 
         read(tmp_path, "accelerate launch --num_processes 4 train.py --max_length 8\n", "sft.sh")
 
 
-OPEN_R1_JOB = """#!/bin/bash
-#SBATCH --gres=gpu:8
-while [[ $# -gt 0 ]]; do
-    case "$1" in
-        --model) MODEL="$2"; shift 2;;
-        --task) TASK="$2"; shift 2;;
-        --config) CONFIG_SUFFIX="$2"; shift 2;;
-        --accelerator) ACCELERATOR="$2"; shift 2;;
-        *) shift;;
-    esac
-done
-CONFIG_FILE=recipes/$MODEL/$TASK/config_$CONFIG_SUFFIX.yaml
-srun bash -c "accelerate launch --config_file $ACCELERATOR.yaml src/open_r1/$TASK.py --config $CONFIG_FILE"
-"""
-
-
 @pytest.mark.parametrize(("accelerator", "stage"), [("zero2", 2), ("zero3", 3), ("fsdp", 3), ("ddp", 0)])
 def test_the_accelerator_of_a_job_is_what_shards(accelerator: str, stage: int, tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
@@ -201,28 +149,27 @@ def test_the_accelerator_of_a_job_is_what_shards(accelerator: str, stage: int, t
 
 
 def test_yaml_merges_anchors_and_tells_lines_and_duplicates():
-    tree = read_yaml_tree("base: &b {x: 1, y: 2}\nrun:\n  <<: *b\n  y: 3\n  y: 4\nlist: [*b, 2]\n")
+    text = "base: &b {x: 1, y: 2}\nmore: &m {x: 5, z: 6}\nrun:\n  y: 3\n  <<: [*b, *m]\n  y: 4\nlist: [*b, 2]\n"
+    tree = read_yaml_tree(text, "a.yaml")
     assert tree is not None
-    assert {key: said.value for key, said in tree.values.items()} == {
-        "base.x": 1,
-        "base.y": 2,
+    assert {key: said.value for key, said in tree.values.items() if not key.startswith(("base", "more"))} == {
         "run.x": 1,
         "run.y": 4,
+        "run.z": 6,
         "list": [{"x": 1, "y": 2}, 2],
     }
-    assert tree.values["run.y"].where == "line 5"
-    assert tree.twice == (("run.y", 5),)
+    assert tree.values["run.y"].where == "a.yaml:6"
+    assert tree.twice == (("run.y", 6),)
+
+
+def test_a_key_with_a_value_and_a_section_is_the_later_one():
+    for text, value in (("a: 1\na: {b: 2}\n", {"b": 2}), ("a: {b: 2}\na: 1\n", 1)):
+        tree = read_yaml_tree(text, "a.yaml")
+        assert tree is not None and {key: said.value for key, said in tree.nested_once().items()} == {"a": value}
 
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))
 SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
-
-
-def test_a_variable_that_doubles_is_cut_off():
-    text = "a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "run --x $a --y 1\n"
-    command = parse_shell(text)[-1]
-    assert command.words[2].missing == ("a value of more than 10,000 characters",)
-    assert [word.text for word in command.words[3:]] == ["--y", "1"]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +194,11 @@ def test_a_variable_that_doubles_is_cut_off():
         ("a.sh", b"echo hello\n", "none of the formats"),
         ("a.sh", b" \n", "is empty"),
         ("a.sh", SHELL_BOMB.encode(), "variables expand to more than"),
-        ("a.sh", b"a=" + b"${a:-" * 3000 + b"\n", "nested too deeply"),
+        ("a.sh", b"true && " * 3000 + b"false\n", "nested too deeply"),
+        ("a.sh", b"swift rlhf --rlhf_type grpo\n" * 50, "more than 32 runs"),
+        ("a.py", b"GRPOConfig()\n" * 50, "more than 32 runs"),
+        ("a.toml", b"a = " + b"[" * 5000, "nested too deeply"),
+        ("a.toml", b"a = 1\n", "none of the formats"),
         ("sft.yaml", b"model_name_or_path: m\nper_device_train_batch_size: 4\n", "without any key of GRPO"),
         ("a.json", json.dumps({"a": 1}).encode(), "none of the formats"),
     ],

@@ -1,6 +1,5 @@
-"""What is taken from shell scripts: words, variables, functions, several runs, shells in shells, Slurm."""
+"""What is taken from shell scripts: words, variables, branches, functions, several runs, Slurm. Nothing is run."""
 
-import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -9,60 +8,73 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checks import read
-from cohort.check import check_file
-from cohort.check.readers.shell import parse_shell
+from checks import read, report
+from cohort.check.readers.shell import Command, parse_shell
 from selection import examples
 
 
+def commands(text: str) -> tuple[Command, ...]:
+    return parse_shell(text, "run.sh")
+
+
 def words(text: str) -> list[list[str]]:
-    return [[word.text for word in command.words] for command in parse_shell(text)]
+    return [[word.text for word in command.words] for command in commands(text)]
 
 
-# --- shell
+def missing(text: str) -> list[str]:
+    """Why words of the last command are not known."""
+    return [reason for word in commands(text)[-1].words for reason in word.missing]
+
+
+# --- words
 
 
 def test_continued_lines_quotes_defaults_and_arithmetic():
     text = (
         '#!/bin/bash\nset -e  # a comment with \'a quote\nexport MODEL="a b"\nN=4\n'
         "python x.py \\\n  --model \"$MODEL\" \\\n  --n $((N * 2)) --p=${PORT:-8000} --q ${N:-1} 'lit $N' \\\n  "
-        "--last\n"
+        '--last "$((10 / 4))" ${Y:-c} $HOME/x\n'
     )
     assert words(text)[-1] == [
-        *("python", "x.py", "--model", "a b", "--n", "8", "--p=8000", "--q", "4", "lit $N", "--last")
+        *("python", "x.py", "--model", "a b", "--n", "8", "--p=8000", "--q", "4", "lit $N", "--last", "2", "c", "~/x")
     ]
-    assert parse_shell(text)[-1].line == 5
+    assert [word.where for word in commands(text)[-1].words[:5:2]] == ["run.sh:5", "run.sh:6", "run.sh:7"]
 
 
 def test_what_cannot_be_resolved_is_named_and_the_rest_is_kept():
-    (command,) = parse_shell("run --a $HOME/x --b `date` --c $(nproc) --d ${X%%y} --e $1 --f 3")
+    (command,) = commands('run --a $X/x --b `date` --c $(nproc) --d ${X%%y} --e $1 --f 3 "$@" $((Z + 1))')
     assert [word.missing for word in command.words] == [
-        *((), (), ("$HOME",), (), ("`date`",), (), ("$(nproc)",), (), ("${X%%y}",), (), ("$1",), (), ())
+        *((), (), ("$X is set outside of this file",)),
+        *((), ("`date` is the output of a command, and nothing is run",)),
+        *((), ("$(nproc) is the output of a command, and nothing is run",)),
+        *((), ("${X%%y} is not worked out",), (), ("$1 is set outside of this file",), (), ()),
+        *(("$@ is set outside of this file",), ("$((Z + 1)) is not worked out",)),
     ]
     assert command.words[2].text == "/x"
 
 
-def test_environment_prefixes_exports_arrays_and_branches():
-    text = (
-        'PLAIN=1\nexport A=2\nargs=(--x 1\n  --y "two words")\nargs+=(--z)\n'
-        'if [ -z "$Q" ]; then\n  B=3\nelse\n  B=4\nfi\n'
-        'C=5 NPROC_PER_NODE=$A run "${args[@]}" "$B" "$@"\n'
-    )
-    command = parse_shell(text)[-1]
-    assert {name: word.text for name, word in command.env.items()} == {"A": "2", "C": "5", "NPROC_PER_NODE": "2"}
+def test_environment_prefixes_and_exports():
+    text = "PLAIN=1\nexport NPROC_PER_NODE=2\nNPROC_PER_NODE=3\nA=5 CUDA_VISIBLE_DEVICES=0,$PLAIN run > log 2>&1 &\n"
+    (command,) = commands(text)
+    assert {name: word.text for name, word in command.env.items()} == {
+        "NPROC_PER_NODE": "3",
+        "A": "5",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+
+
+def test_arrays_are_words_with_their_own_lines():
+    text = 'A=(--x 1  # a comment\n  --y "two words")\nA+=(--z)\nNONE=()\nrun "${A[@]}" ${NONE[@]} "${NONE[@]}" $B\n'
+    command = commands(text)[-1]
     assert [word.text for word in command.words] == ["run", "--x", "1", "--y", "two words", "--z", ""]
-    assert command.words[-1].missing == ("$B (assigned in a branch)",)
+    assert [word.where for word in command.words[3:]] == ["run.sh:2", "run.sh:2", "run.sh:3", "run.sh:5"]
+    assert missing(text) == ["$B is set outside of this file"]
 
 
-def test_commands_in_quotes_added_text_and_exports_that_change():
-    text = (
-        'DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nexport GPUS=0\nARGS="--x 1"\nARGS+=" --y 2"\nGPUS=0,1\n'
-        'run $ARGS --dir "$DIR/data"\n'
-    )
-    (command,) = parse_shell(text)
-    assert [word.text for word in command.words] == ["run", "--x", "1", "--y", "2", "--dir", "/data"]
-    assert command.words[-1].missing == ('$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',)
-    assert command.env["GPUS"].text == "0,1"
+def test_commands_in_quotes_and_added_text():
+    text = 'DIR="$(cd "$(dirname "$0")" && pwd)"\nARGS="--x 1"\nARGS+=" --y 2"\nrun $ARGS --dir "$DIR/data"\n'
+    assert words(text) == [["run", "--x", "1", "--y", "2", "--dir", "/data"]]
+    assert missing(text) == ['$(cd "$(dirname "$0")" && pwd) is the output of a command, and nothing is run']
 
 
 def test_here_documents_redirections_and_several_commands_on_a_line():
@@ -70,98 +82,100 @@ def test_here_documents_redirections_and_several_commands_on_a_line():
     assert words(text) == [["cat"], ["a", "1"], ["b", "2"], ["tee", "x"], ["c", "3"]]
 
 
+# --- branches
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("X=1\nif a; then X=2; fi\n", "$X is 1 or 2, which a branch decides"),
+        ("if a; then X=3; elif b; then X=4; else X=3; fi\n", "$X is 3 or 4, which a branch decides"),
+        ("case $A in a) X=5 ;; *) X=6 ;; esac\n", "$X is 5 or 6, which a branch decides"),
+        ("X=1\n[ -z $A ] && X=2\n", "$X is 1 or 2, which a branch decides"),
+        ("X=1\nfor i in 1 2; do X=$i; done\n", "$X is 1 or nothing, which a branch decides"),
+        ("for X in 1 2; do echo; done\n", "$X is set by a loop"),
+        ("while a; do X=$(b); done\n", "$(b) is the output of a command, and nothing is run"),
+        ("X[1]=2\n", "$X is assigned in parts"),
+        ("if [ -z $X ]; then X=7; fi\n", None),  # the only value that the file has for it
+        ("X=7\nif a; then X=7; fi\n", None),
+    ],
+)
+def test_a_variable_with_more_than_one_value_is_unknown(text: str, after: str | None):
+    assert missing(f"{text}run $X\n") == ([after] if after else [])
+
+
+def test_in_a_branch_its_own_values_hold():
+    assert words("X=1\nif a; then X=2; run $X; else run $X; fi\n")[1:] == [["run", "2"], ["run", "1"]]
+
+
+def test_words_that_a_branch_adds_to_an_array_are_unknown_one_by_one():
+    text = 'A=(x=1)\nif a; then A+=(y=2); else A+=(z=3); fi\nA+=(w=4)\nrun "${A[@]}"\n'
+    assert words(text)[-1] == ["run", "x=1", "y=2", "z=3", "w=4"]
+    assert [bool(word.missing) for word in commands(text)[-1].words] == [False, False, True, True, False]
+
+
+# --- agreement with a real shell
+
 PLAIN = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=12)
-
-
-@given(st.lists(PLAIN, min_size=1, max_size=6))
-def test_quoted_words_come_back_as_they_were(parts: list[str]):
-    quoted = " ".join(shlex.quote(part) for part in parts)
-    (command,) = parse_shell(f"run {quoted}\n")
-    assert [word.text for word in command.words] == ["run", *parts]
-    assert not any(word.missing for word in command.words)
 
 
 @given(st.dictionaries(st.from_regex(r"\A[A-Z]{1,4}\Z"), PLAIN, min_size=1, max_size=4), st.booleans())
 def test_variables_come_back_as_they_were_assigned(values: dict[str, str], braces: bool):
     assigned = "".join(f"V{name}={shlex.quote(value)}\n" for name, value in values.items())
     used = " ".join(f'"${{V{name}}}"' if braces else f'"$V{name}"' for name in values)
-    assert words(f"{assigned}run {used}\n")[-1] == ["run", *values.values()]
+    assert words(f"{assigned}run {used} {shlex.quote(used)}\n")[-1] == ["run", *values.values(), used]
 
 
-@examples(300)
-@given(st.text(max_size=200))
-def test_any_text_is_read_without_an_error_and_to_its_end(text: str):
-    commands = parse_shell(text)
-    assert all(1 <= command.line <= text.count("\n") + 1 for command in commands)
-
-
-SHELL_BITS = st.sampled_from(
-    [
-        "$X",
-        "${X:-a b}",
-        "'",
-        '"',
-        "\\",
-        "\n",
-        "\\\n",
-        "$(",
-        ")",
-        "`",
-        "((",
-        "))",
-        "${",
-        "}",
-        "<<E",
-        "E",
-        "#",
-        "a=",
-        " ",
-        ";",
-        "(",
-        "if",
-        "fi",
-    ]
+PIECES = (
+    "a",
+    "'b c'",
+    '"d e"',
+    "$X",
+    '"$X"',
+    "${Y:-f g}",
+    "\\$h",
+    '"i\\"j"',
+    "${X}k",
+    "$((Z * 3))",
+    '"${Y:-l}"',
+    "m'n'\"o\"",
+    "''",
+    "'n\\\\o\\$p'",
+    '" $X "',
+    '"${X} ${Y:-q r} s"',
+    "[1,'x']",
+    '"$((Z / 3))"',
+    "--x='[\"c\"]'",
 )
 
 
-@examples(300)
-@given(st.lists(SHELL_BITS, max_size=30).map("".join))
-def test_any_mixture_of_shell_syntax_is_read_to_its_end(text: str):
-    parse_shell(text)
-
-
-@pytest.mark.skipif(not os.path.exists("/bin/sh"), reason="needs /bin/sh")
 @examples(40)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "a",
-                "'b c'",
-                '"d e"',
-                "$X",
-                '"$X"',
-                "${Y:-f g}",
-                "\\$h",
-                '"i\\"j"',
-                "${X}k",
-                "$((Z * 3))",
-                '"${Y:-l}"',
-                "m'n'\"o\"",
-                "''",
-                "'n\\\\o\\$p'",
-            ]
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=5))
 def test_a_real_shell_sees_the_same_words(parts: list[str]):
     """Pieces of shell written here, given to /bin/sh as well."""
     text = "X='p q'\nZ=4\n" + "show " + " ".join(parts) + "\n"
     script = 'show() { for word in "$@"; do printf \'%s\\0\' "$word"; done; }\n' + text
     real = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, env={}).stdout
     assert words(text)[-1] == ["show", *real.split("\0")[:-1]]
+
+
+BITS = "$X|${X:-a b}|'|\"|\\|\n|\\\n|$(|)|`|((|))|${|}|<<E|E|#|a=| |;|(|if|fi|a=(|case x in"
+
+
+@examples(300)
+@given(st.one_of(st.text(max_size=200), st.lists(st.sampled_from(BITS.split("|")), max_size=30).map("".join)))
+def test_any_text_is_read_without_an_error_and_to_its_end(text: str):
+    for command in commands(text):
+        assert 1 <= int(command.where.removeprefix("run.sh:")) <= text.count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    "text", ["a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "run --x $a --y 1\n", "a=(x)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 60]
+)
+def test_a_variable_that_doubles_is_cut_off(text: str):
+    *_, command = commands(text + "run --x ${a[@]} --y 1\n")
+    assert "more than 1" in str(command.words[2].missing)
+    assert [word.text for word in command.words[-2:]] == ["--y", "1"]
 
 
 # --- several runs, functions, shells in shells, Slurm
@@ -171,7 +185,7 @@ TRL_RUN = "accelerate launch --num_processes {} grpo.py --per_device_train_batch
 def test_every_run_of_a_script_is_read(tmp_path: Path):
     launch = read(tmp_path, "swift rlhf --rlhf_type sft\n" + TRL_RUN.format(3, 8) + TRL_RUN.format(7, 4), "a.sh")
     assert [run.processes.value for run in (launch, *launch.others) if run.processes] == [3, 7]
-    assert launch.others[0].reason.endswith("line 3")
+    assert launch.others[0].reason.endswith("a.sh:3")
     verl = "python -m verl.trainer.main_ppo data.train_batch_size={} actor_rollout_ref.rollout.n=5\n"
     launch = read(tmp_path, verl.format(8) + verl.format(16), "b.sh")
     assert [run.settings["data.train_batch_size"].value for run in (launch, *launch.others)] == [8, 16]
@@ -179,46 +193,27 @@ def test_every_run_of_a_script_is_read(tmp_path: Path):
     assert [run.settings["num_generations"].value for run in (launch, *launch.others)] == [8, 2]
 
 
-def test_a_function_is_read_with_the_arguments_of_each_call(tmp_path: Path):
+def test_a_function_is_read_once_and_not_with_its_arguments(tmp_path: Path):
     text = (
-        "GENERATIONS=8\n"
-        "train() {\n"
-        "  local n=$1\n"
-        "  accelerate launch --num_processes $n grpo.py --num_generations $GENERATIONS "
-        '--run_name ${2:-none} "${@:3}"\n'
-        "}\n"
-        "function other {\n  echo nothing\n}\n"
-        "train 3 first --beta 0.1\n"
-        "GENERATIONS=4\n"
-        "train 7\n"
+        "GENERATIONS=8\ntrain() {\n  local n=$1\n  accelerate launch --num_processes $n grpo.py "
+        '--num_generations $GENERATIONS --beta 0.1 "$@"\n}\ntrain 3 --x 1\nGENERATIONS=4\ntrain 7\n'
     )
     launch = read(tmp_path, text, "run.sh")
-    runs = (launch, *launch.others)
-    assert [int(run.processes.value) for run in runs if run.processes] == [3, 7]
-    assert [run.settings["num_generations"].value for run in runs] == ["8", "4"]
-    assert [run.settings["run_name"].value for run in runs] == ["first", "none"]
-    assert launch.settings["beta"].value == "0.1"
-    assert launch.reason.endswith("line 9")
+    assert not launch.others and launch.processes is None
+    assert launch.settings["num_generations"].value == "8" and launch.settings["beta"].where == "run.sh:4"
+    assert [(u.key, u.reason) for u in launch.unread] == [
+        ("(arguments)", "$@ is set outside of this file"),
+        ("num_processes", "$1 is set outside of this file"),
+    ]
+    for text in ("go() {\n" + TRL_RUN.format(5, 8) + "}\n", "go() {\n  go\n" + TRL_RUN.format(5, 8) + "}\ngo\n"):
+        launch = read(tmp_path, text, "run.sh")
+        assert launch.processes and launch.processes.value == 5 and not launch.others
 
 
-def test_a_function_that_is_not_called_or_calls_itself_is_read_once(tmp_path: Path):
-    launch = read(tmp_path, "go() {\n" + TRL_RUN.format(5, 8) + "}\n", "run.sh")
-    assert launch.processes and launch.processes.value == 5 and not launch.others
-    launch = read(tmp_path, "go() {\n  go\n" + TRL_RUN.format(5, 8) + "}\ngo\n", "run.sh")
-    assert launch.processes and launch.processes.value == 5
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["bash -c '{}'", 'srun --nodes=2 bash -lc "{}"', "docker run image sh -c '{}'", "bash -c 'cd x && {}'"],
-)
-def test_a_shell_in_a_shell_is_read(tmp_path: Path, command: str):
-    run = TRL_RUN.format("$N", 8).strip()
-    launch = read(tmp_path, f"export N=6\n{command.format(run)}\n", "run.sh")
-    assert launch.processes and launch.processes.value == 6
-    # what was not exported is not there in single quotes
-    launch = read(tmp_path, f"bash -c '{TRL_RUN.format(2, '$B').strip()}'\n", "run.sh")
-    assert launch.unread[0].key == "per_device_train_batch_size"
+@pytest.mark.parametrize("command", ["bash -c '{}'", 'srun --nodes=2 bash -lc "{}"', 'eval "{}"', "sh -c 'cd x && {}'"])
+def test_a_text_that_a_shell_runs_is_read_as_it_stands(tmp_path: Path, command: str):
+    launch = read(tmp_path, f"\n{command.format(TRL_RUN.format(6, 8).strip())}\n", "run.sh")
+    assert launch.processes and (launch.processes.value, launch.processes.where) == (6, "run.sh:2")
 
 
 def test_slurm_says_how_many_gpus_there_are(tmp_path: Path):
@@ -228,8 +223,7 @@ def test_slurm_says_how_many_gpus_there_are(tmp_path: Path):
     assert launch.processes and launch.processes.value == 8
     assert launch.node_gpus and (launch.node_gpus.value, launch.gpu) == (4, "h100")
     launch = read(tmp_path, head + "accelerate launch grpo.py --num_generations 8\n", "run.slurm")
-    assert launch.processes and launch.processes.value == 8
-    assert launch.processes.where == "line 3: #SBATCH --gres=gpu:h100:4"
+    assert launch.processes and (launch.processes.value, launch.processes.where) == (8, "run.slurm:3")
     late = "echo\n#SBATCH --gres=gpu:2\n" + TRL_RUN.format(4, 8)
     assert read(tmp_path, late, "run.sh").node_gpus is None  # sbatch has stopped reading
 
@@ -243,10 +237,7 @@ def test_ways_to_ask_slurm(tmp_path: Path, option: str, each: int | None):
     assert (launch.node_gpus.value if launch.node_gpus else None) == each
 
 
-def test_gpus_of_a_job_that_stand_idle_or_are_missing(tmp_path: Path):
-    def codes(processes: int) -> set[str]:
-        file = tmp_path / "run.sh"
-        file.write_text(f"#!/bin/sh\n#SBATCH --gpus-per-node=4\n{TRL_RUN.format(processes, 8)}")
-        return {finding.code for finding in check_file(file).findings} & {"CHK011", "CHK012"}
-
-    assert (codes(4), codes(3), codes(5)) == (set(), {"CHK011"}, {"CHK012"})
+@pytest.mark.parametrize(("processes", "codes"), [(4, set()), (3, {"CHK011"}), (5, {"CHK012"})])
+def test_gpus_of_a_job_that_stand_idle_or_are_missing(tmp_path: Path, processes: int, codes: set[str]):
+    text = f"#!/bin/sh\n#SBATCH --gpus-per-node=4\n{TRL_RUN.format(processes, 8)}"
+    assert {finding.code for finding in report(tmp_path, text).findings} & {"CHK011", "CHK012"} == codes

@@ -1,4 +1,4 @@
-"""What a file says about a run, whatever framework it is for: the record between readers and rules."""
+"""What a file says about a run, whatever framework it is for: the records between readers and rules."""
 
 import math
 from collections.abc import Mapping
@@ -7,29 +7,29 @@ from typing import Any, Literal
 
 from cohort.check.findings import Finding
 
-Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl"]
+Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl", "prime-rl", "openrlhf"]
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A value and where it was said."""
+    """A value and where it stands."""
 
     value: Any  # as YAML, Python or the shell gives it: a number may still be text
-    where: str  # such as "line 12"
-    added: bool = False  # by the file itself (Hydra's `+key=value`, a class of its own): it need not be known
+    where: str  # NAME:LINE of the file that says it; `--launch` for that option
+    added: bool | str = False  # by the file itself (a class of its own, Hydra's + or ++): it need not be known
 
 
-# keys of an `Unread` that may hold any setting: whether the run starts cannot be judged without
-ANY_SETTING = frozenset(("(recipe)", "(**arguments)"))
+# keys of an `Unread` that may hold any setting: whether the run starts cannot be checked without
+ANY_SETTING = frozenset(("(recipe)", "(config)", "(options)", "(**arguments)"))
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A value that is there and could not be read without running the file."""
+    """A value that is only known when the file is run."""
 
-    key: str  # in brackets where it is none: (recipe), (options), (**arguments)
-    where: str
-    reason: str
+    key: str  # in brackets where it is none: those of ANY_SETTING, and "(arguments)", the script's own "$@"
+    where: str  # NAME:LINE
+    reason: str  # such as "$MODEL is set outside of this file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,27 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One run as its file describes it."""
+    """One run as its file describes it.
+
+    `settings` has the framework's own keys, dotted where they are nested. A Python script adds, of what its trainer is
+    given:
+
+    - `trainer.model`, `trainer.dtype`, `trainer.load_in_4bit`, `trainer.load_in_8bit`;
+    - `trainer.peft_config` ("LoraConfig") and `trainer.peft_config.KEY`;
+    - `trainer.reward_funcs`, the names in order, and for each `trainer.reward_funcs.NAME`: where it is defined, as
+      NAME:LINE of this file or as the module that it is imported from;
+    - `trainer.train_dataset.KEY` and `trainer.eval_dataset.KEY`, the arguments of their `load_dataset`: `path`, `name`,
+      `split`, `data_files` and what else is there.
+    """
 
     framework: Framework
-    form: Literal["yaml", "python", "shell"]
+    form: Literal["yaml", "python", "shell", "toml"]
     reason: str  # why it was taken for this
-    settings: Mapping[str, Said]  # the framework's own keys; dotted where they are nested
+    settings: Mapping[str, Said]
+    program: str | None = None  # the module that a command starts, such as verl.trainer.main_ppo
     unread: tuple[Unread, ...] = ()
+    not_checked: str | None = None  # why the rules do not hold for this run, such as Megatron or an unknown framework
+    todo: tuple[Said, ...] = ()  # code that only a person can carry over: `dataset.map(...)`, arguments of the trainer
     processes: Said | None = None  # training processes, or GPUs that train; None: the file does not say
     processes_per_node: int | None = None
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command

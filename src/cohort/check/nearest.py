@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from cohort.check.rules.start import Knobs, Start
+from cohort.check.rules.start import BatchSizes, Start
 
 GPUS = "GPUs"  # the name of the number of processes in a proposal
 _LARGEST = 64  # of small counts that are tried; others go up to 4 times what is there
@@ -24,14 +24,14 @@ class Proposal:
 
 
 def nearest_starts(
-    start: Callable[[int, Knobs], Start], world_size: int, knobs: Mapping[str, int], *, limit: int = 6
+    start: Callable[[int, BatchSizes], Start], world_size: int, sizes: Mapping[str, int], *, limit: int = 6
 ) -> tuple[Proposal, ...]:
     """Changes of one number that make a run start, nearest first; of two where no single one does.
 
     Each number is changed to the nearest value below and above that starts, so that the proposals name batch sizes,
     accumulation, generations and GPUs, and not the same one over and over.
     """
-    current = {GPUS: world_size, **knobs}
+    current = {GPUS: world_size, **sizes}
     started: dict[tuple[int, ...], bool] = {}
 
     def starts(changed: Mapping[str, int]) -> bool:

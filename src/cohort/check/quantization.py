@@ -1,4 +1,4 @@
-"""Quantized weights as other trainers ask for them, by bitsandbytes: for conversion and for the judgement of memory."""
+"""Quantized weights as other trainers ask for them, through bitsandbytes: for conversion and memory."""
 
 from collections.abc import Mapping
 

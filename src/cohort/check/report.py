@@ -1,21 +1,22 @@
-"""Reports for people."""
+"""Print reports: the verdict first, then each finding with its place, the framework's words and the fix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
+from cohort.check.check_file import FileReport, batches, listed
 from cohort.check.findings import RULES, Finding
-from cohort.check.judge import FileReport, listed
-from cohort.check.launch import ANY_SETTING
-from cohort.check.rules.gpus import counted
 
-_COLOURS = {"error": "red", "warning": "yellow"}
+_COLORS = {"error": "red", "warning": "yellow"}
+_SCREEN = 24  # lines of one report
+_TABLE_ROWS = 6
+_FIXES = 3  # of one finding; --json lists all
 
 
 def print_reports(reports: Sequence[FileReport], console: Console) -> None:
-    """Every file: what it is, what it computes, with which numbers of GPUs it starts, and the findings."""
+    """Print every run of every file, each on one screen at most, and a count of the findings."""
     runs = [run for report in reports for run in (report, *report.others)]
     for run in runs:
         _print_report(run, console)
@@ -26,48 +27,66 @@ def print_reports(reports: Sequence[FileReport], console: Console) -> None:
 
 
 def _print_report(report: FileReport, console: Console) -> None:
-    console.print(f"[bold]{escape(report.file)}[/bold]", highlight=False, soft_wrap=True)
-    launch, judged = report.launch, report.judged
-    if launch is not None and judged is not None:
-        lines = [f"{launch.framework} {judged.version} ({judged.version_reason}): {launch.reason}"]
-        if not ANY_SETTING & {unread.key for unread in launch.unread}:
-            lines.append(f"completions are sampled {judged.sampling}")
-        if launch.processes is not None:
-            lines.append(f"{counted(int(launch.processes.value), 'training process')} ({launch.processes.where})")
-        for line in lines:
-            console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
-    if report.starts:
-        console.print(_table(report))
-    if report.memory is not None and not any(finding.code == "CHK019" for finding in report.findings):
-        console.print(f"  memory {escape(report.memory)}", highlight=False, soft_wrap=True)
-    for finding in report.findings:
-        _print_finding(finding, console)
+    shown = [Text.from_markup(f"[bold]{escape(report.file)}[/bold]: {escape(report.verdict)}")]
+    end = [Text(f"  {line}") for line in _details(report)]
+    room = _SCREEN - sum(_height(line, console) for line in (*shown, *end)) - 1
+    for i, finding in enumerate(report.findings):
+        lines = [Text.from_markup(line) for line in _finding(finding)]
+        needed = sum(_height(line, console) for line in lines)
+        if needed > room and i > 0:
+            rest = len(report.findings) - i
+            shown.append(Text(f"  and {_count(rest, 'more finding')}; --json lists all"))
+            break
+        room -= needed
+        shown += lines
+    for line in (*shown, *end):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print()
 
 
-def _table(report: FileReport) -> Table:
-    """A row for all numbers of GPUs with the same batches. Batches count completions: of one optimizer step (global),
-    sampled together (generation); prompts are those of a generation batch."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 1), header_style="dim")
-    table.add_column("GPUs")
-    for heading in ("starts", "global\nbatch", "generation\nbatch", "steps per\ngeneration", "prompts"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for size, start in report.starts.items():
-        numbers = (start.global_batch_size, start.generation_batch_size, start.steps_per_generation, start.prompts)
-        cells = ("[green]yes[/green]", *map(str, numbers)) if start.starts else ("[red]no[/red]",)
-        rows.setdefault(cells, []).append(size)
-    for cells, sizes in sorted(rows.items(), key=lambda row: len(row[0]), reverse=True):  # what does not start is last
-        table.add_row(listed(sizes), *cells)
-    return table
+def _height(line: Text, console: Console) -> int:
+    return -(-max(line.cell_len, 1) // console.width)
 
 
-def _print_finding(finding: Finding, console: Console) -> None:
-    colour = _COLOURS[finding.severity]
-    head = f"[{colour}]{finding.code} {finding.severity}[/{colour}] {escape(RULES[finding.code].title)}"
-    console.print(f"  {head}: {escape(finding.message)}", highlight=False, soft_wrap=True)
+def _finding(finding: Finding) -> Iterator[str]:
+    """Its lines, in rich markup."""
+    color, where = _COLORS[finding.severity], f"{finding.where}: " if finding.where else ""
+    head = f"{escape(where)}[{color}]{finding.severity}[/{color}] {finding.code}"
+    yield f"  {head} {escape(RULES[finding.code].title)}: {escape(finding.message)}"
+    if finding.says:
+        yield f"    it says: {escape(finding.says)}"
     if finding.nearest:
-        console.print(f"    nearest: {escape('; '.join(finding.nearest))}", highlight=False, soft_wrap=True)
+        more = len(finding.nearest) - _FIXES
+        fixes = "; ".join(finding.nearest[:_FIXES]) + (f"; and {more} more" if more > 0 else "")
+        yield f"    fix: {escape(fixes)}"
+
+
+def _details(report: FileReport) -> Iterator[str]:
+    """What was read, the batches by number of GPUs, and memory."""
+    launch, rules = report.launch, report.rules
+    if launch is None or rules is None:
+        return
+    yield f"read as {launch.framework} {rules.version} ({rules.version_reason}): {launch.reason}"
+    if report.starts:
+        yield f"completions are sampled {rules.sampling}"
+    if launch.processes is None:
+        yield from _batches(report)
+    if report.memory is not None and not any(finding.code == "CHK019" for finding in report.findings):
+        yield f"memory {report.memory}"
+
+
+def _batches(report: FileReport) -> Iterator[str]:
+    """One line for all numbers of GPUs with the same batches, in completions."""
+    rows: dict[str, list[int]] = {}
+    for size, start in report.starts.items():
+        if start.starts and start.global_batch_size:
+            rows.setdefault(batches(start), []).append(size)
+    for i, (batch, sizes) in enumerate(rows.items()):
+        if i == _TABLE_ROWS and len(rows) > _TABLE_ROWS + 1:
+            rest = sorted(size for sizes in list(rows.values())[i:] for size in sizes)
+            yield f"{listed(rest)} GPUs start too; --json has their batches"
+            return
+        yield f"{listed(sizes)} GPU{'' if sizes == [1] else 's'}: {batch}"
 
 
 def _count(number: int, noun: str) -> str:

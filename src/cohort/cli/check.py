@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,8 +10,15 @@ from cohort.cli.options import Debug
 from cohort.config.hardware import MAX_PROCESSES
 from cohort.errors import UserError
 
+if TYPE_CHECKING:
+    from cohort.check import FileReport
+
 TrlVersion = Annotated[
-    str | None, typer.Option(help="TRL version to check against, such as 0.18.0. Default: the file's own, else 1.16.")
+    str | None,
+    typer.Option(
+        help="Version of TRL (or ms-swift, for its files) to check against, such as 0.18.0. Default: the file's own, "
+        "else 1.16 (4.6)."
+    ),
 ]
 LaunchedWith = Annotated[
     str | None,
@@ -34,6 +41,7 @@ def check(
     gpu: Annotated[str | None, typer.Option(help="GPU type as for `cohort plan`; also checks memory.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory per GPU, such as 80GB.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    fix: Annotated[bool, typer.Option(help="Write the nearest valid values into the files.")] = False,
     debug: Debug = False,
 ) -> None:
     """Check configurations before launch: whether they start, on how many GPUs, and what works instead."""
@@ -43,6 +51,9 @@ def check(
     version = _version(trl_version)
     options: dict[str, Any] = {"trl_version": version, "launched_with": launch, "gpu": gpu, "gpu_memory": gpu_memory}
     reports = [check_file(file, world_sizes=sizes, **options) for file in files]
+    if fix:
+        pairs = zip(reports, files, strict=True)
+        reports = [_fixed(report, file, world_sizes=sizes, **options) for report, file in pairs]
     if json_:
         typer.echo(json.dumps([report.as_json() for report in reports], indent=2))
     else:
@@ -65,6 +76,21 @@ def convert(
     from cohort.check import convert_file
 
     typer.echo(convert_file(file, version=_version(trl_version), launched_with=launch), nl=False)
+
+
+def _fixed(report: "FileReport", file: Path, **options: Any) -> "FileReport":
+    """Write a report's fixes and check the file again."""
+    from cohort.check import check_file
+    from cohort.check.fix import fix_file
+
+    if not report.failed or report.launch is None:
+        return report
+    written, by_hand = fix_file(file, [finding for run in (report, *report.others) for finding in run.findings])
+    for change in written:
+        typer.echo(f"{file}: fixed {change}", err=True)
+    for change in by_hand:
+        typer.echo(f"{file}: fix by hand: {change}", err=True)
+    return check_file(file, **options)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
-"""A configuration of another trainer as one of Cohort's, with what has no equivalent in comments."""
+"""Convert configurations of other trainers to Cohort; everything without an equivalent becomes a comment."""
 
+from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 
 import yaml
@@ -10,77 +12,102 @@ from cohort.check.convert.trl import from_trl
 from cohort.check.convert.verl import from_verl
 from cohort.check.launch import ANY_SETTING, Launch
 from cohort.check.readers import read_launch
-from cohort.check.rules import judge
+from cohort.check.rules import run_rules
 from cohort.check.rules.cohort import nested
-from cohort.check.rules.gpus import counted
+from cohort.check.rules.common import counted
+from cohort.check.rules.keys import parse_version
 from cohort.check.rules.start import EVALUATION, Start
-from cohort.check.rules.trl import parse_version
 from cohort.check.rules.trl_run import trl_version
-from cohort.check.rules.verl_run import BATCH_KEYS
-from cohort.config import config_from_dict
+from cohort.check.rules.verl import BATCH_KEYS, verl_keys
+from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 
 __all__ = ["convert_file"]
 
-_SECTIONS = ("model", "data", "rewards", "rollout", "algorithm", "train", "optim", "eval", "hardware", "run")
-
 
 def convert_file(path: Path, *, version: str | None = None, launched_with: str | None = None) -> str:
-    """The YAML of a Cohort configuration that does what the file says, as far as Cohort can.
+    """Convert the first run of a file to the YAML of a Cohort configuration that does the same, as far as Cohort can.
 
-    `version` is TRL's, where the file is for TRL. What has no equivalent, and what has to be filled in, stands in
-    comments at the top; so does what Cohort refuses.
+    Comments at the top list what is left to do, with the source's file and line, what Cohort does otherwise, and which
+    settings are not needed and why. No setting of the source is dropped silently. `version` is TRL's, for its files.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or is of a framework that is only recognized.
     """
     launch = read_launch(path, launched_with=launched_with)
-    if launch.framework == "cohort":
-        config, notes = nested(launch), ["this is a configuration of Cohort already"]
-    else:
-        draft = _draft(launch, version)
-        config, notes = {name: draft.config[name] for name in _SECTIONS if name in draft.config}, draft.notes
-    try:
-        config_from_dict(config)
-    except UserError as error:
-        notes = [f"to change, as it is not valid here: {error}", *notes]
-    comments = [f"# Converted from {path.name} ({launch.framework}) by cohort convert.", *(f"# - {n}" for n in notes)]
-    head = "\n".join(" ".join(line.split()) for line in comments)
+    config, comments = convert_launch(launch, path.parent, version=version)
+    lines = [f"Converted from {path.name} ({launch.framework}) by cohort convert."]
+    for heading, entries in comments.items():
+        lines += [f"{heading}:", *(f"- {entry}" for entry in entries)] if entries else []
+    head = "\n".join("# " + " ".join(line.split()) for line in lines)
     return f"{head}\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}"
 
 
-def _draft(launch: Launch, version: str | None) -> Draft:
-    draft = Draft(launch)
+def convert_launch(
+    launch: Launch, folder: Path, *, version: str | None = None
+) -> tuple[dict[str, object], dict[str, list[str]]]:
+    """Convert a run. `folder` is where the files that it names are.
+
+    Returns:
+        The configuration, and the comments by heading.
+
+    Raises:
+        UserError: the framework is only recognized.
+    """
+    if launch.framework == "cohort":
+        config, comments = nested(launch), {"Differences": ["none: this is a configuration of Cohort"]}
+    elif launch.not_checked and not launch.settings:
+        raise UserError(f"{launch.reason}: {launch.not_checked}; only TRL, Open-R1, ms-swift and verl are converted")
+    else:
+        draft = _draft(launch, folder, version)
+        config = {name: draft.config[name] for name in Config.model_fields if name in draft.config}
+        comments = draft.comments(_not_needed(launch.framework))
+    try:
+        config_from_dict(config)
+    except UserError as error:
+        comments.setdefault("To do", []).insert(0, f"change this, which is not valid here: {error}")
+    return config, comments
+
+
+@lru_cache
+def _not_needed(framework: str) -> dict[str, str]:
+    """Settings that need no equivalent, with the reason."""
+    name = {"open-r1": "trl"}.get(framework, framework)
+    text = resources.files("cohort.check.convert").joinpath(f"not_needed/{name}.yaml").read_text(encoding="utf-8")
+    return {key: reason for reason, keys in yaml.safe_load(text).items() for key in keys.split()}
+
+
+def _draft(launch: Launch, folder: Path, version: str | None) -> Draft:
+    draft = Draft(launch, folder)
     start = _start(draft, launch, version)
     if launch.framework == "ms-swift":
-        from_swift(draft, start)
+        from_swift(draft, start, parse_version(run_rules(launch, trl_version=version).version))
     elif launch.framework == "verl":
-        from_verl(draft, start)
+        from_verl(draft, start, *verl_keys(launch, version)[:2])
     else:
         from_trl(draft, start, parse_version(trl_version(launch, version)[0]))
     if launch.others:
-        draft.note(f"the file starts {len(launch.others)} more; this is the first one")
-    draft.tell_the_rest()
+        draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
     return draft
 
 
 def _start(draft: Draft, launch: Launch, version: str | None) -> Start | None:
-    """What a batch comes to, with the processes of the file or the fewest with which it starts."""
-    judged = judge(launch, trl_version=version)
+    """The batches with the processes of the file, or with the fewest with which it starts."""
+    rules = run_rules(launch, trl_version=version)
     unread = {unread.key for unread in launch.unread} - EVALUATION | {
-        f.field for f in judged.findings if f.code == "CHK010"
+        f.field for f in rules.findings if f.code == "CHK010"
     }
     said = [draft.processes] if draft.processes else []
-    for size in [*said, *range(1, 65)] if not unread & (judged.decides | ANY_SETTING) else ():
-        start = judged.start(size, judged.knobs)
+    for size in [*said, *range(1, 65)] if not unread & (rules.decides | ANY_SETTING) else ():
+        start = rules.start(size, rules.sizes)
         if start.starts:
-            if size not in said:
+            if size not in said and launch.framework != "verl":  # whose batches do not depend on it
                 processes = counted(size, "training process")
-                draft.note(f"train.prompts_per_step is that of {processes}, the fewest that start there")
+                draft.differs(f"train.prompts_per_step is that of {processes}, the fewest that start there")
             return start
     sizes = set(BATCH_KEYS)
     if launch.framework == "verl" and not unread & sizes:  # whose batches do not depend on the GPUs
-        prompts, generations, trained = (judged.knobs[key] for key in BATCH_KEYS)
+        prompts, generations, trained = (rules.sizes[key] for key in BATCH_KEYS)
         return Start(starts=False, generation_batch_size=prompts * generations, global_batch_size=trained * generations)
-    draft.note("to fill in: train.prompts_per_step, which could not be worked out")
+    draft.todo.append("train.prompts_per_step: fill it in; the source's batch is only known at run time")
     return None

@@ -1,110 +1,218 @@
-"""A Cohort configuration that grows key by key, and what all conversions have in common."""
+"""Build a Cohort configuration key by key: what conversions from all frameworks share."""
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from cohort.check.launch import Launch, Settings
 from cohort.check.quantization import COHORT_NAMES, told
+from cohort.check.readers.files import read_text
+from cohort.check.rules.keys import Keys
 from cohort.check.rules.start import Start
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.catalogue import parameters
 from cohort.config.quantization import check_base, check_run
 from cohort.config.rollout import ENGINES
+from cohort.errors import UserError
+from cohort.plan.shape import try_read_shape
 
-Kind = Literal["text", "whole", "number", "flag"]
-
-_REWARDS = {"accuracy": "math", "math": "math", "math_verify": "math", "format": "format"}
-_SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-}
-# TRL's and ms-swift's loss_type as a policy loss and how it is summed; bnpo's sum is a micro-batch's there
-LOSSES = {
-    "grpo": ("clipped", "sequence_mean"),
-    "dr_grpo": ("clipped", "constant"),
-    "dapo": ("clipped", "token_mean"),
-    "bnpo": ("clipped", "token_mean"),
-    "luspo": ("clipped", "sequence_sum"),
-    "cispo": ("cispo", "token_mean"),
-    "sapo": ("sapo", "sequence_mean"),
-    "vespo": ("vespo", "token_mean"),
-}
-# and scale_rewards as an advantage
+_SAME = yaml.safe_load(resources.files("cohort.check.convert").joinpath("same_keys.yaml").read_text(encoding="utf-8"))
+_REWARDS, _SCHEDULES, _OPTIMIZERS = _SAME["rewards"], _SAME["schedules"], _SAME["optimizers"]
+LOSSES = {loss: tuple(parts.split()) for loss, parts in _SAME["losses"].items()}  # policy loss, loss weight
+# TRL's and ms-swift's scale_rewards as an advantage
 SCALES = {"group": "group_mean_std", "batch": "group_mean_batch_std", "none": "group_mean"}
+_BUILDERS = ("json", "parquet", "csv", "arrow", "text")  # of `datasets`
+_LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
+# what TRL and ms-swift make a step of
+BATCH = ["per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"]
+_LIMIT = ("save_total_limit", "whole")
 _LOGS = ("tensorboard", "wandb", "trackio")
-# what TRL and ms-swift both take from transformers' TrainingArguments
-_OF_TRANSFORMERS: dict[str, tuple[str, Kind]] = {
-    "train.learning_rate": ("learning_rate", "number"),
-    "optim.weight_decay": ("weight_decay", "number"),
-    "optim.beta1": ("adam_beta1", "number"),
-    "optim.beta2": ("adam_beta2", "number"),
-    "optim.epsilon": ("adam_epsilon", "number"),
-    "train.max_grad_norm": ("max_grad_norm", "number"),
-    "train.seed": ("seed", "whole"),
-    "train.updates_per_rollout": ("num_iterations", "whole"),
-    "model.gradient_checkpointing": ("gradient_checkpointing", "flag"),
-    "algorithm.mask_truncated_completions": ("mask_truncated_completions", "flag"),
-    "rollout.temperature": ("temperature", "number"),
-    "rollout.top_p": ("top_p", "number"),
-    "run.dir": ("output_dir", "text"),
-}
 
 
-def _optimizer_of(name: str) -> str | None:
-    """Ours for one of transformers; None where there is none."""
-    if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"):
-        return "adamw_8bit"
-    if name in ("adafactor", "sgd"):
-        return name
-    return "adamw" if name.startswith(("adamw_torch", "adamw_hf")) and not name.endswith("bit") else None
+def same_keys(section: str) -> dict[str, list[str]]:
+    """A section of `same_keys.yaml`: our keys with theirs and how to read them (whole, number, flag, text, any)."""
+    return {ours: theirs.split() for ours, theirs in _SAME[section].items()}
 
 
 class Draft:
-    """The configuration so far and the notes for its reader."""
+    """The configuration so far, and the comments for its reader."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, folder: Path) -> None:
         self.launch = launch
+        self.folder = folder  # of the file that is converted
         self.settings = Settings(launch)
         self.config: dict[str, Any] = {}
-        self.notes: list[str] = []
+        self.todo: list[str] = []  # what a person has to do
+        self.differences: list[str] = []  # what Cohort does otherwise
+        self.unneeded: dict[str, str] = {}  # settings that need no equivalent in this run, with the reason
 
     @property
     def processes(self) -> int:
-        """Training processes of the launch; 0 where it does not say."""
+        """Training processes of the launch; 0 if it does not say."""
         return int(self.launch.processes.value) if self.launch.processes else 0
 
     def put(self, key: str, value: Any) -> None:
-        """Sets `section.key`, unless there is nothing to set."""
+        """Set `section.key`, unless the value is None."""
         if value is not None:
             section, name = key.split(".")
             self.config.setdefault(section, {})[name] = value
 
-    def copy(self, table: Mapping[str, tuple[str, Kind]]) -> None:
-        """Sets each of our keys from the one that means the same there, where that is said."""
+    def copy(self, table: Mapping[str, Sequence[str]]) -> None:
+        """Set each of our keys from the one that means the same there, if the file sets it (see `same_keys`)."""
+        settings = self.settings
+        readers: dict[str, Callable[[str], Any]] = {
+            "whole": partial(settings.whole, default=None, minimum=0, maximum=10**9),
+            "number": partial(settings.number, default=None),
+            "flag": settings.flag,
+            "text": settings.text,
+            "any": settings.said,
+        }
         for ours, (theirs, kind) in table.items():
-            if theirs in self.settings:
-                readers = {"whole": self.settings.whole, "number": self.settings.number, "text": self.settings.text}
-                value = self.settings.flag(theirs) if kind == "flag" else readers[kind](theirs, None)
-                self.put(ours, value)
+            if theirs in settings:
+                self.put(ours, readers[kind](theirs))
 
-    def note(self, text: str) -> None:
-        """A line for the reader of the new file."""
-        self.notes.append(text)
+    def skip(self, reason: str, *keys: str) -> None:
+        """List settings, of which a text may name several, as not needed in this run."""
+        self.unneeded.update(dict.fromkeys(" ".join(keys).split(), reason))
+
+    def skip_defaults(self, known: Keys) -> None:
+        """List settings that say no more than the framework's own default."""
+        for key, said in self.launch.settings.items():
+            default = known.get(key, {}).get("default", ...)
+            if key not in self.settings.used and str(said.value).lower() == str(default).lower():
+                self.skip("its default there", key)
+
+    def copy_keys(
+        self, names: Mapping[str, str], table: Keys, *, defaults: bool = False, minimum: float | None = None
+    ) -> None:
+        """Set each of our keys from the one with the same meaning, which `table` has the type and default of.
+
+        Args:
+            names: our keys, with theirs.
+            table: their keys.
+            defaults: whether those that the file does not set are set too.
+            minimum: what smaller numbers become.
+        """
+        settings = self.settings
+        read: dict[str, Callable[[str, Any], Any]] = {
+            "int": partial(settings.whole, minimum=-1, maximum=10**9),
+            "bool": settings.flag,
+            "float": settings.number,
+            "str": settings.text,
+        }
+        for ours, theirs in names.items():
+            key = table.get(theirs, {"type": "any", "default": None})
+            if theirs in settings or defaults:
+                value = read[key["type"]](theirs, key["default"]) if key["type"] in read else settings.said(theirs)
+                self.put(ours, max(value, minimum) if minimum is not None else value)
+
+    def named(self, names: Mapping[str, str], key: str, value: str | None) -> str:
+        """Our name for a value; the first one, and a difference, if there is none."""
+        first = next(iter(names))
+        if value is not None and value not in names:
+            self.differs(f"no equivalent: {key} {value}; {first} stands in its place")
+        return names.get(value or first, names[first])
+
+    def logs(self, key: str) -> None:
+        """Set the trackers that metrics are sent to."""
+        said = self.settings.said(key)
+        logs = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+        self.put("run.log", [log for log in logs if log in _LOGS] or None)
+        lacking = [str(log) for log in logs if log not in (*_LOGS, "none", "console")]
+        self.differences += [f"no equivalent: {key} {', '.join(lacking)}"] if lacking else []
+
+    def differs(self, text: str) -> None:
+        """Tell the reader what is different here."""
+        self.differences.append(text)
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
-        """A path or an id, or a place to fill in."""
+        """Set a path or an id, or leave a placeholder."""
         if isinstance(named, list) and len(named) > 1:
-            self.note(f"no equivalent: several of {key} ({named!r:.80}); the first one is taken")
+            self.todo.append(f"{key}: several in the source ({named!r:.80}); the first one is used")
         named = named[0] if isinstance(named, list) and named else named
         if not isinstance(named, str) or not named:
-            self.note(f"to fill in: {key}")
+            self.todo.append(f"{key}: fill it in")
             named = missing
         self.put(key, named)
+
+    def dataset(self, section: str, source: str) -> bool:
+        """Set the path, name and split of a section from the arguments of `load_dataset`, if they are known.
+
+        A builder, as in `load_dataset("json", data_files="train.jsonl")`, is replaced by its files.
+        """
+        loaded = {key: self.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
+        files, split = loaded["data_files"], loaded["split"]
+        if isinstance(files, dict):
+            files = files.get(split) or next(iter(files.values()), None)
+        if not any(loaded.values()):
+            return False
+        self.path(f"{section}.path", named=files or loaded["path"], missing="train.jsonl")
+        if files and loaded["path"] not in (None, *_BUILDERS):
+            self.todo.append(f"{section}.path: {loaded['path']} with data_files; only the files are used")
+        self.put(f"{section}.name", loaded["name"])
+        match = re.fullmatch(r"(\w+)(\[.*\])?", str(split)) if split else None
+        if split and (match is None or match[2]):
+            self.todo.append(f"{section}.split: {split} is a part of a split; save that part as a file")
+        if match and not files:
+            self.put(f"{section}.split", match[1])
+        return True
+
+    def system_prompt(self, value: Any) -> None:
+        """Set the system prompt; a path of a text file, which ms-swift allows, is replaced by its text."""
+        if isinstance(value, str) and value.endswith((".txt", ".md")):
+            try:
+                value = read_text(self.folder / value).rstrip("\n")
+            except UserError as error:
+                self.todo.append(f"data.system_prompt: the text of {value} ({error})")
+                value = None
+        self.put("data.system_prompt", value)
+
+    def evaluation(self, path: Any, every: int | None) -> None:
+        """Set the held-out data and how often it is used; `every` counts optimizer steps."""
+        if path and "eval" not in self.config:
+            self.path("eval.path", named=path, missing="eval.jsonl")
+        if "eval" in self.config:
+            self.put("eval.every", every)
+        else:
+            self.todo.append(f"eval.path: the held-out data, and eval.every: {every or 'its steps'}")
+
+    def gpus(self, *, shared: bool, tensor_parallel: int) -> None:
+        """Set how training and vLLM share the GPUs.
+
+        Several GPUs of one server that also train are a layout that Cohort lacks. The nearest one is a server on each
+        GPU if the model fits on one (by its bfloat16 weights), else GPUs of their own for the servers.
+        """
+        self.put("rollout.engine", "vllm")
+        per_node = self.launch.processes_per_node or self.processes
+        if not shared:
+            self.put("rollout.tensor_parallel", tensor_parallel if tensor_parallel > 1 else None)
+            return
+        shape = try_read_shape(self.config["model"]["path"])
+        small = shape is None or 2 * shape.num_parameters <= _LARGEST_ON_ONE_GPU
+        if tensor_parallel == 1 or per_node <= tensor_parallel or small:
+            self.put("hardware.rollout_gpus", "shared")
+            told = (
+                "here every GPU has its own server (if the model does not fit on one, reserve GPUs: "
+                "rollout.tensor_parallel and hardware.rollout_gpus)"
+            )
+        else:
+            reserved = max(per_node // 2 // tensor_parallel, 1) * tensor_parallel
+            self.put("rollout.tensor_parallel", tensor_parallel)
+            self.put("hardware.rollout_gpus", reserved)
+            self.put("hardware.processes", per_node - reserved)
+            told = (
+                f"the model is too large for a server on each GPU, so {reserved} GPUs of each node sample here and "
+                f"{per_node - reserved} train"
+            )
+        if tensor_parallel > 1:
+            self.differs(f"servers of {tensor_parallel} GPUs that also train there; {told}")
 
     def rewards(self, names: Any, weights: Any) -> None:
         """Rewards by name: those that Cohort has as well, and a place for each of the others."""
@@ -113,43 +221,51 @@ class Draft:
         entries: list[dict[str, Any]] = []
         for i, name in enumerate(names):
             short = str(name).rsplit(".", 1)[-1].removesuffix("_reward").replace("-", "_") or "reward"
-            entry: dict[str, Any] = {"use": _REWARDS.get(short, f"rewards.py:{short}")}
-            if short not in _REWARDS:
-                self.note(f"to write: reward {name!r} as the function {short} of rewards.py (the signature is TRL's)")
+            place = self.settings.said(f"trainer.reward_funcs.{name}")
+            known = _REWARDS.get(short) if str(place or "trl").startswith(("trl", "open_r1")) else None
+            entry: dict[str, Any] = {"use": known or f"rewards.py:{short}"}
+            if known is None:
+                origin = f", from {place}" if place else ""
+                self.todo.append(f"rewards.py: reward {name!r} as the function {short} (TRL's signature){origin}")
             try:
                 entry["weight"] = float(weights[i]) if weights else 1.0
             except (IndexError, TypeError, ValueError):
-                self.note(f"the weight of reward {name!r} could not be read; it is 1")
+                self.todo.append(f"rewards: the weight of {name!r} is not known; it is 1")
             entries.append(entry)
         if not entries:
             entries = [{"use": "math"}]
-            self.note("to fill in: rewards")
+            self.todo.append("rewards: fill them in")
         if any(entry["use"] == "math" for entry in entries):
-            self.note("reward math compares the answer with the column `answer` (args: {answer_column: ...})")
+            self.todo.append("rewards: math compares with the column `answer`, or args: {answer_column: ...}")
         self.config["rewards"] = entries
 
     def batch(self, start: Start | None, generations: int) -> None:
-        """Completions of one optimizer step as prompts per step, and the processes."""
+        """Set the prompts per step from the completions of one optimizer step, and the processes of each machine."""
+        for key in BATCH if start is not None else ():
+            self.settings.said(key)
         self.put("rollout.num_generations", generations)
+        per_node = self.launch.processes_per_node or self.processes
         if self.processes:
-            self.put("hardware.processes", self.processes)
+            self.put("hardware.processes", per_node)
+        if self.processes > per_node:
+            self.differs(f"{self.processes // per_node} machines of {per_node}: see `cohort launch slurm --nodes`")
         if start is None or not start.global_batch_size or not start.generation_batch_size:
             return
         size = start.global_batch_size
         if size != start.generation_batch_size:
-            self.note(
-                f"no equivalent: {start.generation_batch_size} completions are sampled together there, and {size} are "
-                f"trained in one optimizer step; here a step trains what it samples"
+            self.differs(
+                f"{start.generation_batch_size} completions are sampled together there, and {size} are trained in one "
+                f"optimizer step; here a step trains what it samples"
             )
         if size % generations:
-            self.note(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
+            self.differs(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
         self.put("train.prompts_per_step", -(-size // generations))
 
     def adapter(self, read: tuple[dict[str, Any], list[str]] | None) -> None:
         """The adapter that `cohort.check.lora` has read, with its notes."""
         if read is not None:
             self.put("model.adapter", read[0])
-            self.notes += read[1]
+            self.differences += read[1]
 
     def quantized(self, bits: int | None) -> None:
         """The bits that `cohort.check.quantization` has read, after adapter, processes and engine are set."""
@@ -165,11 +281,11 @@ class Draft:
                 "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
             )
         except ValueError as why:
-            self.note(f"no equivalent: {told(bits)}; here the model's weights keep their dtype: {why}")
+            self.differs(f"no equivalent: {told(bits)}; here the model's weights keep their dtype: {why}")
         else:
             self.put("model.quantization", kind)
             if kind == "int8":
-                self.note(f"{told(bits)} there are torchao's int8 here")
+                self.differs(f"{told(bits)} there are torchao's int8 here")
             form = self.launch.settings.get("bnb_4bit_quant_type")
             if form is not None and form.value == kind:
                 self.settings.said("bnb_4bit_quant_type")
@@ -197,11 +313,22 @@ class Draft:
             if not of_components or any(key in COMPONENTS[kind][part].parameters for kind, part in parts.items()):
                 self.put(f"algorithm.{key}", value)
 
+    def reference(self, beta: float) -> None:
+        """Set how TRL's and ms-swift's reference model follows the policy."""
+        if self.settings.flag("sync_ref_model") and beta:
+            self.config["reference"] = {"refresh_every": 512}
+            self.copy(same_keys("trl_reference"))
+        else:
+            self.skip("there is no reference model to move", "ref_model_sync_steps ref_model_mixup_alpha")
+
     def reward_scale(self, default: str) -> str:
         """What TRL's and ms-swift's scale_rewards says: group, batch, none, or ms-swift's gdpo."""
         said = self.settings.said("scale_rewards")
         scale = default if said is None else str(said).lower()
-        return {"true": "group", "yes": "group", "false": "none", "no": "none", "": "none"}.get(scale, scale)
+        scale = {"true": "group", "yes": "group", "false": "none", "no": "none", "": "none"}.get(scale, scale)
+        if scale not in (*SCALES, "gdpo"):
+            self.differs(f"no equivalent: scale_rewards {said}")
+        return scale
 
     def ratio_level(self, loss: str, policy_loss: str) -> str:
         """The policy loss where TRL's and ms-swift's importance_sampling_level is another than token."""
@@ -210,7 +337,9 @@ class Draft:
         if policy_loss == "clipped" and level in losses:
             return losses[level]
         if level != "token" and policy_loss != "vespo":  # which is of whole completions anyway
-            self.note(f"no equivalent: importance_sampling_level {level} with loss_type {loss}; its ratios are tokens'")
+            self.differs(
+                f"no equivalent: importance_sampling_level {level} with loss_type {loss}; its ratios are tokens'"
+            )
         return policy_loss
 
     def bounds(self, loss: str, policy_loss: str) -> dict[str, float | None]:
@@ -218,77 +347,93 @@ class Draft:
         settings = self.settings
         low = settings.number("epsilon", 0.2)
         high, delta = settings.number("epsilon_high", None), settings.number("delta", None)
-        high = low if high is None else high
+        if "clip_high" not in COMPONENTS["policy_loss"][policy_loss].parameters:
+            self.skip(f"no effect with loss_type {loss}", "epsilon", "epsilon_high", "delta")
+            return {}
         if loss == "cispo":
-            if high >= 1:
-                return {"clip_high": high - 1}
-            self.note(
+            self.skip("no effect with loss_type cispo", "delta", *(["epsilon"] if high is not None else []))
+        high = low if high is None else high
+        if loss == "cispo" and high >= 1:
+            return {"clip_high": high - 1}
+        if loss == "cispo":
+            self.differs(
                 f"a cap of {high:g} on CISPO's weights multiplies what is on-policy by {high:g} there; here such a "
                 f"weight is 1, and the cap is that of algorithm.clip_high"
             )
             return {}
         if delta is not None and (policy_loss != "clipped" or delta <= 1 + high):
-            self.note(f"no equivalent: delta {delta:g}; it bounds policy_loss: clipped, from above 1 + clip_high")
+            self.differs(f"no equivalent: delta {delta:g}; it bounds policy_loss: clipped, from above 1 + clip_high")
             delta = None
-        return {"clip_low": low, "clip_high": high, "delta": delta}
+        if low >= 1:
+            self.differs(f"epsilon {low:g} leaves the ratio without a lower bound there; algorithm.clip_low is near 1")
+        return {"clip_low": min(low, 0.999), "clip_high": high, "delta": delta}
 
-    def transformers_keys(self, *, epochs: float) -> None:
+    def transformers_keys(self, *, epochs: float, schedule: str = "linear") -> None:
         """What TRL and ms-swift take from transformers' TrainingArguments."""
         settings = self.settings
-        self.copy(_OF_TRANSFORMERS)
+        self.copy(same_keys("transformers"))
         self._optimizer()
         steps = settings.whole("max_steps", None, minimum=-1)
         if steps and steps > 0:
             self.put("train.steps", steps)
-            settings.said("num_train_epochs")
+            self.skip("train.steps is set", "num_train_epochs")
         else:
             self.put("train.epochs", settings.number("num_train_epochs", epochs))
-        schedule = settings.text("lr_scheduler_type", "linear")
+        schedule = settings.text("lr_scheduler_type", schedule)
         self.put("train.lr_schedule", _SCHEDULES.get(schedule, "cosine"))
-        if schedule not in _SCHEDULES or schedule == "cosine_with_min_lr":
-            self.note(f"no equivalent: lr_scheduler_type {schedule}; cosine stands in its place")
+        if schedule not in _SCHEDULES:
+            self.differs(f"no equivalent: lr_scheduler_type {schedule}; cosine stands in its place")
         warmup, ratio = settings.number("warmup_steps", None), settings.number("warmup_ratio", None)
         ratio = warmup if warmup is not None and 0 < warmup < 1 else ratio
         if warmup is not None and warmup >= 1:
             self.put("train.warmup_steps", int(warmup))
+            self.skip("train.warmup_steps is set", "warmup_ratio")
+        elif ratio and steps and steps > 0:
+            self.put("train.warmup_steps", round(ratio * steps))
         elif ratio:
-            if steps and steps > 0:
-                self.put("train.warmup_steps", round(ratio * steps))
-            else:
-                self.note(f"to fill in: train.warmup_steps, {ratio:g} of all steps")
+            self.todo.append(f"train.warmup_steps: {ratio:g} of all steps")
         saves = settings.text("save_strategy", "steps")
         if saves == "no":
             self.put("run.checkpoint_every", 0)
-        elif saves == "steps":
-            self.put("run.checkpoint_every", settings.whole("save_steps", None))
-            self.put("run.keep_checkpoints", settings.whole("save_total_limit", None))
-        logs = settings.said("report_to")
-        logs = [logs] if isinstance(logs, str) else logs if isinstance(logs, list) else []
-        self.put("run.log", [log for log in logs if log in _LOGS] or None)
+            self.skip("save_strategy is no", "save_steps", "save_total_limit")
+        else:
+            self.copy({"run.checkpoint_every": ("save_steps", "whole"), "run.keep_checkpoints": _LIMIT})
+        if saves not in ("no", "steps"):
+            self.todo.append(f"run.checkpoint_every: the steps of save_strategy {saves}")
+        self.logs("report_to")
 
     def _optimizer(self) -> None:
         """The optimizer by transformers' name for it."""
         said = self.settings.text("optim")
-        name = _optimizer_of(said) if said is not None else "adamw"
+        name = _OPTIMIZERS.get(said or "adamw_torch")
         if name is None:
-            self.note(f"no equivalent: optim {said}; adamw stands in its place")
-            name = "adamw"
+            self.differs(f"no equivalent: optim {said}; adamw stands in its place")
+        name = name or "adamw"
         self.put("optim.name", name if said is not None else None)
         if name == "adafactor":
-            self.note("adafactor's learning rate is relative to the size of a weight here, and absolute there")
+            self.differs("adafactor's learning rate is relative to the size of a weight here, and absolute there")
         if not name.startswith("adamw"):
-            given = self.config["optim"]
-            unused = [given.pop(key) for key in ("beta1", "beta2", "epsilon") if key in given]
-            if unused:
-                self.note(f"adam_beta1, adam_beta2 and adam_epsilon have no effect with optim {said}")
+            for key in ("beta1", "beta2", "epsilon"):
+                self.config["optim"].pop(key, None)
+            self.skip(f"no effect with optim {said}", "adam_beta1", "adam_beta2", "adam_epsilon")
 
-    def tell_the_rest(self) -> None:
-        """Notes on everything that was said and has not been used."""
-        for finding in self.settings.findings:
-            self.note(finding.message)
-        for unread in self.launch.unread:
-            self.note(f"could not be read: {unread.key} ({unread.where}): {unread.reason}")
+    def comments(self, not_needed: Mapping[str, str]) -> dict[str, list[str]]:
+        """The comments by heading. Every setting that was not used is to do, or in `not_needed` with the reason."""
+        todo = [finding.message for finding in self.settings.findings] + self.todo
+        todo += [f"{unread.key.strip('()')} ({unread.where}): {unread.reason}" for unread in self.launch.unread]
+        todo += [f"{entry.where}: {entry.value}" for entry in self.launch.todo]
+        unneeded: dict[str, list[str]] = {}
         for key, said in self.launch.settings.items():
-            if key not in self.settings.used:
+            reason = self.unneeded.get(key)
+            if reason is None and key not in self.settings.used:
+                reason = next((reason for name, reason in not_needed.items() if fnmatchcase(key, name)), None)
+            if reason:
+                unneeded.setdefault(reason, []).append(key)
+            elif key not in self.settings.used:
                 shown = "..." if _SECRET.search(key) else f"{said.value!r:.60}"
-                self.note(f"no equivalent: {key}: {shown} ({said.where})")
+                todo.append(f"{key}: {shown} ({said.where}) has no equivalent")
+        return {
+            "To do": todo,
+            "Differences": self.differences,
+            "Not needed": [f"{reason}: {', '.join(keys)}" for reason, keys in unneeded.items()],
+        }

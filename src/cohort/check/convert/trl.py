@@ -1,58 +1,38 @@
 """TRL and Open-R1 to Cohort."""
 
-from cohort.check.convert.draft import LOSSES, SCALES, Draft
+from cohort.check.convert.draft import BATCH, LOSSES, SCALES, Draft, same_keys
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
+from cohort.check.rules.keys import Version, known_keys
 from cohort.check.rules.start import Start
-from cohort.check.rules.trl import Version
+from cohort.check.rules.trl_run import sampling_mode, trl_default
+from cohort.config import COMPONENTS
 
-_NUMBERS = {
-    "tau_positive": "sapo_temperature_pos",
-    "tau_negative": "sapo_temperature_neg",
-    "vespo_k_positive": "vespo_k_pos",
-    "vespo_lambda_positive": "vespo_lambda_pos",
-    "vespo_k_negative": "vespo_k_neg",
-    "vespo_lambda_negative": "vespo_lambda_neg",
-}
-_TERMS = ("top_entropy_quantile", "off_policy_mask_threshold", "entropy_coef")  # of the same name here
-_BATCH = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_generations",
-)
-
-
-_STARTERS = ("num_processes", "num_machines", "accelerate_config")  # of `trl grpo`, which the launch has read
+_SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
+_COLOCATED = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_device")
+_EVALUATION = ["eval_steps", "dataset_test_split", "per_device_eval_batch_size", "num_generations_eval", "eval_delay"]
+_MODEL_KEYS = {"attn_implementation", "dtype", "torch_dtype", "use_cache", "device_map"}  # of model_init_kwargs
 
 
 def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     """Fills the draft. Defaults that differ from Cohort's are those of this version of TRL."""
     settings = draft.settings
-    draft.path("model.path", named=settings.text("model_name_or_path", settings.said("trainer.model")), missing="MODEL")
-    draft.path(
-        "data.path", named=settings.text("dataset_name", settings.said("trainer.dataset")), missing="train.jsonl"
-    )
-    draft.copy(
-        {
-            "data.name": ("dataset_config", "text"),
-            "data.split": ("dataset_train_split", "text"),
-            "data.prompt": ("dataset_prompt_column", "text"),
-            "data.system_prompt": ("system_prompt", "text"),
-            "rollout.max_prompt_tokens": ("max_prompt_length", "whole"),
-        }
-    )
+    model = settings.text("model_name_or_path") or settings.said("trainer.model")
+    draft.path("model.path", named=model, missing="MODEL")
+    if not draft.dataset("data", "trainer.train_dataset"):
+        draft.path("data.path", named=_data(draft), missing="train.jsonl")
+    _evaluation(draft)
+    draft.copy(same_keys("trl"))
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
     draft.rewards(rewards, settings.said("reward_weights"))
-    for key in (*_BATCH, *_STARTERS):
-        settings.said(key)
+    known = known_keys("trl", version)
+    draft.skip("this version of TRL drops it", *(key for key in BATCH if start is not None and key not in known))
     draft.batch(start, settings.whole("num_generations", 8))
-    completion = settings.whole("max_completion_length", 512 if version >= (1, 10) else 256, maximum=10**9)
+    completion = settings.whole("max_completion_length", trl_default("max_completion_length", version), maximum=10**9)
     draft.put("rollout.max_completion_tokens", completion)
     if "max_prompt_length" not in settings and version >= (0, 26):
-        draft.note("prompts have no limit there; here rollout.max_prompt_tokens drops longer ones")
-    draft.put("rollout.temperature", 1.0 if version >= (0, 18) else 0.9)
+        draft.differs("prompts have no limit there; here rollout.max_prompt_tokens drops longer ones")
+    draft.put("rollout.temperature", trl_default("temperature", version))
     draft.put("train.learning_rate", 1e-6)
     draft.transformers_keys(epochs=3.0)
     top_k = settings.number("top_k", None)
@@ -62,57 +42,103 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     _precision(draft)
     _engine(draft, version)
     draft.quantized(trl_bits(settings))
+    draft.skip_defaults(known)
+
+
+def _data(draft: Draft) -> object:
+    """The name of the training data, or the names of those that are mixed."""
+    settings = draft.settings
+    mixture = settings.said("dataset_mixture")
+    mixed = mixture.get("datasets") if isinstance(mixture, dict) else settings.said("datasets")
+    if not isinstance(mixed, list) or not mixed:
+        return settings.text("dataset_name")
+    draft.todo.append(f"data: mix them into one file, as dataset_mixture and datasets do there: {mixed!r:.200}")
+    return mixed[0].get("path", mixed[0].get("id")) if isinstance(mixed[0], dict) else mixed[0]
+
+
+def _evaluation(draft: Draft) -> None:
+    settings = draft.settings
+    strategy = settings.text("eval_strategy", settings.text("evaluation_strategy", "no"))
+    found = draft.dataset("eval", "trainer.eval_dataset")
+    if strategy == "no":
+        draft.skip("eval_strategy is no", *_EVALUATION)
+        if found:
+            draft.put("eval.every", 0)
+        return
+    draft.skip("Cohort evaluates in micro-batches of its own", "per_device_eval_batch_size")
+    draft.evaluation(settings.text("dataset_name"), settings.whole("eval_steps", None))
+    if "eval" in draft.config:
+        draft.copy(
+            {"eval.split": ("dataset_test_split", "text"), "eval.num_samples": ("num_generations_eval", "whole")}
+        )
+    if strategy != "steps":
+        draft.todo.append(f"eval.every: the steps of eval_strategy {strategy}")
 
 
 def _algorithm(draft: Draft, version: Version) -> None:
     settings = draft.settings
-    loss = settings.text("loss_type", "dapo" if version >= (0, 22) else "bnpo" if version >= (0, 17) else "grpo")
+    loss = settings.text("loss_type", trl_default("loss_type", version) or "grpo")
     if loss not in LOSSES:
-        draft.note(f"no equivalent: loss {loss}; grpo stands in its place")
+        draft.differs(f"no equivalent: loss {loss}; grpo stands in its place")
     policy_loss, loss_weight = LOSSES.get(loss, LOSSES["grpo"])
     policy_loss = draft.ratio_level(loss, policy_loss)
     advantage = SCALES.get(draft.reward_scale("group"), "group_mean_std")
     if settings.text("multi_objective_aggregation") == "normalize_then_sum":
         advantage = "per_reward_mean_std"
-    beta = settings.number("beta", 0.0 if version >= (0, 19) else 0.04)
+    beta = settings.number("beta", trl_default("beta", version))
     draft.algorithm(
         loss,
         {"advantage": advantage, "policy_loss": policy_loss, "loss_weight": loss_weight},
         beta=beta,
         **draft.bounds(loss, policy_loss),
-        **{ours: settings.number(theirs, None) for ours, theirs in _NUMBERS.items()},
-        kl_unbiased=True if beta and settings.flag("use_bias_correction_kl") else None,
+        kl_unbiased=True if settings.flag("use_bias_correction_kl") and beta else None,
     )
-    draft.copy({f"algorithm.{key}": (key, "number") for key in _TERMS})
+    for ours, (theirs, kind) in same_keys("trl_policy_loss").items():
+        if ours.removeprefix("algorithm.") in COMPONENTS["policy_loss"][policy_loss].parameters:
+            draft.copy({ours: (theirs, kind)})
+        else:
+            draft.skip(f"no effect with loss_type {loss}", theirs)
     if settings.flag("use_adaptive_entropy"):
         draft.put("algorithm.entropy_target", settings.number("entropy_target", 0.2))
-        draft.copy({f"algorithm.{key}": (key, "number") for key in ("entropy_coef_delta", "entropy_coef_max")})
+        draft.copy(same_keys("trl_adaptive_entropy"))
+    draft.reference(beta)
 
 
 def _precision(draft: Draft) -> None:
-    dtype = draft.settings.text("torch_dtype", draft.settings.text("dtype", draft.settings.text("trainer.dtype")))
+    settings = draft.settings
+    given = settings.said("model_init_kwargs")
+    kwargs = given if isinstance(given, dict) else {}
+    named = [kwargs.get("dtype"), kwargs.get("torch_dtype")]
+    named += [settings.text(key) for key in ("torch_dtype", "dtype", "trainer.dtype")]
+    dtype = next((str(name).removeprefix("torch.") for name in named if name is not None), None)
     if dtype in ("float32", "bfloat16"):
         draft.put("model.dtype", dtype)
-    elif dtype is not None:
-        draft.note(f"no equivalent: dtype {dtype}; float32 is the default")
-    if draft.settings.flag("bf16") and dtype != "bfloat16":
+    elif dtype not in (None, "auto"):
+        draft.differs(f"no equivalent: dtype {dtype}; float32 is the default")
+    if settings.flag("bf16") and dtype != "bfloat16":
         draft.put("model.compute_dtype", "bfloat16")
+    rest = {key: value for key, value in kwargs.items() if key not in _MODEL_KEYS}
+    if rest or (given is not None and given is not kwargs):
+        draft.todo.append(f"model_init_kwargs: {rest or given} has no equivalent")
 
 
 def _engine(draft: Draft, version: Version) -> None:
     settings = draft.settings
-    if not settings.flag("use_vllm"):
+    mode = sampling_mode(settings, version)
+    if mode == "none":
         draft.put("rollout.engine", "local")
+        draft.skip("use_vllm is false", *(key for key in draft.launch.settings if key.startswith("vllm_")))
         return
-    draft.put("rollout.engine", "vllm")
-    default = "colocate" if version >= (1, 0) else "server"
-    if settings.text("vllm_mode", default) == "colocate" and version >= (0, 18):
-        draft.put("hardware.rollout_gpus", "shared")
-        draft.copy(
-            {
-                "rollout.tensor_parallel": ("vllm_tensor_parallel_size", "whole"),
-                "rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number"),
-            }
-        )
+    shared = mode == "colocate"
+    draft.gpus(shared=shared, tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if shared else 1)
+    if mode == "server":
+        named = settings.text("vllm_mode", "server")
+        draft.differs(f"vllm_mode {named}: you start what samples there; here the run does, or set rollout.urls")
+        draft.skip("no effect there: the server has options of its own", *_COLOCATED)
     else:
-        draft.note("a server samples there; here the run starts its own on GPUs of this machine, or set rollout.urls")
+        draft.copy({"rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number")})
+    draft.skip("Cohort starts, watches and restarts its own vLLM servers", *_SERVER)
+    if settings.flag("vllm_importance_sampling_correction", True):
+        draft.copy(same_keys("trl_sampling_correction" if version >= (1, 6) else "trl_sampling_correction_to_1_5"))
+    else:
+        draft.put("algorithm.sampling_correction", "none")

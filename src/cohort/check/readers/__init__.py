@@ -1,15 +1,16 @@
-"""One module for each format; each says what a file holds, or that it is something else."""
+"""Readers of launch files: what a file says about a run, or why it is none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from cohort.check.launch import Launch
-from cohort.check.readers import cohort_yaml, swift, trl_python, trl_shell, trl_yaml, verl
-from cohort.check.readers.files import read_text
-from cohort.check.readers.launcher import read_launcher
-from cohort.check.readers.shell import parse_shell
-from cohort.check.readers.slurm import on_job, read_job
+from cohort.check.readers import others, swift, trl, trl_python, verl
+from cohort.check.readers.files import notebook_code, read_text
+from cohort.check.readers.launcher import find_server, on_job, read_command, read_job
+from cohort.check.readers.shell import Command, parse_shell
+from cohort.check.readers.yaml_tree import YamlTree, read_yaml_tree
 from cohort.errors import UserError
 
 __all__ = ["FORMATS", "read_launch"]
@@ -17,11 +18,21 @@ __all__ = ["FORMATS", "read_launch"]
 FORMATS = (
     "a Cohort configuration (model, data, rewards), a TRL or Open-R1 recipe (YAML), Python with GRPOConfig(...), a "
     "shell script or YAML of ms-swift (--rlhf_type grpo), a shell script or YAML of verl (actor_rollout_ref), a shell "
-    "script that starts GRPO with TRL"
+    "script that starts GRPO with TRL; prime-rl and OpenRLHF are recognized"
 )
-_Reader = Callable[[Path, str], Launch | None]
-_YAML: tuple[_Reader, ...] = (cohort_yaml.read, verl.read_yaml, swift.read_yaml, trl_yaml.read)
-_SHELL: tuple[_Reader, ...] = (verl.read_shell, swift.read_shell, trl_shell.read)
+_MOST_RUNS = 32  # of one file
+_YAML: tuple[Callable[[Path, str, YamlTree], Launch | None], ...] = (
+    others.read_cohort,
+    verl.read_yaml,
+    swift.read_yaml,
+    trl.read_yaml,
+)
+_SHELL: tuple[Callable[[Path, str, Command, Command | None], Launch | None], ...] = (
+    verl.read_shell,
+    swift.read_shell,
+    others.read_shell,
+    trl.read_shell,
+)
 
 
 def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
@@ -32,72 +43,72 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
     """
     text = read_text(path)
     try:
-        launch = _read(path, text)
+        text = notebook_code(text) if path.suffix == ".ipynb" else text
+        command = _launch_command(launched_with) if launched_with else None
+        launches = list(islice(_read(path, text, command), _MOST_RUNS + 1))
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
-    return _launched(launch, launched_with) if launched_with else launch
+    if len(launches) > _MOST_RUNS:
+        raise UserError(f"{path}: starts more than {_MOST_RUNS} runs; check them in several files")
+    if not launches:
+        raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
+    if command is not None and path.suffix not in (".py", ".ipynb"):
+        launches = [_launched(launch, command) for launch in launches]
+    return replace(launches[0], others=tuple(launches[1:]))
 
 
-def _read(path: Path, text: str) -> Launch:
-    for reader in _readers(path, text):
-        launch = reader(path, text)
-        if launch is not None:
-            return on_job(launch, read_job(text)) if launch.form == "shell" else launch
-    if path.suffix in (".yaml", ".yml"):
-        tree = trl_yaml.cached_tree(text)
-        if tree and {"distributed_type", "compute_environment"} & set(tree.top):
-            raise UserError(
-                f"{path}: a configuration of accelerate, which trains nothing by itself; give it to the recipe's "
-                f"check: "
-                f'--launch "accelerate launch --config_file {path}"'
-            )
-        if tree and {"model_name_or_path", "per_device_train_batch_size"} & set(tree.top):
-            raise UserError(f"{path}: a recipe without any key of GRPO (num_generations, reward_funcs, ...)")
-    if _readers(path, text) is _SHELL and trl_shell.awaits_recipe(text):
-        raise UserError(
-            f"{path}: trains what its own arguments name; check that recipe, and say how it is started: cohort check "
-            f'recipes/MODEL/grpo/config_NAME.yaml --launch "sbatch --nodes=2 {path} --accelerator zero3"'
-        )
-    raise UserError(f"{path}: none of the formats that are known: {FORMATS}")
-
-
-def _readers(path: Path, text: str) -> tuple[_Reader, ...]:
+def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
+    """Every run of a file."""
     suffix = path.suffix.lower()
-    if suffix == ".py":
-        return (trl_python.read,)
-    if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh") or text.startswith("#!"):
-        return _SHELL
-    return _YAML
+    if suffix in (".py", ".ipynb"):
+        yield from trl_python.read(path, text, command)
+    elif suffix == ".toml":
+        yield from filter(None, [others.read_toml(path, text)])
+    elif suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh") or text.startswith("#!"):
+        job = read_job(text, path.name)
+        commands = parse_shell(text, path.name, known=job.variables())
+        server = find_server(commands)
+        for found in commands:
+            runs = filter(None, (read(path, text, found, server) for read in _SHELL))
+            yield from (on_job(run, job) for run in islice(runs, 1))
+    elif tree := read_yaml_tree(text, path.name):
+        yield from islice(filter(None, (read(path, text, tree) for read in _YAML)), 1)
 
 
-def _launched(launch: Launch, command: str) -> Launch:
-    """The same run, started by this command."""
-    commands = parse_shell(command)
+def _launch_command(text: str) -> Command:
+    commands = parse_shell(text, "--launch")
     if len(commands) != 1:
         raise UserError(
-            f"--launch {command!r}: must be one command, such as 'accelerate launch --num_processes 7' or "
+            f"--launch {text!r}: must be one command, such as 'accelerate launch --num_processes 7' or "
             f"'sbatch --nodes=2 slurm/train.slurm'"
         )
-    vllm = launch.settings.get("use_vllm")
-    uses_vllm = str(vllm.value).lower() in ("true", "1", "yes") if vllm else False
-    launcher = read_launcher(commands[0], "--launch", Path.cwd(), uses_vllm=uses_vllm)
-    if launcher.processes is None and launcher.gpus is None and not launcher.findings:
+    return commands[0]
+
+
+def _launched(launch: Launch, command: Command) -> Launch:
+    """The same run, started by this command."""
+    if launch.not_checked is not None:
+        return launch
+    told = read_command(command, launch.framework, Path.cwd())
+    if command.has("sbatch"):
+        return trl.open_r1_nodes(replace(launch, sharding=told.sharding or launch.sharding), command)
+    if not (told.processes or told.training_gpus or told.unread or command.has("trl", "grpo")):
         raise UserError(
-            f"--launch {command!r}: says neither processes nor GPUs; accelerate launch (--num_processes, "
-            f"--config_file), torchrun (--nproc_per_node, --nnodes), sbatch (--nodes), NPROC_PER_NODE=N and "
-            f"CUDA_VISIBLE_DEVICES are read"
+            f"--launch {' '.join(word.text for word in command.words)!r}: says neither processes nor GPUs; accelerate "
+            f"launch (--num_processes, --config_file), torchrun (--nproc_per_node, --nnodes), sbatch (--nodes), "
+            f"NPROC_PER_NODE=N and CUDA_VISIBLE_DEVICES are read"
         )
+    trl_processes = trl.starter_processes(launch.settings) if command.has("trl", "grpo") else None
     return replace(
         launch,
-        others=tuple(_launched(other, command) for other in launch.others),
-        processes=launcher.processes or launch.processes,
-        processes_per_node=launcher.per_node if launcher.processes else launch.processes_per_node,
-        training_gpus=launcher.gpus or launch.training_gpus,
-        sharding=launcher.sharding or launch.sharding,
-        unread=(*launch.unread, *launcher.unread),
-        findings=(*launch.findings, *launcher.findings),
+        settings={**launch.settings, **{key: said for key, said in told.settings.items() if key != "config"}},
+        processes=told.processes or trl_processes or launch.processes,
+        processes_per_node=told.processes_per_node if told.processes else launch.processes_per_node,
+        training_gpus=told.training_gpus or launch.training_gpus,
+        sharding=told.sharding or launch.sharding,
+        unread=(*launch.unread, *told.unread),
     )

@@ -1,10 +1,12 @@
 """Text files of strangers: small, text, on this machine."""
 
+import json
 from pathlib import Path
 
 from cohort.errors import UserError
 
 MAX_BYTES = 500_000
+_LEVELS_UP = 2  # from a script to where it is started
 
 
 def read_text(path: Path) -> str:
@@ -42,3 +44,27 @@ def _no_file(path: Path) -> str | None:
     if path.is_file():
         return None
     return "is not a plain file" if path.exists() else "no such file"
+
+
+def notebook_code(text: str) -> str:
+    """The Python of a notebook, of which lines are counted.
+
+    Raises:
+        ValueError: it is no notebook.
+    """
+    book = json.loads(text)
+    cells = book.get("cells", []) if isinstance(book, dict) else []
+    found = [cell.get("source", "") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    lines = "\n".join("".join(map(str, part)) for part in found).splitlines()
+    return "\n".join("pass" if line.startswith(("!", "%")) else line for line in lines)
+
+
+def find_text(name: str, folder: Path) -> tuple[Path, str]:
+    """A file that another one names: beside it, in the folders above it, or here.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    tries = [place / name for place in (folder, *folder.resolve().parents[:_LEVELS_UP], Path())]
+    path = next((candidate for candidate in tries if _no_file(candidate) is None), tries[0])
+    return path, read_text(path)

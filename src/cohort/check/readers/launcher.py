@@ -1,225 +1,249 @@
-"""How many processes a launcher starts: accelerate, torchrun, ms-swift's environment, Open-R1's Slurm script."""
+"""Command lines: options, and the processes that accelerate, torchrun, deepspeed, ms-swift or Slurm start."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from cohort.check.findings import Finding
-from cohort.check.launch import Said, Sharding, Unread
-from cohort.check.readers.files import read_text
-from cohort.check.readers.options import Options, env_count, gpus_of, parse_options
-from cohort.check.readers.shell import Command
-from cohort.check.readers.shell_words import Word
+from cohort.check.launch import Framework, Launch, Said, Sharding, Unread
+from cohort.check.readers.files import find_text
+from cohort.check.readers.shell import Command, Word
 from cohort.check.readers.yaml_tree import read_yaml_tree
 from cohort.errors import UserError
+from cohort.plan.hardware import GPUS
 
-OPEN_R1_GPUS_PER_NODE = 8  # written into its slurm/train.slurm
-_COUNTS = frozenset(("num_processes", "nproc_per_node", "nnodes", "nodes"))
-# options of launchers that decide something here
-_READ = frozenset(("num_processes", "num_machines", "nproc_per_node", "nnodes", "config_file", "nodes", "accelerator"))
+# files of accelerate that TRL and Open-R1 have, for 8 processes; TRL's own command takes the short names
+_ACCELERATE_FILE = re.compile(
+    r"(?:.*\baccelerate_configs/)?(?:deepspeed_)?(zero[123]|fsdp[12]?|multi_gpu|ddp)(\.yaml)?"
+)
+_DECIDING = {"num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus", "num_nodes", "config_file"}
+_SERVERS = (("trl", "vllm-serve"), ("vllm", "serve"), ("swift", "rollout"))
+_SBATCH = re.compile(r"#SBATCH[ \t]+(.+)")
+_SBATCH_OPTION = re.compile(r"(--[a-z-]+|-[NGC])(?:=|[ \t]+)?([^\s#]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`--key value`, `--key=value` and flags, which are true. A key with several values has a list."""
+
+    settings: dict[str, Said] = field(default_factory=dict)
+    unread: tuple[Unread, ...] = ()
+
+    def whole(self, key: str, default: int | None = None) -> int | None:
+        """A whole number; None where it could not be read."""
+        if any(entry.key == key for entry in self.unread):
+            return None
+        value = self.text(key)
+        return default if not value else int(value) if value.isdecimal() and len(value) < 7 else None
+
+    def text(self, key: str) -> str:
+        """The first value of a key as text; empty where there is none."""
+        value = self.settings[key].value if key in self.settings else ""
+        return str(value[0] if isinstance(value, list) else value)
+
+
+def parse_options(words: Sequence[Word]) -> Options:
+    """The options of a command line."""
+    parts: list[tuple[str, list[Word]]] = []  # the word of the option itself is the first
+    unread: list[Unread] = []
+    equals = ""
+    for word in words:
+        if word.text.startswith("--") and len(word.text) > 2:
+            key, equals, value = word.text[2:].partition("=")
+            option = replace(word, text=value)
+            parts.append((key.replace("-", "_"), [option, option] if equals else [option]))
+        elif word.missing and (word.text == "$@" or (not word.text and (not parts or len(parts[-1][1]) > 1))):
+            unread.append(unknown_word(word))
+        elif parts and not equals:
+            parts[-1][1].append(word)
+    settings: dict[str, Said] = {}
+    for key, found in parts:
+        missing = dict.fromkeys(reason for word in found for reason in word.missing)
+        texts = [word.text for word in found[1:]]
+        if missing:
+            settings.pop(key, None)  # the last one counts
+            unread.append(Unread(key, found[0].where, "; ".join(missing)))
+        else:
+            settings[key] = Said(True if not texts else texts[0] if len(texts) == 1 else texts, found[0].where)
+    return Options(settings, tuple(entry for entry in unread if entry.key not in settings))
+
+
+def unknown_word(word: Word) -> Unread:
+    """A word that may hold any options: a variable from outside, or the script's own arguments."""
+    return Unread("(arguments)" if word.text == "$@" else "(options)", word.where, "; ".join(word.missing))
+
+
+def read_command(command: Command, framework: Framework, folder: Path, server: Command | None = None) -> Launch:
+    """What a command says about a run: the options of its script, and the processes that its launcher starts.
+
+    `folder` is where a configuration file of accelerate is looked up; `server` is the command of the same file that
+    starts the sampling server.
+    """
+    start = _script_at(command.words)
+    names = {word.name for word in command.words[: start + 1]}
+    options = parse_options(command.words[start:])
+    own = options if "trl" in names else parse_options(command.words[:start])
+    gpus = gpus_of(command)
+    configured = own.text("config_file") or own.text("accelerate_config") or own.text("accelerator")
+    file, problem = _accelerate_file(configured, command.where, folder)
+    said = Options({**file, **own.settings}, own.unread)
+    nodes: int | None = 1
+    per_node: int | None = None
+    processes: int | None = None
+    if names & {"accelerate", "trl"}:
+        visible = len(gpus) if gpus and "multi_gpu" in said.settings else None
+        processes, nodes = said.whole("num_processes", visible), said.whole("num_machines", 1)
+    elif names & {"torchrun", "torch.distributed.run", "torch.distributed.launch"}:
+        per_node, nodes = said.whole("nproc_per_node", 1), said.whole("nnodes", 1)
+    elif "deepspeed" in names:
+        per_node, nodes = said.whole("num_gpus", len(gpus) if gpus else None), said.whole("num_nodes", 1)
+    elif not names & {"srun", "sbatch", "mpirun", "ray"}:
+        said = _environment(command)
+        per_node, nodes = said.whole("NPROC_PER_NODE", 1), said.whole("NNODES", 1)
+    if per_node is not None and nodes is not None:
+        processes = per_node * nodes
+    return Launch(
+        framework=framework,
+        form="shell",
+        reason=f"the command at {command.where}",
+        settings=options.settings,
+        unread=(
+            *options.unread,
+            *(entry for entry in said.unread if entry.key in _DECIDING or entry.key.isupper()),
+            *([Unread("config_file", command.where, problem)] if problem else []),
+        ),
+        processes=None if processes is None else Said(processes, command.where),
+        processes_per_node=None if processes is None or not nodes else processes // nodes,
+        training_gpus=gpus,
+        sharding=read_sharding({**options.settings, **said.settings}, folder),
+        server_gpus=gpus_of(server) if server else None,
+        server=parse_options(server.words).settings if server else {},
+    )
+
+
+def find_server(commands: Sequence[Command]) -> Command | None:
+    """The first command that starts a sampling server."""
+    return next((command for command in commands for name in _SERVERS if command.has(*name)), None)
+
+
+def _script_at(words: Sequence[Word]) -> int:
+    """Where the training script or its command stands, after the launcher's own options."""
+    for at, (word, after) in enumerate(pairwise((*words, Word("")))):
+        is_module = word.text in ("-m", "--module") and not after.text.startswith("torch.distributed")
+        if is_module or word.name in ("trl", "swift", "megatron") or word.name.endswith(".py"):
+            return at
+    return len(words)
+
+
+def gpus_of(command: Command) -> tuple[str, ...] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set or cannot be read."""
+    word = command.env.get("CUDA_VISIBLE_DEVICES", command.env.get("ASCEND_RT_VISIBLE_DEVICES"))
+    if word is None or word.missing:
+        return None
+    return tuple(part.strip() for part in word.text.split(",") if part.strip())
+
+
+def _environment(command: Command) -> Options:
+    counts = {key: word for key, word in command.env.items() if key in ("NPROC_PER_NODE", "NNODES")}
+    return parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
+
+
+def _accelerate_file(name: str, where: str, folder: Path) -> tuple[Mapping[str, Said], str | None]:
+    """The settings of a configuration of accelerate, and why they could not be read."""
+    if not name:
+        return {}, None
+    try:
+        path, text = find_text(name, folder)
+        tree = read_yaml_tree(text, path.name)
+        return tree.values if tree else {}, None
+    except (UserError, ValueError) as error:
+        known = _ACCELERATE_FILE.fullmatch(name)
+        if known is None:
+            return {}, str(error)
+    kind = known[1]
+    about = {"zero_stage": kind[-1]} if kind.startswith("zero") else {"distributed_type": "MULTI_GPU"}
+    about |= {"distributed_type": "FSDP"} if kind.startswith("fsdp") else {}
+    return {key: Said(value, where) for key, value in {**about, "num_processes": 8}.items()}, None
+
+
+def read_sharding(settings: Mapping[str, Said], folder: Path) -> Sharding | None:
+    """How processes share the state, by accelerate's keys, or by the trainer's `deepspeed` and `fsdp`."""
+    values = {key.rpartition(".")[2]: str(said.value).lower() for key, said in settings.items()}
+    name = values.get("deepspeed", "")
+    if named := re.fullmatch(r"zero([0-3])(_offload)?", name):  # ms-swift's own files
+        values |= {"zero_stage": named[1], "offload_optimizer_device": "cpu" if named[2] else "none"}
+        values |= {"offload_param_device": "cpu" if named[2] and named[1] == "3" else "none"}
+    elif name.endswith(".json"):
+        try:
+            tree = read_yaml_tree(find_text(str(settings["deepspeed"].value), folder)[1], name)
+        except (KeyError, ValueError):
+            return None
+        for key, said in tree.values.items() if tree else ():
+            own = key.removeprefix("zero_optimization.").replace(".device", "_device")
+            values["zero_stage" if own == "stage" else own] = str(said.value).lower()
+    kind = values.get("distributed_type", "")
+    if "fsdp" in kind or "use_fsdp" in values or values.get("fsdp", "") not in ("", "false", "none", "[]"):
+        offloads = values.get("fsdp_offload_params") == "true"
+        return Sharding(3, "fsdp", offloads_optimizer=offloads, offloads_weights=offloads)
+    stage = values.get("zero_stage", "")
+    if stage in ("0", "1", "2", "3"):
+        moved = {part for part in ("optimizer", "param") if values.get(f"offload_{part}_device") in ("cpu", "nvme")}
+        return Sharding(
+            int(stage), "deepspeed", offloads_optimizer="optimizer" in moved, offloads_weights="param" in moved
+        )
+    return Sharding(0, "ddp") if kind in ("multi_gpu", "no") or "multi_gpu" in values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
-    """What a command says about where the run runs."""
+class Job:
+    """Nodes and GPUs that a script asks Slurm for in `#SBATCH` lines, which sbatch reads up to the first command."""
 
-    processes: Said | None
-    per_node: int | None = None  # processes of one machine
-    gpus: tuple[str, ...] | None = None
-    sharding: Sharding | None = None
-    script: tuple[Word, ...] = ()  # the words from the script on, or all where no launcher is known
-    unread: tuple[Unread, ...] = ()  # options that decide and could not be resolved
-    findings: tuple[Finding, ...] = ()
+    nodes: int | None = None
+    gpus_per_node: Said | None = None
+    gpu: str | None = None  # by the name that `cohort plan` has for it
 
-
-def _launcher(
-    count: int | None,
-    nodes: int,
-    where: str,
-    *,
-    gpus: tuple[str, ...] | None,
-    script: tuple[Word, ...],
-    sharding: Sharding | None = None,
-    unread: tuple[Unread, ...] = (),
-    findings: tuple[Finding, ...] = (),
-) -> Launcher:
-    """A launcher of `count` processes on all nodes together. Where an option that counts is not read, nobody knows."""
-    if {entry.key for entry in unread} & _COUNTS:
-        count = None
-    return Launcher(
-        processes=None if count is None else Said(count, where),
-        per_node=None if count is None else count // max(nodes, 1),
-        gpus=gpus,
-        script=script,
-        sharding=sharding,
-        unread=tuple(entry for entry in unread if entry.key in _READ),
-        findings=findings,
-    )
+    def variables(self) -> tuple[tuple[str, str], ...]:
+        """What Slurm sets in the job's environment."""
+        gpus = self.gpus_per_node.value if self.gpus_per_node else None
+        known = {"SLURM_NNODES": self.nodes, "SLURM_JOB_NUM_NODES": self.nodes}
+        known |= {"SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS_PER_NODE": gpus}
+        return tuple((name, str(value)) for name, value in known.items() if value is not None)
 
 
-def read_launcher(command: Command, where: str, folder: Path, *, uses_vllm: bool = False) -> Launcher:
-    """Reads the part of a command before the training script.
-
-    `folder` is where a configuration file of accelerate is looked up; `uses_vllm` matters for Open-R1's Slurm script,
-    which keeps the last node for the sampling server.
-    """
-    names = [word.text.rsplit("/", 1)[-1] for word in command.words]
-    gpus = gpus_of(command.env)
-    if "sbatch" in names:
-        options = parse_options(command.words[names.index("sbatch") + 1 :], where)
-        count, findings = _slurm(options, uses_vllm)
-        nodes = (count or 0) // OPEN_R1_GPUS_PER_NODE
-        sharding = _sharding(_named_file(folder, options.settings.get("accelerator")))
-        about: dict[str, Any] = {"gpus": gpus, "sharding": sharding, "unread": options.unread}
-        return _launcher(count, nodes, where, script=command.words, findings=findings, **about)
-    if "trl" in names and "accelerate" not in names:  # its command line starts accelerate itself
-        options = parse_options(command.words, where)
-        in_file = _named_file(folder, options.settings.get("accelerate_config"))
-        count = _whole(options.settings, "num_processes", _whole(in_file, "num_processes", None))
-        nodes = _whole(options.settings, "num_machines", 1) or 1
-        sharding = _sharding({**in_file, **options.settings})
-        return _launcher(count, nodes, where, gpus=gpus, script=command.words, sharding=sharding, unread=options.unread)
-    if "accelerate" in names and "launch" in names:
-        own, script = _before_script(command.words[names.index("launch") + 1 :])
-        options = parse_options(own, where)
-        count, sharding, findings = _accelerate(options, gpus, folder)
-        nodes = _whole(options.settings, "num_machines", 1) or 1
-        about = {"gpus": gpus, "sharding": sharding, "unread": options.unread}
-        return _launcher(count, nodes, where, script=script, findings=findings, **about)
-    if "torchrun" in names:
-        own, script = _before_script(command.words[names.index("torchrun") + 1 :])
-        options = parse_options(own, where)
-        per_node = _whole(options.settings, "nproc_per_node", len(gpus or ()) or None)
-        per_node = per_node if "nproc_per_node" in options.settings else 1
-        nodes = _whole(options.settings, "nnodes", 1) or 1
-        return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=script, unread=options.unread)
-    per_node = env_count(command.env, "NPROC_PER_NODE")
-    nodes = env_count(command.env, "NNODES") or 1
-    return _launcher(per_node and per_node * nodes, nodes, where, gpus=gpus, script=command.words)
+def read_job(text: str, name: str) -> Job:
+    """The job of a script; without numbers where it has no such lines."""
+    said: dict[str, tuple[str, int]] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            break
+        match = _SBATCH.match(line)
+        for option, value in _SBATCH_OPTION.findall(match[1]) if match else ():
+            said[{"-N": "--nodes", "-G": "--gpus", "-C": "--constraint"}.get(option, option)] = (value, number)
+    nodes = _whole(said.get("--nodes", ("", 0))[0].partition("-")[0])
+    found: Said | None = None
+    kind = said.get("--constraint", ("", 0))[0]
+    for option, share in (("--gpus", nodes or 1), ("--gres", 1), ("--gpus-per-node", 1)):
+        value, number = said.get(option, ("", 0))
+        wanted = next((part for part in value.split(",") if option != "--gres" or part.startswith("gpu:")), "")
+        type_, _, each = wanted.removeprefix("gpu:").rpartition(":")  # h100:8, 8 or h100
+        count = _whole(each)
+        if count is not None and count % share == 0:
+            found, kind = Said(count // share, f"{name}:{number}"), type_ or kind
+    words = re.split(r"[^a-z0-9]+", kind.lower())  # a site's name, such as nvidia_h100_80gb
+    return Job(nodes=nodes, gpus_per_node=found, gpu=next((gpu for gpu in GPUS if gpu in words), None))
 
 
-def _before_script(words: Sequence[Word]) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
-    """A launcher's own options, and the script with its own."""
-    for i, word in enumerate(words):
-        name = word.text.rsplit("/", 1)[-1]
-        if name.endswith(".py") or word.text in ("-m", "--module") or name in ("trl", "swift"):
-            return tuple(words[:i]), tuple(words[i:])
-    return tuple(words), ()
+def on_job(launch: Launch, job: Job) -> Launch:
+    """The launch with what its script asks for, where its commands do not say."""
+    if job.gpus_per_node is None:
+        return launch
+    processes = launch.processes
+    told = not any(unread.key == "(recipe)" for unread in launch.unread)  # otherwise the nodes come with the recipe
+    if told and processes is None and launch.framework in ("trl", "open-r1"):
+        processes = Said((job.nodes or 1) * job.gpus_per_node.value, job.gpus_per_node.where)
+    return replace(launch, processes=processes, node_gpus=job.gpus_per_node, gpu=job.gpu)
 
 
-def _whole(options: Mapping[str, Said], key: str, default: int | None) -> int | None:
-    value = options[key].value if key in options else None
-    value = value[0] if isinstance(value, list) else value
-    return int(str(value)) if str(value).isdecimal() else default
-
-
-def _accelerate(
-    options: Options, gpus: tuple[str, ...] | None, folder: Path
-) -> tuple[int | None, Sharding | None, tuple[Finding, ...]]:
-    """The number of processes and how they share the state: of the command line, else of the configuration file.
-
-    Where neither says, there are as many processes as visible GPUs.
-    """
-    in_file: Mapping[str, Said] = {}
-    findings: list[Finding] = []
-    name = options.settings.get("config_file")
-    if name is not None:
-        try:
-            in_file = _accelerate_file(folder, str(name.value))
-        except UserError as error:
-            findings.append(Finding("CHK004", "--config_file", f"the accelerate file was not read: {error}"))
-    default = _whole(in_file, "num_processes", None)
-    default = default if default is not None else len(gpus) if gpus and "multi_gpu" in options.settings else None
-    said = {**in_file, **options.settings}
-    return _whole(options.settings, "num_processes", default), _sharding(said), tuple(findings)
-
-
-def _sharding(said: Mapping[str, Said]) -> Sharding | None:
-    """How processes share the state, by accelerate's keys; None where they do not say."""
-
-    def on_host(*names: str) -> bool:
-        values = [str(entry.value).lower() for key, entry in said.items() if key.rpartition(".")[2] in names]
-        return bool({"cpu", "nvme", "true"} & set(values))
-
-    kind = str(said["distributed_type"].value).upper() if "distributed_type" in said else ""
-    if "FSDP" in kind or "use_fsdp" in said:
-        offloads = on_host("fsdp_offload_params")
-        return Sharding(3, "fsdp", offloads_optimizer=offloads, offloads_weights=offloads)
-    stage = _whole(said, "zero_stage", _whole(said, "deepspeed_config.zero_stage", None))
-    if stage is None:
-        return Sharding(0, "ddp") if "MULTI_GPU" in kind or kind == "NO" or "multi_gpu" in said else None
-    return Sharding(
-        stage,
-        "deepspeed",
-        offloads_optimizer=on_host("offload_optimizer_device"),
-        offloads_weights=on_host("offload_param_device"),
-    )
-
-
-def sharding_of(settings: Mapping[str, Said], folder: Path) -> Sharding | None:
-    """Of `deepspeed` and `fsdp` among a trainer's own settings: names of ms-swift's files, or files on this machine."""
-    fsdp = settings.get("fsdp")
-    if fsdp is not None and str(fsdp.value).lower() not in ("", "false", "none", "[]"):
-        return Sharding(3, "fsdp")
-    name = str(settings["deepspeed"].value) if "deepspeed" in settings else ""
-    named = re.fullmatch(r"zero([0-3])(_offload)?", name)
-    if named:
-        stage, offloads = int(named[1]), named[2] is not None
-        return Sharding(stage, "deepspeed", offloads_optimizer=offloads, offloads_weights=offloads and stage == 3)
-    try:
-        tree = read_yaml_tree(read_text(folder / name)) if name.endswith(".json") else None
-    except ValueError:
-        return None
-    said = (
-        {key.removeprefix("zero_optimization."): str(entry.value) for key, entry in tree.values.items()} if tree else {}
-    )
-    in_file = said.get("stage", "")
-    if not in_file.isdecimal():
-        return None
-    optimizer, weights = (said.get(f"offload_{part}.device", "none") != "none" for part in ("optimizer", "param"))
-    return Sharding(int(in_file), "deepspeed", offloads_optimizer=optimizer, offloads_weights=weights)
-
-
-def _named_file(folder: Path, name: Said | None) -> Mapping[str, Said]:
-    """A configuration of accelerate by the short name that TRL and Open-R1 have for it, or by its path."""
-    text = str(name.value) if name else ""
-    match = re.fullmatch(r"zero([1-3])", text)
-    if match:
-        return {"zero_stage": Said(match[1], name.where)} if name else {}
-    kinds = {"fsdp": "FSDP", "fsdp1": "FSDP", "fsdp2": "FSDP", "ddp": "MULTI_GPU", "multi_gpu": "MULTI_GPU"}
-    if name and text in kinds:
-        return {"distributed_type": Said(kinds[text], name.where)}
-    try:
-        return _accelerate_file(folder, text) if text.endswith((".yaml", ".yml")) else {}
-    except UserError:
-        return {}
-
-
-def _accelerate_file(folder: Path, name: str) -> Mapping[str, Said]:
-    """The settings of an accelerate configuration.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    tries = [folder / name, Path(name)]
-    path = next((candidate for candidate in tries if candidate.is_file()), tries[0])
-    try:
-        tree = read_yaml_tree(read_text(path))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return tree.values if tree else {}
-
-
-def _slurm(options: Options, uses_vllm: bool) -> tuple[int | None, tuple[Finding, ...]]:
-    """Open-R1's script: 8 GPUs on every node, and the last node samples where vLLM is used."""
-    nodes = _whole(options.settings, "nodes", _whole(options.settings, "N", 1)) or 1
-    training = nodes - 1 if uses_vllm else nodes
-    if training == 0:
-        message = (
-            "sbatch --nodes=1 with use_vllm: the only node runs the sampling server, so 0 nodes and 0 processes are "
-            "left to train"
-        )
-        return 0, (Finding("CHK002", "--nodes", message, ("--nodes=2", "vllm_mode=colocate without the server")),)
-    return training * OPEN_R1_GPUS_PER_NODE, ()
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() and 0 < int(text) < 100_000 else None

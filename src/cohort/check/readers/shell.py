@@ -1,287 +1,313 @@
-"""Shell scripts read as text: words, variables assigned in the file, defaults. Nothing is run.
+"""Shell scripts as a syntax tree: the commands in order, with the variables that the file assigns. Nothing is run."""
 
-What only a running shell knows (a variable from outside, `$(command)`, what a branch assigns) is named as missing, and
-the rest of the word is kept.
-"""
-
+import ast
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import takewhile
 
-from cohort.check.readers.shell_words import Word, end_of_balanced, end_of_quoted, expand
-from cohort.check.readers.slurm import read_job
+import tree_sitter
+import tree_sitter_bash
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
-_OPENS = {"if", "for", "while", "until", "case", "select"}
-_CLOSES = {"fi", "done", "esac"}
-_GOES_ON = {"then", "else", "do", "!", "{", "}", "time", "elif"}
-_PREFIXES = {"export", "declare", "local", "readonly", "typeset"}
-_LAUNCHERS = {"sudo", "env", "nohup", "exec", "command"}
+from cohort.check.readers.arithmetic import UNREADABLE, compute
 
-_MOST_NESTED = 4  # functions that call functions, shells in shells
-_FUNCTION = re.compile(
-    r"[ \t]*(?:function[ \t]+([A-Za-z_][\w-]*)(?:[ \t]*\(\))?|([A-Za-z_][\w-]*)[ \t]*\(\))[ \t\n\x00]*\{(?=[\s\x00])"
-)
-_MOST_EXPANDED = 1_000_000  # characters of all expanded words together
+_BASH = tree_sitter.Language(tree_sitter_bash.language())
+_LONGEST = 10_000  # characters of an expanded argument
+_MOST_EXPANDED = 1_000_000  # characters of all of them
+_MOST_WORDS, _MOST_REASONS = 1_000, 4  # of an array, and why a word is not known
+_EXPORTED = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")  # that decide something
+_BRANCHES = {"elif_clause", "else_clause", "case_item", "do_group"}
+_PLACEHOLDER = re.compile(r"(?<=[ =])(<[A-Za-z][\w-]*>)(?=\s|$)")
+_UNQUOTED_LINE = re.compile(r"^[^\"'\n]*$", re.MULTILINE)
+_PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$|\}$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word of a command, as far as the file says it."""
+
+    text: str
+    where: str = field(default="", compare=False)  # NAME:LINE
+    missing: tuple[str, ...] = ()  # why a part of it is not known
+
+    @property
+    def name(self) -> str:
+        """Without folders: `launch.sh` of `scripts/launch.sh`."""
+        return self.text.rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One simple command."""
+    """A simple command."""
 
-    env: Mapping[str, Word]  # what was exported before it, and what stands before it
     words: tuple[Word, ...]
-    line: int
+    env: Mapping[str, Word] = field(default_factory=dict)  # of `_EXPORTED` and what stands before the command
+
+    @property
+    def where(self) -> str:
+        """Of its first word."""
+        return self.words[0].where
+
+    def has(self, *names: str) -> bool:
+        """Whether these words stand in it, one after the other."""
+        own = [word.name for word in self.words]
+        return any(tuple(own[i : i + len(names)]) == names for i in range(len(own)))
 
 
 @lru_cache(maxsize=8)
-def parse_shell(text: str) -> tuple[Command, ...]:
+def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()) -> tuple[Command, ...]:
     """The commands of a script in order.
+
+    Args:
+        text: the script.
+        name: of its file, for `Word.where`.
+        known: variables that are set when it starts.
 
     Raises:
         ValueError: its variables expand to more than any script holds.
+        RecursionError: it is nested too deeply.
     """
-    job = read_job(text)
-    scanner = _Scanner(text.replace("\x00", " ").replace("\r\n", "\n").replace("\\\n", "\x00"))
-    scanner.variables = {name: [Word(value)] for name, value in job.variables().items()}
-    return tuple(scanner.commands())
+    walker = _Walker(name, {"HOME": "~", "PWD": ".", **dict(known)})
+    walker.walk(_tree(text))
+    while walker.functions:  # those that nobody calls
+        walker.walk(walker.functions.pop(next(iter(walker.functions))))
+    return tuple(walker.commands)
 
 
-@dataclass(slots=True)
-class _Function:
-    """A function of the script."""
-
-    body: str
-    line: int
-    called: bool = False
+def _tree(text: str) -> tree_sitter.Node:
+    """The syntax tree, in which a placeholder such as `<your-model>` is a word and no redirection."""
+    plain = _UNQUOTED_LINE.sub(lambda line: _PLACEHOLDER.sub(r"'\1'", line[0]), text.replace("\r\n", "\n"))
+    return tree_sitter.Parser(_BASH).parse(plain.encode(errors="replace")).root_node
 
 
-def _script_of_shell(command: Command) -> Word | None:
-    """What `bash -c` runs, wherever it stands in the command: behind srun, ssh or docker too."""
-    names = [word.text.rsplit("/", 1)[-1] for word in command.words]
-    for place, (name, option) in enumerate(pairwise(names)):
-        if name in ("bash", "sh", "zsh") and re.fullmatch("-[a-z]*c", option) and place + 2 < len(names):
-            return command.words[place + 2]
-    return None
+def _text(node: tree_sitter.Node) -> str:
+    return (node.text or b"").decode(errors="replace")
 
 
-class _Scanner:
-    """Reads a script from left to right. A continued line is one NUL, so that line numbers can be counted."""
+_Value = Word | list[Word]  # of a variable; a list is an array
 
-    def __init__(self, text: str, *, line: int = 1, nested: int = 0) -> None:
-        self.text, self.at, self.line = text, 0, line
-        self.nested = nested  # calls of functions and shells in shells around this text
-        self.functions: dict[str, _Function] = {}
-        self.variables: dict[str, list[Word]] = {}
-        self.exported: dict[str, Word] = {}
-        self.depth = 0  # of if, for, while, case
-        self.after_test = False  # whether && or || ended the last command
-        self.expanded = 0  # characters so far
 
-    def commands(self) -> list[Command]:
-        """All commands. A function's are those of each of its calls; of one that is not called, those of its body."""
-        found: list[Command] = []
-        while self.at < len(self.text):
-            if self._reads_function():
-                continue
-            line, conditional = self.line, self.after_test
-            raw = self._raw_command()
-            self.depth += conditional
-            command = self._command(raw, line) if raw else None
-            self.depth -= conditional
-            if command:
-                found += self._inside(command)
-        if self.nested == 0:
-            for function in [f for f in self.functions.values() if not f.called]:
-                found += self._nested(_Scanner(function.body, line=function.line, nested=1))
-        return found
+class _Walker:
+    """Goes through a script once, from its first line to its last."""
 
-    def _reads_function(self) -> bool:
-        """Take a definition in, where one stands here."""
-        match = _FUNCTION.match(self.text, self.at)
-        if not match:
-            return False
-        self._skip_to(match.end() - 1)
-        start, line = self.at + 1, self.line
-        self._skip_to(end_of_balanced(self.text, self.at, "{", "}"))
-        self.functions[match[1] or match[2]] = _Function(self.text[start : self.at - 1], line)
-        return True
+    def __init__(self, name: str, variables: Mapping[str, str]) -> None:
+        self.name = name
+        self.commands: list[Command] = []
+        self.functions: dict[str, tree_sitter.Node] = {}
+        self.variables: ChainMap[str, _Value] = ChainMap({key: Word(value) for key, value in variables.items()})
+        self._exported: set[str] = set()
+        self._expanded = 0
 
-    def _inside(self, command: Command) -> list[Command]:
-        """The commands of a function that this one calls, or of `bash -c '...'`; otherwise itself."""
-        if self.nested >= _MOST_NESTED:
-            return [command]
-        name = command.words[0].text
-        if name in self.functions:
-            function = self.functions[name]
-            function.called = True
-            inner = _Scanner(function.body, line=function.line, nested=self.nested + 1)
-            arguments = command.words[1:]
-            own = {str(place): [word] for place, word in enumerate(arguments, start=1)}
-            return [
-                Command(found.env, found.words, command.line)
-                for found in self._nested(inner, own | {"@": list(arguments), "*": list(arguments)})
-            ]
-        script = _script_of_shell(command)
-        if script is None:
-            return [command]
-        inner = _Scanner(script.text, line=command.line, nested=self.nested + 1)
-        inner.exported = dict(command.env)
-        inner.variables = {name: [word] for name, word in command.env.items()}
-        unread = (Word("", script.missing),) if script.missing else ()  # whatever else would stand there
-        return [Command(found.env, (*found.words, *unread), found.line) for found in inner.commands()]
+    def walk(self, node: tree_sitter.Node) -> None:
+        """Takes in a statement. What a branch assigns holds in it, and after it where no other value is possible."""
+        if node.type == "command":
+            self._command(node)
+        elif node.type == "variable_assignment":
+            self._assign(node, self.variables)
+        elif node.type == "declaration_command":
+            names = [child for child in node.named_children if child.type == "variable_assignment"]
+            exported = [self._assign(child, self.variables) for child in names]
+            if _text(node).startswith(("export", "declare -x", "typeset -x")):
+                self._exported |= {*exported, *(_text(child) for child in node.named_children)}
+        elif node.type == "function_definition":
+            name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+            if name and body:
+                self.functions[_text(name)] = body
+        elif node.type in ("if_statement", "case_statement", "for_statement", "while_statement", "list"):
+            self._branches(node)
+        elif not node.type.startswith(("heredoc", "test_command")):
+            for child in node.named_children:
+                self.walk(child)
 
-    def _nested(self, inner: "_Scanner", own: Mapping[str, list[Word]] | None = None) -> list[Command]:
-        """The commands of a text that shares this one's variables, with arguments of its own."""
-        inner.variables = {**self.variables, **(own or {})}
-        inner.exported, inner.functions, inner.depth = self.exported, self.functions, self.depth
-        inner.expanded = self.expanded
-        found = inner.commands()
-        self.expanded = inner.expanded
-        self.variables |= {name: words for name, words in inner.variables.items() if name not in (own or {})}
-        return found
+    def _branches(self, node: tree_sitter.Node) -> None:
+        arms = [child for child in node.named_children if child.type in _BRANCHES]
+        rest = [child for child in node.named_children if child.type not in _BRANCHES]
+        variable = node.child_by_field_name("variable")
+        if variable:  # of a loop
+            name = _text(variable)
+            self.variables[name] = Word("", missing=(f"${name} is set by a loop",))
+        elif node.type == "list" and rest:  # A && B
+            self.walk(rest.pop(0))
+        before, ends = self.variables, []
+        for arm in ([rest] if node.type in ("if_statement", "list") else []) + [[arm] for arm in arms]:
+            self.variables = before.new_child()
+            for child in arm:
+                for part in child.named_children if child.type in _BRANCHES else [child]:
+                    self.walk(part)
+            ends.append(self.variables)
+        self.variables = before
+        for name in dict.fromkeys(name for end in ends for name in end.maps[0]):
+            values = [end[name] for end in (before, *ends) if name in end]
+            before[name] = _merged(name, values)
 
-    def _raw_command(self) -> list[str]:
-        """The unexpanded words up to the end of the command."""
-        words: list[str] = []
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            if character in " \t\x00":
-                self._step()
-            elif character == "#":
-                self._skip_to_line_end()
-            elif self.text.startswith("<<", self.at) and not self.text.startswith("<<<", self.at):
-                self._skip_here_document()
-                return words
-            elif character in "\n;&|()":
-                self.after_test = self.text.startswith(("&&", "||"), self.at)
-                self.at += self.after_test  # of two characters, the first
-                self._step()
-                return words
-            elif character in "<>":
-                self._skip_redirection()
-            else:
-                word = self._raw_word()
-                if not (word.isdigit() and self.text[self.at : self.at + 1] in ("<", ">")):  # 2>&1 is no word
-                    words.append(word)
-        return words
-
-    def _step(self) -> None:
-        if self.text[self.at] in "\n\x00":
-            self.line += 1
-        self.at += 1
-
-    def _skip_to_line_end(self) -> None:
-        # A continued comment line ends at the backslash for the shell: a comment has no continuation.
-        while self.at < len(self.text) and self.text[self.at] not in "\n\x00":
-            self.at += 1
-
-    def _skip_redirection(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] in "<>&":
-            self.at += 1
-        while self.at < len(self.text) and self.text[self.at] in " \t":
-            self.at += 1
-        if self.at < len(self.text) and self.text[self.at] not in "\n;|\x00":
-            self._raw_word()
-
-    def _skip_here_document(self) -> None:
-        match = re.compile(r"<<-?[ \t]*(['\"]?)([A-Za-z0-9_]+)\1[^\n]*\n?").match(self.text, self.at)
-        if not match:
-            self.at += 2
-            return
-        end = re.compile(rf"^[ \t]*{re.escape(match[2])}[ \t]*$", re.MULTILINE).search(self.text, match.end())
-        stop = end.end() if end else len(self.text)
-        self.line += len(re.findall("[\n\x00]", self.text[self.at : stop]))
-        self.at = stop
-
-    def _raw_word(self) -> str:
-        """The next word with its quotes and dollars."""
-        start = self.at
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            if character in " \t\n;&|<>()\x00":
-                if character == "(" and self.text[self.at - 1] == "=" and self.at > start:
-                    self._skip_to(end_of_balanced(self.text, self.at, "(", ")"))
-                    continue
-                break
-            if character == "\\":
-                self._step()
-                if self.at < len(self.text):
-                    self._step()
-            elif character in "'\"`":
-                self._skip_to(end_of_quoted(self.text, self.at))
-            elif self.text.startswith(("$(", "${"), self.at):
-                pair = "()" if self.text[self.at + 1] == "(" else "{}"
-                self._skip_to(end_of_balanced(self.text, self.at + 1, *pair))
-            else:
-                self._step()
-        if self.at == start:  # a character that starts nothing
-            self._step()
-        return self.text[start : self.at]
-
-    def _skip_to(self, end: int) -> None:
-        self.line += sum(self.text.count(character, self.at, end) for character in "\n\x00")
-        self.at = end
-
-    def _command(self, raw: list[str], line: int) -> Command | None:
-        """The command with its variables expanded; None for a mere assignment or a word of the language."""
-        while raw and raw[0] in _OPENS | _CLOSES | _GOES_ON:
-            word = raw.pop(0)
-            self.depth += (word in _OPENS) - (word in _CLOSES)
-            if word in ("for", "select") and raw:
-                self.variables[raw[0]] = [Word("", (f"${raw[0]}",))]
-                return None
-            if word in ("case", "{", "}"):
-                return None
-        exports = bool(raw) and raw[0] in _PREFIXES
-        if exports:
-            exports = raw.pop(0) in ("export", "declare", "typeset")
-            raw = [word for word in raw if not word.startswith("-")]
-        while len(raw) > 1 and raw[0] in _LAUNCHERS:
-            raw.pop(0)
-        assignments: dict[str, list[Word]] = {}
-        while raw and (match := _ASSIGNMENT.match(raw[0])):
-            value = raw.pop(0)[match.end() :]
-            words, old = self._assigned(value), self.variables.get(match[1], [])
-            if match[2] and value.startswith("("):
-                words = [*old, *words]
-            elif match[2] and old:  # text is added to text
-                words = [*old[:-1], Word(old[-1].text + words[0].text, (*old[-1].missing, *words[0].missing))]
-            assignments[match[1]] = words
-        if exports or not raw:
-            for name, words in assignments.items():
-                self._assign(name, words)
-            for name in [*assignments, *raw] if exports else ():
-                if len(self.variables.get(name, [])) == 1:
-                    self.exported[name] = self.variables[name][0]
-            return None
-        prefix = {name: words[0] for name, words in assignments.items() if len(words) == 1}
-        expanded = self._expand_all(raw)
-        return Command({**self.exported, **prefix}, tuple(expanded), line) if expanded else None
-
-    def _assigned(self, value: str) -> list[Word]:
-        if value.startswith("("):
-            inner, parts = _Scanner(value[1:-1]), []
-            while inner.at < len(inner.text):  # lines of an array are no commands of their own
-                parts += inner._raw_command()
-            return self._expand_all(parts)
-        return self._expand_all([value], split=False) or [Word("")]
-
-    def _expand_all(self, parts: list[str], *, split: bool = True) -> list[Word]:
+    def _command(self, node: tree_sitter.Node) -> None:
+        exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
+        env: dict[str, _Value] = {key: self.variables[key] for key in exported}
         words: list[Word] = []
-        for part in parts:
-            added = expand(part, self.variables, split=split)
-            self.expanded += sum(len(word.text) + 1 for word in added)
-            if self.expanded > _MOST_EXPANDED:
-                raise ValueError(f"line {self.line}: variables expand to more than {_MOST_EXPANDED:,} characters")
-            words += added
-        return words
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                self._assign(child, env)
+            elif not child.type.endswith("redirect"):
+                inner = child.named_children[0] if child.type == "command_name" and child.named_children else child
+                words += self._argument(inner)
+        if not words:
+            return
+        if words[0].text in self.functions:
+            self.walk(self.functions.pop(words[0].text))  # once, without its arguments
+            return
+        known = {key: word for key, word in env.items() if isinstance(word, Word)}
+        self.commands.append(Command(tuple(words), known))
+        unread = [replace(words[-1], text="")] if words[-1].missing else []
+        if words[0].text == "eval" or any(re.fullmatch(r"-l?c", word.text) for word in words):  # bash -c '...'
+            self.commands += [
+                Command(
+                    (*(replace(word, where=words[0].where) for word in found.words), *unread), {**known, **found.env}
+                )
+                for found in (parse_shell(words[-1].text, self.name) if " " in words[-1].text else ())
+            ]
 
-    def _assign(self, name: str, words: list[Word]) -> None:
-        if self.depth and name in self.variables and self.variables[name] != words:
-            words = [Word("", (f"${name} (assigned in a branch)",))]
-        self.variables[name] = words
-        if name in self.exported and len(words) == 1:
-            self.exported[name] = words[0]
+    def _assign(self, node: tree_sitter.Node, variables: "ChainMap[str, _Value] | dict[str, _Value]") -> str:
+        """Adds the variable that `NAME=value`, `NAME+=value` or `NAME=(...)` sets; its name."""
+        target, node_value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        name = _text(target) if target else ""
+        value: _Value = Word("", self._where(node))
+        if target is None or target.type == "subscript":  # A[2]=x
+            name = name.partition("[")[0]
+            value = Word("", self._where(node), (f"${name} is assigned in parts",))
+        elif node_value is not None and node_value.type == "array":
+            value = [word for child in node_value.named_children for word in self._argument(child)]
+        elif node_value is not None:
+            value = _joined(self._pieces(node_value, quoted=True), self._where(node))
+        old = self.variables.get(name)
+        if old is not None and any(child.type == "+=" for child in node.children):
+            if isinstance(value, Word) and isinstance(old, Word):
+                value = _joined([old, value], value.where)
+            else:
+                value = [*(old if isinstance(old, list) else [old]), *(value if isinstance(value, list) else [value])]
+        if isinstance(value, list) and len(value) > _MOST_WORDS:
+            value = Word("", missing=(f"${name} has more than {_MOST_WORDS:,} words",))
+        variables[name] = value
+        return name
+
+    def _where(self, node: tree_sitter.Node) -> str:
+        return self.name if self.name.startswith("--") else f"{self.name}:{node.start_point[0] + 1}"
+
+    def _argument(self, node: tree_sitter.Node) -> list[Word]:
+        """The words that one argument stands for: none or several where it is an array or an unquoted variable."""
+        if node.type == "comment":
+            return []
+        where = self._where(node)
+        words = [word if word.where else replace(word, where=where) for word in self._pieces(node, quoted=False)]
+        size = sum(len(word.text) + 1 for word in words)
+        self._expanded += size
+        if self._expanded > _MOST_EXPANDED:
+            raise ValueError(f"{where}: variables expand to more than {_MOST_EXPANDED:,} characters")
+        return words if size <= _LONGEST else [Word("", where, (f"it has more than {_LONGEST:,} characters",))]
+
+    def _pieces(self, node: tree_sitter.Node, *, quoted: bool) -> list[Word]:
+        """The words of a node. Unquoted ones are split at their blanks."""
+        text = _text(node)
+        if node.type in ("simple_expansion", "expansion"):
+            blanks, text = text[: len(text) - len(text.lstrip())], text.lstrip()  # the grammar has them in the node
+            words = self._parameter(node, text)
+            if quoted:
+                return _concatenated([[Word(blanks)], words]) if blanks else words
+            pieces = [(word, word.text.split() or [""] * bool(word.missing)) for word in words]
+            return [replace(word, text=part) for word, parts in pieces for part in parts]
+        if node.type in ("string", "translated_string", "concatenation"):
+            inside = quoted or node.type != "concatenation"
+            parts: list[list[Word]] = []
+            source, at = node.text or b"", 0
+            for child in node.children:
+                before = source[at : child.start_byte - node.start_byte]
+                at = child.end_byte - node.start_byte
+                own = b"" if child.is_named else (child.text or b"").rstrip(b'"$}')  # blanks before a quotation mark
+                parts.append(_literal(before + own, quoted=inside))
+                parts.append(self._pieces(child, quoted=inside) if child.is_named else [])
+            words = _concatenated(parts)
+            vanishes = node.type == "concatenation" or any("@" in _text(child) for child in node.named_children)
+            return words or ([] if vanishes else [Word("")])
+        if node.type == "arithmetic_expansion":
+            return [self._arithmetic(text)]
+        if node.type in ("command_substitution", "process_substitution"):
+            return [Word("", missing=(f"{text:.80} is the output of a command, and nothing is run",))]
+        if node.type in ("raw_string", "ansi_c_string"):
+            return [Word(text.lstrip("$")[1:-1])]
+        return _literal(node.text or b"", quoted=quoted and node.type == "string_content") or [Word("")]
+
+    def _parameter(self, node: tree_sitter.Node, text: str) -> list[Word]:
+        """`$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME:-default}`."""
+        match = _PARAMETER.match(text if text.startswith("${") else f"${{{text[1:]}}}")
+        if match is None:
+            return [Word("", missing=(f"{text:.80} is not worked out",))]
+        name, operator = match[1], match[3]
+        value = self.variables.get(name)
+        if value is not None and not (operator.startswith(":") and value == Word("")):
+            return list(value) if isinstance(value, list) else [replace(value, where="")]
+        if operator.endswith(("-", "=")):
+            at = next((i for i, child in enumerate(node.children) if child.type == operator), len(node.children))
+            default = [child for child in node.children[at + 1 :] if child.is_named]
+            return _concatenated([self._pieces(child, quoted=True) for child in default]) or [Word("")]
+        shown = "$@" if name in "@*" else f"${name}"
+        return [Word(shown if name in "@*" else "", missing=(f"{shown} is set outside of this file",))]
+
+    def _arithmetic(self, text: str) -> Word:
+        """`$((a * b))` of whole numbers."""
+
+        def value(node: ast.expr) -> int:
+            if isinstance(node, ast.Constant) and type(node.value) is int:
+                return node.value
+            if isinstance(node, ast.Name):
+                known = self.variables.get(node.id)
+                if known is None or isinstance(known, list) or known.missing:
+                    raise ValueError(node.id)
+                return int(known.text)
+            return int(compute(node, value))
+
+        try:
+            plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text.strip()[3:-2]).replace("/", "//").strip()
+            return Word(str(value(ast.parse(plain, mode="eval").body)))
+        except UNREADABLE:
+            return Word("", missing=(f"{text:.80} is not worked out",))
+
+
+def _literal(text: bytes, *, quoted: bool) -> list[Word]:
+    """Plain text without its backslashes; no word where there is none."""
+    escaped = r"\\(\n|[\"$`\\])" if quoted else r"\\(.|\n)"
+    plain = re.sub(escaped, lambda match: match[1].strip("\n"), text.decode(errors="replace"), flags=re.DOTALL)
+    return [Word(plain)] if text else []
+
+
+def _concatenated(parts: Iterable[Sequence[Word]]) -> list[Word]:
+    """Words of parts that follow each other without a blank."""
+    words: list[Word] = []
+    for part in parts:
+        if words and part:
+            words[-1:] = [_joined([words[-1], part[0]], words[-1].where or part[0].where)]
+            words += part[1:]
+        else:
+            words += part
+    return words
+
+
+def _joined(words: Sequence[Word], where: str) -> Word:
+    """One word of several; a value of an array is its words with blanks."""
+    missing = dict.fromkeys(reason for word in words for reason in word.missing)
+    return Word("".join(word.text for word in words)[: _LONGEST + 1], where, tuple(missing)[:_MOST_REASONS])
+
+
+def _merged(name: str, values: Sequence[_Value]) -> _Value:
+    """What a variable may be after branches: words that only some of them add to an array are not known."""
+    first, *others = values
+    if all(value == first for value in others):
+        return first
+    arrays = [value for value in values if isinstance(value, list)]
+    if len(arrays) < len(values):
+        told = " or ".join(dict.fromkeys(value.text or "nothing" for value in values if isinstance(value, Word)))
+        return Word("", missing=(f"${name} is {told:.80}, which a branch decides",))
+    pairs = zip(*arrays, strict=False)
+    same = sum(1 for _ in takewhile(lambda words: all(word is words[0] or word == words[0] for word in words), pairs))
+    added = {word: None for array in arrays for word in array[same:]}
+    return [*arrays[0][:same], *(replace(word, missing=("only a branch adds it",)) for word in added)]

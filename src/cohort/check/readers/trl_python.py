@@ -1,38 +1,44 @@
-"""Python files with `GRPOConfig(...)`, read as a syntax tree and never run."""
+"""TRL in Python: `GRPOConfig(...)` and its trainer, as the command that starts the script fills them."""
 
 import ast
-import operator
+import contextlib
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.check.launch import Launch, Said, Unread
 from cohort.check.lora import PEFT_PREFIX
-from cohort.check.readers.launcher import read_launcher, sharding_of
-from cohort.check.readers.options import find_command
-from cohort.check.readers.shell import parse_shell
-from cohort.check.readers.trl_yaml import pinned_version
+from cohort.check.readers.arithmetic import UNREADABLE
+from cohort.check.readers.launcher import read_command, read_sharding
+from cohort.check.readers.python_values import Script, constant, keyword_of, name_of
+from cohort.check.readers.shell import Command, parse_shell
+from cohort.check.readers.trl import pinned_version, with_recipe
 
-_UNREADABLE = (ValueError, TypeError, ZeroDivisionError, OverflowError, RecursionError)
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
+# classes of settings, with the defaults that differ from those of GRPOConfig
+_KINDS: dict[str, dict[str, Any]] = {"GRPOConfig": {}, "RLOOConfig": {"num_generations": 2}, "RLHFArguments": {}}
+_MOST_ARGUMENTS = 5_000
+_DATASET_CODE = (  # what may be done to a dataset on its way to the trainer
+    "map filter select shuffle train_test_split remove_columns rename_column rename_columns cast_column from_list "
+    "from_dict from_generator from_pandas concatenate_datasets interleave_datasets take skip sort add_column"
+)
+_CONVERTED = ("model", "args", "reward_funcs", "train_dataset", "eval_dataset", "peft_config", "quantization_config")
+
+_IMPORTS_UNSLOTH = r"^\s*(from|import) unsloth\b"
+_UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules, is not checked"
 
 
-def read(path: Path, text: str) -> Launch | None:
-    """Every `GRPOConfig(...)` of a file, or None where there is none.
+def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
+    """Every GRPO run of a file, as `command` or else the commands in its docstring start it.
 
     Raises:
         ValueError: not valid Python.
     """
-    if "GRPOConfig" not in text:
-        return None
+    if not any(name in text for name in (*_KINDS, "GRPOTrainer")):
+        return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # the file's affair
@@ -41,243 +47,197 @@ def read(path: Path, text: str) -> Launch | None:
         raise ValueError(f"line {error.lineno}: not valid Python: {error.msg}") from error
     except (RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"not readable as Python: {error}") from error
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    constants = _constants(tree)
-    kinds = _config_classes(tree, constants)
-    configs = [call for call in calls if _name(call.func) in kinds]
-    if not configs:
-        if any("Parser" in _name(call.func) for call in calls):
-            raise ValueError(
-                "takes GRPOConfig from its command line; check the recipe or the shell script that it is started with"
-            )
-        return None
-    launches = [_launch_of(config, kinds[_name(config.func)], calls, constants, tree, path, text) for config in configs]
-    return replace(launches[0], others=tuple(launches[1:]))
+    commands: list[Command] = [command] if command else _commands_in(ast.get_docstring(tree) or "", path)
+    started = [read_command(found, "trl", path.parent) for found in commands[:100]]
+    for launch in started or [Launch(framework="trl", form="python", reason="", settings={})]:
+        script = Script(tree, path, launch.settings)
+        launch = replace(launch, form="python", version=pinned_version(path, text))
+        for run in _launches(script, launch, by_command=bool(started)):
+            yield replace(run, not_checked=_UNSLOTH) if re.search(_IMPORTS_UNSLOTH, text, re.MULTILINE) else run
 
 
-def _config_classes(tree: ast.Module, constants: Mapping[str, Any]) -> dict[str, dict[str, Said]]:
-    """GRPOConfig, other names of it, and classes made from it, with the defaults that these set."""
-    found: dict[str, dict[str, Said]] = {"GRPOConfig": {}}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            found |= {alias.asname: {} for alias in node.names if alias.name == "GRPOConfig" and alias.asname}
-    for node in ast.walk(tree):
-        base = (
-            next((_name(base) for base in node.bases if _name(base) in found), None)
-            if isinstance(node, ast.ClassDef)
-            else None
-        )
-        if isinstance(node, ast.ClassDef) and base is not None:
-            fields = [entry for entry in node.body if isinstance(entry, ast.AnnAssign) and entry.value is not None]
-            own = {entry.target.id: entry for entry in fields if isinstance(entry.target, ast.Name)}
-            found[node.name] = found[base] | {
-                name: Said(_value(entry.value, constants), f"line {entry.lineno}", added=True)
-                for name, entry in own.items()
-                if isinstance(entry.value, ast.Constant | ast.Name | ast.BinOp) and _is_readable(entry.value, constants)
-            }
-    return found
+def _commands_in(docstring: str, path: Path) -> list[Command]:
+    """The commands of a docstring that start this file."""
+    lines = [line.strip(" `$") for line in docstring.replace("\\\n", " ").splitlines() if path.name in line]
+    commands = [command for line in lines for command in parse_shell(line, path.name)]
+    return [found for found in commands if any(word.name == path.name for word in found.words[1:])]
 
 
-def _is_readable(node: ast.expr, constants: Mapping[str, Any]) -> bool:
-    try:
-        _value(node, constants)
-    except _UNREADABLE:
-        return False
-    return True
-
-
-def _launch_of(
-    config: ast.Call,
-    defaults: Mapping[str, Said],
-    calls: list[ast.Call],
-    constants: Mapping[str, Any],
-    tree: ast.Module,
-    path: Path,
-    text: str,
-) -> Launch:
-    settings, unread = _arguments(config, constants)
-    settings |= {key: replace(said, added=True) for key, said in settings.items() if key in defaults}
-    settings = {**defaults, **settings}
-    trainers = [call for call in calls if _name(call.func) == "GRPOTrainer"]
-    if trainers:
-        settings |= _trainer(trainers[0], constants) | _model(trainers[0], config, constants, tree)
-        adapter, not_read = _adapter(trainers[0], constants, tree)
-        settings |= adapter
-        unread += not_read
-    settings |= _dataset(calls, constants)
-    launcher = _launch_command(ast.get_docstring(tree) or "", path)
-    return Launch(
-        framework="trl",
-        form="python",
-        reason=f"Python with GRPOConfig(...) on line {config.lineno}",
-        settings=settings,
-        unread=tuple(unread),
-        version=pinned_version(text),
-        processes=launcher,
-        sharding=sharding_of(settings, path.parent),
-    )
-
-
-def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _arguments(call: ast.Call, constants: Mapping[str, Any]) -> tuple[dict[str, Said], list[Unread]]:
-    settings: dict[str, Said] = {}
-    unread: list[Unread] = []
-    named = [(keyword.arg, keyword.value) for keyword in call.keywords]
-    named += [("output_dir", value) for value in call.args[:1]]  # the only one that is given by position
-    for key, node in named:
-        where = f"line {node.lineno}"
-        try:
-            value = _value(node, constants)
-        except _UNREADABLE:
-            unread.append(Unread(key or "(**arguments)", where, f"computed: {ast.unparse(node):.60}"))
+def _launches(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:
+    """The run of every `GRPOConfig(...)`, or of the parser that makes one."""
+    kinds = script.classes_like(_KINDS)
+    made = [call for call in script.calls if name_of(call.func) in kinds]
+    made = made or [call for call in script.calls if name_of(call.func).endswith("GRPOConfig")]
+    parsers = [call for call in script.calls if not made and name_of(call.func).endswith("Parser")]
+    for call in made:
+        kind = name_of(call.func)
+        run = _Run(script, call, dict(kinds.get(kind, {})))
+        run.arguments(call)
+        own = kinds.get(kind, {}).keys() & run.settings.keys()
+        run.settings |= {key: replace(run.settings[key], added=True) for key in own}
+        if kind == "RLHFArguments" and run.text("rlhf_type") == "grpo":
+            yield replace(run.launch(launch), framework="ms-swift")
+        elif kind != "RLHFArguments":  # another one is such as AsyncGRPOConfig
+            yield replace(run.launch(launch), not_checked=None if kind in kinds else f"{kind} is not checked")
+    for call in parsers:
+        kind = next((name_of(node) for node in ast.walk(call) if name_of(node) in kinds), "")
+        if not kind:
             continue
-        if key is None:
-            settings |= (
-                {str(name): Said(entry, where) for name, entry in value.items()} if isinstance(value, dict) else {}
-            )
-        else:
-            settings[key] = Said(value, where)
-    return settings, unread
+        settings = {**kinds[kind], **launch.settings}
+        own = {*kinds[kind], *script.options}
+        run = _Run(script, call, {key: replace(said, added=key in own) for key, said in settings.items()})
+        if not by_command:
+            told = f'its command line sets them; add it: --launch "accelerate launch {script.path.name} --beta 0.0"'
+            run.unread.append(Unread("(recipe)", script.where(call), told))
+        yield with_recipe(run.launch(launch, parsed=True), script.path.parent)
+    trainers = [call for call in script.calls if name_of(call.func).endswith("GRPOTrainer")]
+    for call in [] if made or parsers else trainers[:1]:
+        run = _Run(script, call, {})
+        run.unread.append(Unread("(recipe)", script.where(call), "the trainer's configuration is made elsewhere"))
+        yield run.launch(launch)
 
 
-def _value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
-    """A literal, a constant of the module, or arithmetic of them.
+class _Run:
+    """What one configuration and its trainer say."""
 
-    Raises:
-        ValueError: anything else.
-    """
-    if isinstance(node, ast.Name) and node.id in constants:
-        return constants[node.id]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left, constants), _value(node.right, constants)
-        if not all(isinstance(part, int | float) and abs(part) < 1e12 for part in (left, right)):
-            raise ValueError("not plain arithmetic")
-        return _OPERATORS[type(node.op)](left, right)
-    if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
-        return {keyword.arg: _value(keyword.value, constants) for keyword in node.keywords if keyword.arg}
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {key.value: _value(value, constants) for key, value in pairs if isinstance(key, ast.Constant)}
-    return ast.literal_eval(node)
+    def __init__(self, script: Script, config: ast.Call, settings: dict[str, Said]) -> None:
+        self.script, self.config, self.settings = script, config, settings
+        self.unread: list[Unread] = []
+        self.todo: list[Said] = []
 
+    def text(self, key: str) -> str:
+        """A value as text; empty where there is none."""
+        return str(self.settings[key].value) if key in self.settings else ""
 
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Names that are assigned once in the whole file, in a straight line of the module or of a function."""
-    assigned = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    assigned += [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]  # parameters are set by callers
-    constants: dict[str, Any] = {}
-    for node in _straight_lines(tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        target = node.target if isinstance(node, ast.AnnAssign) else target
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and value is not None and assigned.count(target.id) == 1:
-            try:
-                constants[target.id] = _value(value, constants)
-            except _UNREADABLE:
-                continue
-    return constants
+    def add(self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "") -> None:
+        """Takes in the value of a key, which is not known where it is not `certain` to be set."""
+        where = self.script.where(node)
+        try:
+            if key is None or not certain:
+                raise ValueError("it may be anything")
+            self.settings[prefix + key] = Said(self.script.value(node), where)
+        except UNREADABLE:
+            told = f"{'set in a branch' if key and not certain else 'computed'}: {ast.unparse(node):.60}"
+            self.unread.append(Unread(prefix.removeprefix("trainer.") + key if key else "(**arguments)", where, told))
+            self.settings.pop(prefix + (key or ""), None)
 
+    def arguments(self, call: ast.Call, prefix: str = "") -> None:
+        """Takes in the arguments of a call, of which only `output_dir` is given by position."""
+        for value in call.args[:1] if not prefix else ():
+            if isinstance(value, ast.Constant) and value.value is ...:
+                self.unread.append(Unread("(**arguments)", self.script.where(value), "... stands for what is left out"))
+            else:
+                self.add("output_dir", value)
+        entries = (entry for keyword in call.keywords for entry in self.script.named(keyword.arg, keyword.value))
+        for place, (key, node, certain) in enumerate(entries):
+            if place == _MOST_ARGUMENTS:
+                raise ValueError(f"{self.script.where(call)}: more than {_MOST_ARGUMENTS:,} arguments")
+            self.add(key, node, certain=certain, prefix=prefix)
 
-def _straight_lines(tree: ast.Module) -> list[ast.stmt]:
-    """Statements outside of branches and loops, but for `if __name__ == "__main__":`."""
-    lines: list[ast.stmt] = []
-    for node in tree.body:
-        is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
-        lines += node.body if isinstance(node, ast.If) and is_main else [node]
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return lines + [line for function in functions for line in function.body]
+    def launch(self, started: Launch, *, parsed: bool = False) -> Launch:
+        """The launch, with what the trainer is given. `parsed`: a parser made its configuration."""
+        trainers = [c for c in self.script.calls if name_of(c.func).endswith(("GRPOTrainer", "RLOOTrainer"))]
+        mine = [call for call in trainers if self.script.resolved(keyword_of(call, "args")) is self.config]
+        for trainer in (mine or trainers)[:1]:
+            changes = self.script.changes(name_of(keyword_of(trainer, "args")))
+            for key, node, certain in islice(changes, _MOST_ARGUMENTS):
+                self.add(key, node, certain=certain)
+                if key in self.settings:  # an attribute is never refused
+                    self.settings[key] = replace(self.settings[key], added=True)
+            self._model(trainer)
+            self._adapter(trainer, parsed=parsed)
+            self._rewards(trainer)
+            for which in ("train_dataset", "eval_dataset"):
+                self._dataset(trainer, which)
+            for keyword in trainer.keywords:
+                if keyword.arg not in _CONVERTED:
+                    self._leave(f"{keyword.arg}={ast.unparse(keyword.value)}", keyword.value)
+        return replace(
+            started,
+            reason=f"Python with {name_of(self.config.func)}(...) at {self.script.where(self.config)}",
+            settings=self.settings,
+            unread=(*self.unread, *(entry for entry in started.unread if entry.key not in self.settings)),
+            todo=tuple(dict.fromkeys(self.todo)),
+            sharding=started.sharding or read_sharding(self.settings, self.script.path.parent),
+        )
 
+    def _leave(self, text: str, node: ast.AST) -> None:
+        self.todo.append(Said(f"{text:.80}", self.script.where(node)))
 
-def _trainer(call: ast.Call, constants: Mapping[str, Any]) -> dict[str, Said]:
-    """The rewards of `GRPOTrainer(...)`, for conversion."""
-    found: dict[str, Said] = {}
-    for keyword in call.keywords:
-        where = f"line {keyword.value.lineno}"
-        if keyword.arg == "reward_funcs":
-            nodes = keyword.value.elts if isinstance(keyword.value, ast.List | ast.Tuple) else [keyword.value]
-            found["trainer.reward_funcs"] = Said([_name(node) for node in nodes if _name(node)], where)
-    return found
+    def _rewards(self, trainer: ast.Call) -> None:
+        """The names of the reward functions, and where they are defined."""
+        given = self.script.resolved(keyword_of(trainer, "reward_funcs"))
+        if given is None:
+            return
+        where = self.script.where(given)
+        nodes = map(self.script.resolved, given.elts if isinstance(given, ast.List | ast.Tuple) else [given])
+        names = [constant(node) or name_of(node.func if isinstance(node, ast.Call) else node) for node in nodes]
+        self.settings["trainer.reward_funcs"] = Said([name for name in names if name], where)
+        for name in names:
+            if name in self.script.defined:
+                self.settings[f"trainer.reward_funcs.{name}"] = Said(self.script.defined[name], where)
 
+    def _dataset(self, trainer: ast.Call, which: str) -> None:
+        """The arguments of the `load_dataset` that `which` comes from. Other code on the way is left to a person."""
+        given = self.script.resolved(keyword_of(trainer, which))
+        if given is None or (isinstance(given, ast.Constant) and given.value is None):
+            return
+        before, waiting, seen, loaded = len(self.todo), list[ast.AST]([given]), set[str](), False
+        while waiting:
+            for node in ast.walk(waiting.pop()):
+                name = name_of(node.func if isinstance(node, ast.Call) else node)
+                if isinstance(node, ast.Name) and name not in seen:
+                    seen.add(name)
+                    waiting += self.script.values.get(name, [])
+                    waiting += self.script.functions[name].body if name in self.script.functions else []
+                elif isinstance(node, ast.Call) and name == "load_dataset" and not loaded:
+                    loaded = True
+                    named = [*zip(("path", "name"), node.args, strict=False)]
+                    for key, value in [*named, *((keyword.arg or "**", keyword.value) for keyword in node.keywords)]:
+                        try:
+                            self.settings[f"trainer.{which}.{key}"] = Said(
+                                self.script.value(value), self.script.where(node)
+                            )
+                        except UNREADABLE:
+                            self._leave(f"{key}={ast.unparse(value)}", node)
+                elif isinstance(node, ast.Call) and name in _DATASET_CODE.split():
+                    self._leave(f"{ast.unparse(node.func):.60}(...)", node)
+        if not loaded and len(self.todo) == before:
+            self._leave(f"{which}={ast.unparse(given)}", given)
 
-def _model(trainer: ast.Call, config: ast.Call, constants: Mapping[str, Any], tree: ast.Module) -> dict[str, Said]:
-    """What `X.from_pretrained("id", dtype=...)` says where that is the trainer's model, and BitsAndBytesConfig."""
-    found: dict[str, Said] = {}
-    given = _keyword(trainer, "model") or (trainer.args[0] if trainer.args else None)
-    if given is not None and _is_readable(given, constants):
-        found["trainer.model"] = Said(_value(given, constants), f"line {given.lineno}")
-    loaded = _resolved(given, tree)
-    quantized = [_keyword(trainer, "quantization_config")]
-    extra = _resolved(_keyword(config, "model_init_kwargs"), tree)
-    if isinstance(extra, ast.Dict):
-        pairs = zip(extra.keys, extra.values, strict=True)
-        quantized += [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "quantization_config"]
-    quantized += [_keyword(extra, "quantization_config")] if isinstance(extra, ast.Call) else []
-    if isinstance(loaded, ast.Call) and _name(loaded.func) == "from_pretrained":
-        where = f"line {loaded.lineno}"
-        if loaded.args and _is_readable(loaded.args[0], constants):
-            found["trainer.model"] = Said(_value(loaded.args[0], constants), where)
-        dtype = _keyword(loaded, "dtype") or _keyword(loaded, "torch_dtype")
-        if dtype is not None:
-            found["trainer.dtype"] = Said(ast.unparse(dtype).strip("'\"").removeprefix("torch."), where)
-        quantized += [loaded, _keyword(loaded, "quantization_config")]
-    for node in (_resolved(node, tree) for node in quantized):
-        for bits in (4, 8) if isinstance(node, ast.Call) else ():
-            given = _keyword(node, f"load_in_{bits}bit") if isinstance(node, ast.Call) else None
-            if isinstance(given, ast.Constant) and given.value is True:
-                found[f"trainer.load_in_{bits}bit"] = Said(True, f"line {given.lineno}")
-    return found
+    def _model(self, trainer: ast.Call) -> None:
+        """What `X.from_pretrained("id", dtype=...)` says where that is the trainer's model, and BitsAndBytesConfig."""
+        resolved = self.script.resolved
+        given = keyword_of(trainer, "model") or (trainer.args[0] if trainer.args else None)
+        loaded, extra = resolved(given), resolved(keyword_of(self.config, "model_init_kwargs"))
+        quantized = [keyword_of(trainer, "quantization_config")]
+        inside = self.script.named(None, extra) if extra else ()
+        quantized += [node for key, node, _ in inside if key == "quantization_config"]
+        if isinstance(loaded, ast.Call) and name_of(loaded.func) == "from_pretrained":
+            given = loaded.args[0] if loaded.args else None
+            quantized += [loaded, keyword_of(loaded, "quantization_config")]
+            dtype = keyword_of(loaded, "dtype") or keyword_of(loaded, "torch_dtype")
+            if dtype is not None:
+                text = ast.unparse(dtype).strip("'\"").removeprefix("torch.")
+                self.settings["trainer.dtype"] = Said(text, self.script.where(loaded))
+        if given is not None:
+            with contextlib.suppress(*UNREADABLE):
+                self.settings["trainer.model"] = Said(self.script.value(given), self.script.where(given))
+        for call in map(resolved, quantized):
+            for key in ("load_in_4bit", "load_in_8bit") if isinstance(call, ast.Call) else ():
+                switch = keyword_of(call, key) if isinstance(call, ast.Call) else None
+                if isinstance(switch, ast.Constant) and switch.value is True:
+                    self.settings[f"trainer.{key}"] = Said(True, self.script.where(switch))
 
-
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-
-
-def _resolved(node: ast.expr | None, tree: ast.Module) -> ast.expr | None:
-    """What is assigned to a name, where that is done once; any other expression itself."""
-    if not isinstance(node, ast.Name):
-        return node
-    assigned = [
-        assign.value
-        for assign in ast.walk(tree)
-        if isinstance(assign, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == node.id for target in assign.targets)
-    ]
-    return assigned[0] if len(assigned) == 1 else node
-
-
-def _adapter(trainer: ast.Call, constants: Mapping[str, Any], tree: ast.Module) -> tuple[dict[str, Said], list[Unread]]:
-    """`peft_config=LoraConfig(...)`, written there or assigned once to the name that stands there."""
-    given = _keyword(trainer, "peft_config")
-    if given is None or (isinstance(given, ast.Constant) and given.value is None):
-        return {}, []
-    where, node = f"line {given.lineno}", _resolved(given, tree) or given
-    if not isinstance(node, ast.Call) or _name(node.func) != "LoraConfig":
-        return {}, [Unread("peft_config", where, f"computed: {ast.unparse(node):.60}")]
-    settings, unread = _arguments(ast.Call(node.func, [], node.keywords), constants)
-    found = {f"{PEFT_PREFIX}{key}": said for key, said in settings.items()}
-    not_read = [Unread(f"peft_config.{entry.key}", entry.where, entry.reason) for entry in unread]
-    return {"trainer.peft_config": Said("LoraConfig", where), **found}, not_read
-
-
-def _dataset(calls: list[ast.Call], constants: Mapping[str, Any]) -> dict[str, Said]:
-    """The first argument of `load_dataset(...)`, for conversion."""
-    for call in calls:
-        if _name(call.func) == "load_dataset" and call.args:
-            try:
-                return {"trainer.dataset": Said(_value(call.args[0], constants), f"line {call.lineno}")}
-            except (ValueError, TypeError):
-                return {}
-    return {}
-
-
-def _launch_command(docstring: str, path: Path) -> Said | None:
-    """The processes that the docstring's launch command starts, where it has exactly one."""
-    lines = docstring.replace("\\\n", " ").splitlines()
-    text = "\n".join(line.strip().strip("`$ ") for line in lines if "launch" in line or "torchrun" in line)
-    commands = find_command(parse_shell(text), ("accelerate", "launch"), ("torchrun",))
-    if len(commands) != 1:
-        return None
-    return read_launcher(commands[0], "the docstring's launch command", path.parent).processes
+    def _adapter(self, trainer: ast.Call, *, parsed: bool) -> None:
+        """`peft_config=LoraConfig(...)`, written there or assigned once to the name that stands there."""
+        given = keyword_of(trainer, "peft_config")
+        node = self.script.resolved(given)
+        made_by = name_of(node.func) if isinstance(node, ast.Call) else ""
+        if given is None or (isinstance(node, ast.Constant) and node.value is None):
+            return
+        if isinstance(node, ast.Call) and made_by == "LoraConfig":
+            self.settings["trainer.peft_config"] = Said("LoraConfig", self.script.where(given))
+            self.arguments(node, PEFT_PREFIX)
+        elif not (parsed and made_by == "get_peft_config"):  # of use_peft and lora_r, which the same parser reads
+            self.unread.append(Unread("peft_config", self.script.where(given), f"computed: {ast.unparse(given):.60}"))

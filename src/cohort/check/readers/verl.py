@@ -1,82 +1,102 @@
-"""verl: dotted overrides of `python -m verl.trainer.main_ppo` in shell scripts, and the same keys as YAML."""
+"""verl: `key=value` overrides in shell scripts, and the YAML of its own `--cfg job`, which Hydra has resolved."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cohort.check.launch import Launch, Said, Unread
-from cohort.check.readers.options import gpus_of
-from cohort.check.readers.shell import Command, parse_shell
-from cohort.check.readers.shell_words import why_unread
-from cohort.check.readers.trl_yaml import cached_tree, duplicates
+from cohort.check.readers.launcher import gpus_of, unknown_word
+from cohort.check.readers.shell import Command, Word
+from cohort.check.readers.swift import MEGATRON
+from cohort.check.readers.yaml_tree import YamlTree
 
-_OVERRIDE = re.compile(r"^(\+{0,2})([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)$", re.DOTALL)
-_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "data")
+_OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
+_SECTIONS = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,[^}]*)?\}")
+_GPUS = {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}  # with verl's defaults
+_OWN_CONFIG = "ppo_trainer"  # of which verl's defaults are known
 
 
-def read_shell(path: Path, text: str) -> Launch | None:
-    """The commands with verl's overrides, or None where there is none."""
-    commands = parse_shell(text)
-    runs = [command for command in commands if _is_verl(command)]
-    if not runs:
+def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
+    """What a command trains with verl, or None where it does not."""
+    if sum(word.text.lstrip("+").startswith(_SECTIONS) for word in command.words) < 2:
         return None
-    first, *others = (_launch_of(run) for run in runs)
-    return replace(first, others=tuple(others))
-
-
-def _launch_of(run: Command) -> Launch:
-    where = f"the command on line {run.line}"
     settings: dict[str, Said] = {}
     unread: list[Unread] = []
-    for before, word in zip(["", *(word.text for word in run.words)], run.words, strict=False):
-        match = _OVERRIDE.match(word.text)
-        if match and word.missing:
-            unread.append(Unread(match[2], where, why_unread(word.missing)))
+    config, module = Word(_OWN_CONFIG), "verl.trainer.main_ppo"
+    for word, after in pairwise((*command.words, Word(""))):
+        match = _OVERRIDE.fullmatch(word.text)
+        if word.text.startswith(("--config-name", "-cn")):
+            config = replace(word, text=word.text.partition("=")[2]) if "=" in word.text else after
+        elif word.text == "-m":
+            module = after.text
+        elif match and word.missing:
+            settings.pop(match[2], None)  # the last one counts
+            unread.append(Unread(match[2], word.where, "; ".join(word.missing)))
         elif match:
-            settings[match[2]] = Said(_hydra_value(match[3]), where, added=bool(match[1]))
-        elif word.missing and not word.text and not before.startswith("-"):
-            unread += [Unread("(options)", where, why_unread((name,))) for name in word.missing]
+            settings[match[2]] = Said(_hydra_value(match[3]), word.where, added=match[1])
+        elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
+            unread.append(unknown_word(word))
+    unread = [entry for entry in unread if entry.key not in settings]
+    based = bool(config.missing) or config.text.removesuffix(".yaml") != _OWN_CONFIG
+    if based:
+        unread.append(Unread("(config)", config.where, "; ".join(config.missing) or f"it starts from {config.text}"))
+    if unread:
+        resolve = f"python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml"
+        unread[0] = replace(unread[0], reason=f"{unread[0].reason}; `{resolve}` makes a file to check in its place")
     return Launch(
         framework="verl",
         form="shell",
-        reason=f"a shell script with verl's overrides on line {run.line}",
+        reason=f"a shell script with verl's overrides at {command.where}",
         settings=settings,
+        program=module,
         unread=tuple(unread),
-        processes=_gpus(settings),
-        training_gpus=gpus_of(run.env),
+        not_checked=_not_checked(settings, config.text, module),
+        processes=_processes(settings, unread, None if based else command.where),
+        training_gpus=gpus_of(command),
     )
 
 
-def read_yaml(path: Path, text: str) -> Launch | None:
-    """A YAML file with verl's sections, or None where it is none.
-
-    Raises:
-        ValueError: not valid YAML.
-    """
-    tree = cached_tree(text)
-    if tree is None or not any(key.startswith("actor_rollout_ref.") for key in tree.values):
+def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
+    """A YAML file with verl's sections, such as `--cfg job` prints, or None where it is none."""
+    if not any(key.startswith("actor_rollout_ref.") for key in tree.values):
         return None
-    interpolated = [key for key, said in tree.values.items() if isinstance(said.value, str) and "${" in said.value]
-    settings = {key: said for key, said in tree.values.items() if key not in interpolated}
+    told = "refers to another place: {:.60}; `--cfg job --resolve` makes a file without that"
+    settings: dict[str, Said] = {}
+    unread: list[Unread] = []
+    for key, said in tree.values.items():
+        value = _resolved(said.value, tree.values)
+        if isinstance(value, str) and "${" in value:
+            unread.append(Unread(key, said.where, told.format(value)))
+        else:
+            settings[key] = replace(said, value=value)
     return Launch(
         framework="verl",
         form="yaml",
         reason="YAML with actor_rollout_ref",
         settings=settings,
-        unread=tuple(
-            Unread(key, tree.values[key].where, f"refers to another place: {tree.values[key].value:.60}")
-            for key in interpolated
-        ),
-        processes=_gpus(settings),
-        findings=duplicates(tree),
+        unread=tuple(unread),
+        not_checked=_not_checked(settings),
+        processes=_processes(settings, unread),
+        findings=tree.duplicates(),
     )
 
 
-def _is_verl(command: Command) -> bool:
-    return sum(word.text.lstrip("+").startswith(tuple(f"{name}." for name in _SECTIONS)) for word in command.words) >= 2
+def _not_checked(settings: Mapping[str, Said], config: str = "", module: str = "") -> str | None:
+    """Why the rules do not hold: they are those of verl's own trainer with FSDP."""
+    keys = ("model_engine", "actor@actor_rollout_ref.actor", "actor_rollout_ref.actor.strategy")
+    engines = [str(settings[key].value) for key in keys if key in settings]
+    if "megatron" in " ".join([config, *engines]):
+        return MEGATRON
+    other = [engine for engine in engines if not engine.startswith(("dp", "fsdp"))]
+    if other:
+        return f"verl's engine {other[0]} is not checked"
+    return f"{module}, whose rollouts have GPUs of their own, is not checked" if ".experimental." in module else None
 
 
 def _hydra_value(text: str) -> Any:
@@ -87,12 +107,20 @@ def _hydra_value(text: str) -> Any:
     return text if value is None and text.lower() not in ("null", "~") else value
 
 
-def _gpus(settings: dict[str, Said]) -> Said | None:
-    """GPUs of all nodes, where one of the two numbers is said; the other one's default is in verl's own file."""
-    per_node = settings.get("trainer.n_gpus_per_node")
-    nodes = settings.get("trainer.nnodes")
-    if per_node is None and nodes is None:
+def _resolved(value: Any, values: Mapping[str, Said]) -> Any:
+    """What `${a.b}` refers to, over a few steps."""
+    for _ in range(5):
+        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[1] not in values:
+            break
+        value = values[match[1]].value
+    return value
+
+
+def _processes(settings: Mapping[str, Said], unread: Sequence[Unread], where: str | None = None) -> Said | None:
+    """GPUs of all nodes. What is not said is verl's default, where `where` tells the place or the other number is."""
+    said = next((settings[key] for key in _GPUS if key in settings), Said(None, where) if where else None)
+    counts = [str(settings[key].value if key in settings else default) for key, default in _GPUS.items()]
+    if said is None or any(entry.key in _GPUS for entry in unread) or not all(count.isdecimal() for count in counts):
         return None
-    counts = [str(said.value) if said else default for said, default in ((per_node, "8"), (nodes, "1"))]
-    where = per_node.where if per_node else nodes.where if nodes else ""
-    return Said(int(counts[0]) * int(counts[1]), where) if all(count.isdecimal() for count in counts) else None
+    return replace(said, value=int(counts[0][:6]) * int(counts[1][:6]))

@@ -5,8 +5,11 @@ from typing import Any
 
 import yaml
 
+from cohort.check.findings import Finding
 from cohort.check.launch import Said
 from cohort.config.yaml_text import MAX_VALUES, compose
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +20,27 @@ class YamlTree:
     top: tuple[str, ...]  # the keys of the first level
     twice: tuple[tuple[str, int], ...]  # keys that are there twice, with the line of the second one
 
+    def nested_once(self) -> dict[str, Said]:
+        """The values with one level of keys: what is nested (`model_init_kwargs`) stays one value."""
+        flat: dict[str, Said] = {}
+        for key, said in self.values.items():
+            top, _, rest = key.partition(".")
+            if not rest:
+                flat[top] = said
+                continue
+            if top not in flat or not isinstance(flat[top].value, dict):
+                flat[top] = Said({}, said.where)
+            flat[top].value[rest] = said.value
+        return flat
 
-def read_yaml_tree(text: str) -> YamlTree | None:
-    """The mapping that the text holds; None where it holds something else.
+    def duplicates(self) -> tuple[Finding, ...]:
+        """Keys that are there twice: YAML readers keep the last one."""
+        told = "{0} is there twice; the value on line {1} counts and the earlier one is dropped"
+        return tuple(Finding("CHK005", key, told.format(key, line)) for key, line in self.twice)
+
+
+def read_yaml_tree(text: str, name: str) -> YamlTree | None:
+    """The mapping that the text of the file with this name holds; None where it holds something else.
 
     Raises:
         ValueError: not valid YAML, or it refers to itself, or has too many values.
@@ -27,7 +48,7 @@ def read_yaml_tree(text: str) -> YamlTree | None:
     node = compose(text)
     if not isinstance(node, yaml.MappingNode):
         return None
-    reader = _Reader()
+    reader = _Reader(name)
     reader.mapping(node, "", ())
     return YamlTree(
         reader.values, tuple(dict.fromkeys(key.split(".")[0] for key in reader.values)), tuple(reader.twice)
@@ -37,7 +58,8 @@ def read_yaml_tree(text: str) -> YamlTree | None:
 class _Reader:
     """Walks the nodes of a document once."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.values: dict[str, Said] = {}
         self.twice: list[tuple[str, int]] = []
         self._seen = 0
@@ -47,10 +69,11 @@ class _Reader:
         """Adds what a mapping holds."""
         path = self._enter(node, path)
         own: set[str] = set()
+        merged = [value for key, value in node.value if key.tag == _MERGE]
+        self._merge(merged, prefix, path)  # first, as keys that stand there themselves win
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                self._merge(value_node, prefix, path)
+            if key_node.tag == _MERGE:
                 continue
             key = prefix + (str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?")
             if key in own:
@@ -59,17 +82,15 @@ class _Reader:
             if isinstance(value_node, yaml.MappingNode) and value_node.value:
                 self.mapping(value_node, f"{key}.", path)
             else:
-                self.values[key] = Said(self._value(value_node, path), f"line {line}")
+                self.values[key] = Said(self._value(value_node, path), f"{self.name}:{line}")
 
-    def _merge(self, node: yaml.Node, prefix: str, path: tuple[int, ...]) -> None:
-        """`<<: *anchor`: keys that are there already win."""
-        several = isinstance(node, yaml.SequenceNode)
-        path = self._enter(node, path) if several else path
-        for part in node.value if several else [node]:
-            if isinstance(part, yaml.MappingNode):
-                mine = dict(self.values)
-                self.mapping(part, prefix, path)
-                self.values.update(mine)
+    def _merge(self, nodes: list[yaml.Node], prefix: str, path: tuple[int, ...]) -> None:
+        """`<<: *anchor`, and `<<: [*anchor, *another]`, of which the first one wins."""
+        for node in reversed(nodes):
+            if isinstance(node, yaml.SequenceNode):
+                self._merge(node.value, prefix, self._enter(node, path))
+            elif isinstance(node, yaml.MappingNode):
+                self.mapping(node, prefix, path)
 
     def _value(self, node: yaml.Node, path: tuple[int, ...]) -> Any:
         path = self._enter(node, path)

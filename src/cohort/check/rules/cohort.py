@@ -8,7 +8,7 @@ from typing import Any
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Said, Settings
-from cohort.check.rules.start import Judged, Knobs, Start, refused
+from cohort.check.rules.start import BatchSizes, RunRules, Start, refused
 from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
@@ -16,7 +16,7 @@ from cohort.plan.dataset import missing_files
 _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 
 
-def judge_cohort(launch: Launch) -> Judged:
+def cohort_rules(launch: Launch) -> RunRules:
     """Judges a configuration by reading it as `cohort train` does."""
     settings = Settings(launch)
     problem: str | None = None
@@ -28,7 +28,7 @@ def judge_cohort(launch: Launch) -> Judged:
     else:
         prompts, generations = config.train.prompts_per_step, config.rollout.num_generations
 
-    def start(world_size: int, changed: Knobs) -> Start:
+    def start(world_size: int, changed: BatchSizes) -> Start:
         if problem is not None:
             return refused(problem)
         size = prompts * generations
@@ -41,10 +41,10 @@ def judge_cohort(launch: Launch) -> Judged:
         )
 
     engine = ENGINES.get(settings.text("rollout.engine", "auto"), AutoRolloutConfig)
-    return Judged(
+    return RunRules(
         version=_installed(),
         version_reason="installed",
-        knobs={},
+        sizes={},
         decides=frozenset(),
         start=start,
         sampling=engine.sampled_by,

@@ -8,8 +8,9 @@ B sequences of a micro-batch, T tokens of it that have logits, V vocabulary, W p
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from cohort.check.launch import Sharding
 from cohort.config.adapter import AdapterConfig
@@ -20,8 +21,11 @@ from cohort.plan.memory import CUDA_BYTES, NCCL_BYTES, SLEEPING_VLLM_BYTES
 from cohort.plan.shape import ModelShape
 from cohort.plan.workload import Workload
 
-Phase = Literal["training", "sampling"]
 _BITS_OF_SCALES = {4: 0.127, 8: 0.0}  # of one weight: bitsandbytes' nf4 with its scales quantized too; rows' scales
+_NOT_THERE: Mapping[str, Any] = {  # what only Cohort has
+    **dict.fromkeys(("offload", "gradients_in_forward"), False),
+    **dict.fromkeys(("shared_prefix_tokens", "sampled_sequences", "sampled_tokens", "awake_vllm_bytes"), 0),
+}
 _GATHERED_LAYERS = 2  # at a time: the one that is computed, and the next
 
 
@@ -61,40 +65,40 @@ class RunMemory:
     masters: bool = True  # whether half-precision weights in shards have float32 masters
     engine: Engine | None = None
 
-    def phases(self, gpu_bytes: int) -> dict[Phase, dict[str, int]]:
-        """Bytes of one GPU by phase and part."""
-        workload, shape, on = self._workload(), self.shape, self.sharding
+    def phases(self, gpu_bytes: int) -> dict[str, dict[str, int]]:
+        """Bytes of one GPU by phase (training, sampling) and part."""
+        workload, shape, on, engine = self._workload(), self.shape, self.sharding, self.engine
         trained, each = workload.trained_parameters, workload.trained_bytes
-        stored = self._stored_bytes()
-        framework = CUDA_BYTES + NCCL_BYTES * (self.processes > 1)
+        shards = {stage: self.shards if on.stage >= stage else 1 for stage in (1, 2, 3)}
+        stored = self._stored_bytes() // shards[3] * (not on.offloads_weights)
         state = {
-            "weights": 0 if on.offloads_weights else stored // self._shards(3),
-            "gradients": 0 if on.offloads_optimizer and on.stage >= 2 else each * trained // self._shards(2),
-            "optimizer state": 0 if on.offloads_optimizer else self._state_bytes(each) * trained // self._shards(1),
-            "reference": 0 if on.offloads_weights else stored // self._shards(3) * self.has_reference,
+            "weights": stored,
+            "gradients": each * trained // shards[2] * (not on.offloads_optimizer or on.stage < 2),
+            "optimizer state": self._state_bytes(each) * trained // shards[1] * (not on.offloads_optimizer),
+            "reference": stored * self.has_reference,
         }
-        engine = self.engine
-        held = 0 if engine is None else SLEEPING_VLLM_BYTES if engine.sleeps else int(engine.share * gpu_bytes)
-        gathers = on.stage == 3 and self.shards > 1
-        layers = min(_GATHERED_LAYERS, shape.layers) * shape.layer_parameters
-        phases: dict[Phase, dict[str, int]] = {
-            "training": {
-                **state,
-                "activations": activation_bytes(workload),
-                "logits": self._logits(workload),
-                "gathered weights": self.compute_bytes * (shape.non_layer_parameters + layers) * gathers,
-                "a layer's weights": self._dequantized_bytes(),
-                "vLLM": held,
-                "framework": framework,
-            }
+        sampling = int(engine.share * gpu_bytes) if engine else 0
+        sleeps = engine is not None and engine.sleeps
+        framework = CUDA_BYTES + NCCL_BYTES * (self.processes > 1)
+        gathered = shape.non_layer_parameters + min(_GATHERED_LAYERS, shape.layers) * shape.layer_parameters
+        largest = max(map(math.prod, shape.linear_layers.values()))
+        training = {
+            **state,
+            "activations": activation_bytes(workload),
+            "logits": self._logits(workload),
+            "gathered weights": self.compute_bytes * gathered * (on.stage == 3 and self.shards > 1),
+            "a layer's weights": self.compute_bytes * largest * (self.quantized_bits is not None),  # for its product
+            "vLLM": SLEEPING_VLLM_BYTES if sleeps else sampling,
+            "framework": framework,
         }
-        if engine is not None and engine.sleeps:
+        phases = {"training": training}
+        if engine is not None and sleeps:
             leave = {"weights": engine.weights_leave, "optimizer state": engine.optimizer_leaves, "gradients": True}
             stays = {part: size * (not leave.get(part, False)) for part, size in state.items()}
-            phases["sampling"] = {**stays, "vLLM": int(engine.share * gpu_bytes), "framework": framework}
+            phases["sampling"] = {**stays, "vLLM": sampling, "framework": framework}
         return {phase: {part: size for part, size in parts.items() if size} for phase, parts in phases.items()}
 
-    def peak(self, gpu_bytes: int) -> tuple[Phase, int]:
+    def peak(self, gpu_bytes: int) -> tuple[str, int]:
         """The phase that needs the most, and how much."""
         totals = {phase: sum(parts.values()) for phase, parts in self.phases(gpu_bytes).items()}
         phase = max(totals, key=lambda name: totals[name])
@@ -105,9 +109,6 @@ class RunMemory:
         """DeepSpeed keeps them beside bfloat16 weights, and accelerate's FSDP makes the weights themselves float32."""
         shared = self.sharding.stage >= 1 and self.shards > 1
         return self.masters and shared and self.weight_bytes == 2 and self.adapter is None
-
-    def _shards(self, stage: int) -> int:
-        return self.shards if self.sharding.stage >= stage else 1
 
     def _state_bytes(self, trained_bytes: int) -> int:
         """Of one trained weight: moments, of half-precision weights in shards float32 ones and a float32 copy."""
@@ -124,31 +125,20 @@ class RunMemory:
         rest = self.weight_bytes * (self.shape.num_parameters - linear)
         return int(linear * (bits + _BITS_OF_SCALES.get(bits, 0.0)) / 8) + rest
 
-    def _dequantized_bytes(self) -> int:
-        """Of the largest linear layer, for its product."""
-        if self.quantized_bits is None:
-            return 0
-        return self.compute_bytes * max(map(math.prod, self.shape.linear_layers.values()))
-
     @property
-    def packed_tokens(self) -> int:
-        """Of a micro-batch on one GPU."""
+    def _tokens(self) -> tuple[int, int]:
+        """Of a micro-batch on one GPU: all, and those that the loss is of."""
         sequence = self.prompt_tokens + self.completion_tokens
         if self.token_budget is not None:
-            return max(self.token_budget, -(-sequence // self.sequence_parallel))
-        return self.sequences * sequence // self.sequence_parallel
-
-    @property
-    def _loss_tokens(self) -> int:
-        if self.scores_prompts or self.token_budget is not None:
-            return self.packed_tokens
-        return self.sequences * self.completion_tokens
+            return (max(self.token_budget, -(-sequence // self.sequence_parallel)),) * 2
+        packed = self.sequences * sequence // self.sequence_parallel
+        return packed, packed if self.scores_prompts else self.sequences * self.completion_tokens
 
     def _logits(self, workload: Workload) -> int:
         if not self.logit_copies:
             return head_bytes(workload, backward=True)
         first = 0 if self.scores_prompts else self.sequences  # the prompt's last token
-        return self.logit_copies * self.logit_bytes * (self._loss_tokens + first) * self.shape.vocabulary
+        return self.logit_copies * self.logit_bytes * (self._tokens[1] + first) * self.shape.vocabulary
 
     def _workload(self) -> Workload:
         return Workload(
@@ -157,14 +147,9 @@ class RunMemory:
             weight_bytes=self.weight_bytes,
             compute_bytes=self.compute_bytes,
             checkpointing=self.checkpointing,
-            offload=False,
-            gradients_in_forward=False,
             has_reference=self.has_reference,
-            packed_tokens=self.packed_tokens,
-            loss_tokens=self._loss_tokens,
-            shared_prefix_tokens=0,
-            sampled_sequences=0,
-            sampled_tokens=0,
-            awake_vllm_bytes=0,
+            packed_tokens=self._tokens[0],
+            loss_tokens=self._tokens[1],
             adapter=adapter_shape(self.adapter, self.shape) if self.adapter else None,
+            **_NOT_THERE,
         )

@@ -36,7 +36,7 @@ def refused(message: str, **numbers: Any) -> Start:
     return Start(starts=False, message=message, **numbers)
 
 
-# keys that only evaluation depends on: without them training is judged all the same
+# keys that only evaluation depends on: training is checked without them
 EVALUATION = frozenset(
     (
         "per_device_eval_batch_size",
@@ -47,24 +47,24 @@ EVALUATION = frozenset(
         "split_dataset_ratio",
     )
 )
-Knobs = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
+BatchSizes = Mapping[str, int]  # the numbers that decide whether a run starts, by the framework's own names
 
 
-def _nothing(world_size: int, knobs: Knobs) -> tuple[str, ...]:
+def _nothing(world_size: int, sizes: BatchSizes) -> tuple[str, ...]:
     return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class RunRules:
     """What the rules of a framework say about one launch."""
 
     version: str
     version_reason: str
-    knobs: Knobs
+    sizes: BatchSizes
     decides: frozenset[str]  # every key that the verdict depends on, said or not
-    start: Callable[[int, Knobs], Start]  # for so many processes and these numbers
+    start: Callable[[int, BatchSizes], Start]  # for a number of processes and these sizes
     usual_field: str | None = "num_generations"  # the key that a refusal is about
-    missing: Callable[[int, Knobs], tuple[str, ...]] = _nothing  # keys that nobody set, with values that make it start
+    missing: Callable[[int, BatchSizes], tuple[str, ...]] = _nothing  # unset keys, with values that make it start
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
     blocked: str | None = None  # a contradiction, told as a finding, that stops it whatever the numbers

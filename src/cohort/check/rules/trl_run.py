@@ -1,51 +1,41 @@
-"""A launch of TRL or Open-R1: its numbers, and everything besides the batch rules that goes wrong with it."""
+"""A launch of TRL or Open-R1: its batch, its keys, and everything else that TRL refuses or ignores."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Settings
+from cohort.check.launch import Launch, Said, Settings
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
-from cohort.check.rules.gpus import counted, evaluated_sizes, gpu_findings, length_finding, server_size_finding
-from cohort.check.rules.start import EVALUATION, Judged, Knobs, Start
-from cohort.check.rules.trl import (
-    BOTH_SET,
-    DEFAULT_VERSION,
-    NEWEST,
-    OLDEST,
-    TrlBatch,
-    Version,
-    eval_refusal,
-    parse_version,
-    trl_start,
-)
-from cohort.check.rules.trl_keys import key_findings
+from cohort.check.rules import common, keys
+from cohort.check.rules.contradictions import contradictions
+from cohort.check.rules.keys import Version, parse_version
+from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start
+from cohort.check.rules.trl import DEFAULT_VERSION, EVAL_BATCH, NEWEST, OLDEST, TrlBatch, refusals, trl_start
 
 _OPEN_R1_PINS = "0.18.0"
-_LOSSES: dict[str, Version] = {  # the first release whose trainer computes it
-    "grpo": (0, 17),
-    "bnpo": (0, 17),
-    "dr_grpo": (0, 17),
-    "dapo": (0, 22),
-    "cispo": (0, 26),
-    "sapo": (0, 26),
-    "luspo": (0, 28),
-    "vespo": (1, 0),
-}
-_HAS_LOSSES, _KNOWS_CISPO = _LOSSES["grpo"], _LOSSES["cispo"]
+_NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
+_LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
 _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
-_CAN_SLEEP = (0, 24)
 _FIELDS = {  # TRL's key: the field of TrlBatch that it is
     "per_device_train_batch_size": "per_device",
-    "per_device_eval_batch_size": "per_device_eval",
+    EVAL_BATCH: "per_device_eval",
     "gradient_accumulation_steps": "accumulation",
     "num_generations": "generations",
+    "num_generations_eval": "generations_eval",
     "generation_batch_size": "generation_batch_size",
     "steps_per_generation": "steps_per_generation",
 }
-
-
+_NEW_NAMES = {  # of keys whose help does not say it while they are there
+    "evaluation_strategy": "eval_strategy",
+    "max_length": "max_completion_length",
+    "provider_type": "code_provider",
+    "torch_dtype": "dtype",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_max_model_len": "vllm_max_model_length",
+}
+_OF_THE_COMMAND = keys.launcher_keys("trl") | {"accelerate_config", "config", "env"}  # of `trl grpo`
 _PURELY_QUANTIZED = (
     "You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters on top of the "
     "quantized model to correctly perform fine-tuning. Please see: https://huggingface.co/docs/transformers/peft "
@@ -53,69 +43,60 @@ _PURELY_QUANTIZED = (
 )
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
-
-
+_SAMPLING = {
+    "none": "by the training processes, with transformers",
+    "colocate": "by vLLM inside the training processes",
+    "server": "by a vLLM server, which needs GPUs of its own",
+    "a GPU of its own": "by vLLM on the GPU after the training processes' own",
+}
+_SLEEPS = "vllm_enable_sleep_mode"
 _SERVER_KEYS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
-_COLOCATED_KEYS = (
-    "vllm_gpu_memory_utilization",
-    "vllm_tensor_parallel_size",
-    "vllm_max_model_length",
-    "vllm_enable_sleep_mode",
-)
+_COLOCATED_KEYS = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", _SLEEPS)
 
 
-def judge_trl(launch: Launch, version: str | None = None) -> Judged:
-    """Judges a launch by the rules of one version of TRL: the given one, the file's own, or the default."""
+def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
+    """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
     told, reason = trl_version(launch, version)
     number = parse_version(told)
     settings = Settings(launch)
     batch = _batch(settings, number)
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
+    mode = sampling_mode(settings, number)
     findings = [
         *_version_findings(told, number),
-        *key_findings(launch, number),
-        *_contradictions(settings, batch, number),
+        *_key_findings(launch, number),
+        *contradictions("trl", settings, number),
+        *_numbers(settings, number),
         *_quantization(settings, launch, number),
     ]
-    blocked = next((f.message for f in findings if f.code == "CHK008"), None)
-    mode = _sampling_mode(settings, number)
+    blocked = next((f.says for f in findings if f.code == "CHK008"), None)
     unknown = {finding.field for finding in findings if finding.code == "CHK005"}
     findings += [f for f in _without_effect(settings, mode, number) if f.field not in unknown]
     findings += _losses(settings, number)
-    findings += _awake(settings, mode, number)
+    if mode == "colocate" and _SLEEPS in keys.known_keys("trl", number):
+        sleeps = settings.flag(_SLEEPS)
+        findings += common.awake_findings(settings, _SLEEPS, f"{_SLEEPS}=true", sleeps=sleeps, share=0.3)
     if settings.readable(*decides - EVALUATION):
         findings += _steps(settings, batch, number, launch)
-    if settings.readable(*decides):
-        findings += _evaluation(settings, batch, number, launch)
+    if settings.readable(*decides) and not batch.evaluates:
+        findings += _evaluation(batch, number, launch)
     findings += _lengths(settings, mode, launch)
-    host = str(settings.text("vllm_server_base_url") or settings.text("vllm_server_host", "0.0.0.0"))
-    local = any(name in host for name in ("0.0.0.0", "localhost", "127.0.0.1"))
-    takes_one = mode == "a GPU of its own"
-    serves = mode == "server"
-    findings += gpu_findings(
-        launch, local_server=serves and local, remote_server=serves and not local, takes_one_for_vllm=takes_one
-    )
-    findings += server_size_finding(launch, "")
-    knobs = {key: value for key, name in _FIELDS.items() if (value := getattr(batch, name)) is not None}
+    findings += _gpus(settings, mode, launch)
+    sizes = {key: value for key, name in _FIELDS.items() if (value := getattr(batch, name)) is not None}
     if not batch.evaluates:
-        del knobs["per_device_eval_batch_size"]
+        sizes = {key: value for key, value in sizes.items() if key not in EVALUATION}
 
-    def start(world_size: int, changed: Knobs) -> Start:
+    def start(world_size: int, changed: BatchSizes) -> Start:
         fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
         return trl_start(replace(batch, **fields), world_size, number)
 
-    return Judged(
+    return RunRules(
         version=told,
         version_reason=reason,
-        knobs=knobs,
+        sizes=sizes,
         decides=decides,
         start=start,
-        sampling={
-            "none": "by the training processes, with transformers",
-            "colocate": "by vLLM inside the training processes",
-            "server": "by a vLLM server, which needs GPUs of its own",
-            "a GPU of its own": "by vLLM on the GPU after the training processes' own",
-        }[mode],
+        sampling=_SAMPLING[mode],
         findings=(*settings.findings, *findings),
         blocked=blocked,
     )
@@ -126,10 +107,25 @@ def trl_version(launch: Launch, version: str | None) -> tuple[str, str]:
     if version is not None:
         return version, "--trl-version"
     if launch.version is not None:
-        return str(launch.version.value), f"{launch.version.where} of the file"
+        return str(launch.version.value), launch.version.where
     if launch.framework == "open-r1":
         return _OPEN_R1_PINS, "what Open-R1 pins"
     return DEFAULT_VERSION, "the default; --trl-version chooses another one"
+
+
+def trl_default(key: str, version: Version) -> Any:
+    """The default of a key of this version; None if it has none, or is not there."""
+    return keys.known_keys("trl", version).get(key, {}).get("default")
+
+
+def sampling_mode(settings: Settings, version: Version) -> str:
+    """Where completions are sampled: none (of vLLM's), colocate, server, or a GPU of its own (before 0.16)."""
+    if not settings.flag("use_vllm"):
+        return "none"
+    if version < (0, 16):
+        return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
+    mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
+    return "colocate" if mode == "colocate" else "server"
 
 
 def _version_findings(told: str, version: Version) -> list[Finding]:
@@ -143,119 +139,99 @@ def _version_findings(told: str, version: Version) -> list[Finding]:
 
 def _batch(settings: Settings, version: Version) -> TrlBatch:
     """The numbers of the batch. Keys that this version does not know do not count."""
-    later = version >= (0, 18)
+    known = keys.known_keys("trl", version)
     strategy = settings.text("eval_strategy", settings.text("evaluation_strategy", "no"))
-    colocated = _sampling_mode(settings, version) == "colocate"
+    parallel = sampling_mode(settings, version) == "colocate" and "vllm_tensor_parallel_size" in known
+    unset = TrlBatch()
+    numbers = {name: settings.whole(key, getattr(unset, name)) for key, name in _FIELDS.items() if key in known}
     return TrlBatch(
-        per_device=settings.whole("per_device_train_batch_size", 8),
-        accumulation=settings.whole("gradient_accumulation_steps", 1),
-        generations=settings.whole("num_generations", 8),
-        generation_batch_size=settings.whole("generation_batch_size", None) if later else None,
-        steps_per_generation=settings.whole("steps_per_generation", None) if later else None,
+        **numbers,
         evaluates=strategy != "no" and settings.readable(*EVALUATION),
-        per_device_eval=settings.whole("per_device_eval_batch_size", 8),
-        generations_eval=settings.whole("num_generations_eval", None) if version >= (0, 26) else None,
-        tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if later and colocated else 1,
-        auto_find_batch_size=settings.flag("auto_find_batch_size"),
+        tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if parallel else 1,
     )
 
 
-def _sampling_mode(settings: Settings, version: Version) -> str:
-    if not settings.flag("use_vllm"):
-        return "none"
-    if version < (0, 16):
-        return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
-    if version < (0, 18):
-        return "server"
-    mode = str(settings.text("vllm_mode", "colocate" if version >= (1, 0) else "server"))
-    return mode if mode in ("colocate", "server") else "server"
+def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
+    """What is to say about each key of a recipe, of `GRPOConfig(...)` or of a command line."""
+    known = dict(keys.known_keys("trl", version))
+    known |= keys.known_keys("open-r1", version) if launch.framework == "open-r1" else {}
+    for key, said in launch.settings.items():
+        if key.startswith("trainer.") or said.added:  # of GRPOTrainer(...), or of the script's own classes
+            continue
+        deprecated = known.get(key, {}).get("deprecated")
+        if key not in known and key not in _OF_THE_COMMAND:
+            yield _unknown(key, said, launch, known, version)
+        elif isinstance(deprecated, str):
+            yield Finding("CHK007", key, f"{key} is called {deprecated} now, and the old name will go", (deprecated,))
+        elif deprecated and key.startswith("vllm_") and said.value is not None:
+            yield Finding("CHK005", key, f"{key} does nothing in this version: it is an option of `trl vllm-serve`")
+    for entry in launch.todo:  # arguments of GRPOTrainer(...) that it does not have
+        key = str(entry.value).partition("=")[0]
+        if known.get(key, {}).get("of") in ("GRPOConfig", "TrainingArguments"):
+            says = f"GRPOTrainer.__init__() got an unexpected keyword argument '{key}'"
+            yield Finding("CHK006", key, f"{key} belongs into GRPOConfig(...)", (), entry.where, says)
 
 
-def _contradictions(settings: Settings, batch: TrlBatch, version: Version) -> list[Finding]:
-    """Keys that stop the run together."""
+def _unknown(key: str, said: Said, launch: Launch, known: keys.Keys, version: Version) -> Finding:
+    entries = [table[key] for table in keys.key_tables("trl").values() if key in table]
+    deprecated = (entry["deprecated"] for entry in entries if isinstance(entry.get("deprecated"), str))
+    new = next(deprecated, _NEW_NAMES.get(key))
+    nearest = (str(new),) if new in known else keys.nearest_keys(key, known)
+    history = keys.key_history("trl", key)
+    why = f"TRL {'.'.join(map(str, version))} does not know {key}{f', which was there {history}' if history else ''}"
+    in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
+    if any(entry["of"] == "TrainingArguments" for entry in entries):
+        fate = "is dropped silently" if in_recipe else "stops the run"
+        return Finding("CHK005", key, f"{why}; with a version of transformers that lacks it, it {fate}", nearest)
+    if not in_recipe:
+        says = f"GRPOConfig.__init__() got an unexpected keyword argument '{key}'"
+        if launch.form == "shell" or said.where == "--launch":
+            says = f"Some specified arguments are not used by the HfArgumentParser: ['--{key}', ...]"
+        return Finding("CHK006", key, why, nearest, says=says)
+    if new in known:
+        return Finding("CHK007", key, f"{why}; it is called {new}, and the old name is dropped silently", nearest)
+    return Finding("CHK005", key, f"{why}, and drops it silently", nearest)
 
-    def found(key: str, message: str, *nearest: str) -> Finding:
-        return Finding("CHK008", key, message, nearest)
 
-    results: list[Finding] = []
-    if batch.generation_batch_size is not None and batch.steps_per_generation is not None:
-        results.append(
-            found("generation_batch_size", BOTH_SET, "without generation_batch_size", "without steps_per_generation")
-        )
-    liger = settings.flag("use_liger_loss" if version < (0, 28) else "use_liger_kernel")
-    if settings.number("delta", None) is not None and liger and (0, 18) <= version < (1, 10):
-        name = "loss" if version < (0, 26) else "kernel"
-        message = f"Liger {name} does not support two-sided GRPO loss yet."
-        results.append(found("delta", message, "without delta", f"use_liger_{name}=false"))
-    if version >= (0, 28) and settings.text("log_completions_hub_repo") and not settings.flag("log_completions"):
-        message = (
-            "log_completions_hub_repo is set, but log_completions is False. Enable log_completions to upload "
-            "completions to the Hub, or unset log_completions_hub_repo."
-        )
-        results.append(found("log_completions_hub_repo", message, "log_completions=true"))
-    low = settings.number("vllm_importance_sampling_clip_min", None)
-    high = settings.number("vllm_importance_sampling_clip_max", 3.0)
-    if version >= (1, 10) and low is not None and low >= high:
-        name = "vllm_importance_sampling_clip"
-        message = f"{name}_min ({low}) must be less than {name}_max ({high})."
-        results.append(found(f"{name}_min", message))
-    mode: Any = settings.text("vllm_importance_sampling_mode", "sequence_mask")
-    corrected = settings.flag("use_vllm") and settings.flag("vllm_importance_sampling_correction", True)
-    token_modes = ("token_truncate", "token_mask")
-    if version >= (1, 0) and settings.text("loss_type") == "vespo" and corrected and mode not in token_modes:
-        message = (
-            "VESPO loss requires `vllm_importance_sampling_mode` to be either 'token_truncate' or 'token_mask'. "
-            f"Got: {mode}."
-        )
-        results.append(
-            found(
-                "vllm_importance_sampling_mode",
-                message,
-                *(f"vllm_importance_sampling_mode={name}" for name in token_modes),
-            )
-        )
-    return results
+def _numbers(settings: Settings, version: Version) -> Iterator[Finding]:
+    """Numbers that stop the run together."""
+    rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
+    weights = settings.said("reward_weights")
+    text = "these settings do not go together"
+    if isinstance(rewards, list) and isinstance(weights, list) and len(rewards) != len(weights):
+        says = f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(rewards)})"
+        yield Finding("CHK008", "reward_weights", text, ("without reward_weights",), says=says)
+    clip = "vllm_importance_sampling_clip"
+    low, high = settings.number(f"{clip}_min", None), settings.number(f"{clip}_max", 3.0)
+    if version >= (1, 6) and low is not None and low >= high:
+        says = f"{clip}_min ({low}) must be less than {clip}_max ({high})."
+        yield Finding("CHK008", f"{clip}_min", text, (f"without {clip}_min",), says=says)
 
 
 def _without_effect(settings: Settings, mode: str, version: Version) -> list[Finding]:
     """Keys of vLLM that this way of sampling does not look at."""
     if version < (0, 18):
         return []
-    reasons = {
+    reason, keys = {
         "none": ("use_vllm is false", (*_SERVER_KEYS, *_COLOCATED_KEYS)),
         "server": ("a server samples, which has options of its own", _COLOCATED_KEYS),
         "colocate": ("vLLM samples inside the training processes and no server is asked", _SERVER_KEYS),
-    }
-    reason, keys = reasons[mode]
+    }[mode]
     return [Finding("CHK005", key, f"{key} has no effect: {reason}") for key in keys if settings.said(key) is not None]
 
 
-def _loss(settings: Settings, version: Version) -> str:
-    return str(settings.text("loss_type", "dapo" if version >= (0, 22) else "bnpo"))
-
-
 def _losses(settings: Settings, version: Version) -> list[Finding]:
-    """What makes a loss another one than was meant."""
-    loss = _loss(settings, version)
-    findings: list[Finding] = []
-    if version < _HAS_LOSSES:
-        return []  # loss_type has no effect, which is told as that
+    """What makes a loss another one than was meant. Before 0.17 loss_type has no effect, which is told as that."""
+    default = trl_default("loss_type", version)
+    loss = settings.text("loss_type", default)
     known = tuple(name for name, first in _LOSSES.items() if version >= first)
+    if default is None:
+        return []
     if loss not in known:
-        message = f'loss_type: {loss!r}: fails in the first step, after generation: "Unknown loss type: {loss}"'
-        if loss in _LOSSES:
-            message += f"; TRL has it from {'.'.join(map(str, _LOSSES[loss]))} on"
-        findings.append(Finding("CHK010", "loss_type", message, known))
-    cap = settings.number("epsilon_high", None)
-    cap = cap if cap is not None else settings.number("epsilon", 0.2)
-    if loss == "cispo" and version >= _KNOWS_CISPO and cap <= 1 and settings.readable("epsilon_high", "epsilon"):
-        key = "epsilon_high" if "epsilon_high" in settings else "epsilon"
-        message = (
-            f"with loss_type cispo, {key} {cap:g} caps the importance weight itself: on-policy weights of 1 become "
-            f"{cap:g}, and the gradient is {cap:g} times what it should be"
-        )
-        findings.append(Finding("CHK015", "epsilon_high", message, ("epsilon_high=5.0",)))
-    return findings
+        message = "loss_type: fails in the first step, after generation"
+        message += f"; TRL has it from {'.'.join(map(str, _LOSSES[loss]))} on" if loss in _LOSSES else ""
+        return [Finding("CHK010", "loss_type", message, known, says=f"Unknown loss type: {loss}")]
+    return common.cispo_findings(settings) if loss == "cispo" else []
 
 
 def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
@@ -270,72 +246,46 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
     if trl_lora(settings) is not None:
         return []
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
-    return [Finding("CHK008", key, _PURELY_QUANTIZED, (nearest, f"{key}=false"))]
-
-
-def _awake(settings: Settings, mode: str, version: Version) -> list[Finding]:
-    """vLLM inside the training processes that does not sleep meanwhile."""
-    if mode != "colocate" or version < _CAN_SLEEP or settings.flag("vllm_enable_sleep_mode"):
-        return []
-    share = settings.number("vllm_gpu_memory_utilization", 0.3)
-    message = f"vLLM holds {share:.0%} of every GPU while training: vllm_enable_sleep_mode is false"
-    return [Finding("CHK018", "vllm_enable_sleep_mode", message, ("vllm_enable_sleep_mode=true",))]
+    text = "a quantized model trains only with an adapter"
+    return [Finding("CHK008", key, text, (nearest, f"{key}=false"), says=_PURELY_QUANTIZED)]
 
 
 def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
     """Steps per generation that scale the loss wrongly, or are none at all."""
-    findings: list[Finding] = []
-    loss = _loss(settings, version)
-    processes = launch.processes.value if launch.processes else 1
-    start = trl_start(replace(batch, evaluates=False), max(int(processes), 1), version)
-    steps = start.steps_per_generation
-    if start.starts and steps == 0:
+    loss = settings.text("loss_type", trl_default("loss_type", version))
+    processes = max(int(launch.processes.value), 1) if launch.processes else 1
+    steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
+    told = ".".join(map(str, version))
+    if steps == 0:
         message = (
-            f"generation_batch_size {batch.generation_batch_size} passes TRL {'.'.join(map(str, version))}'s check "
-            f"and is less than one micro-step of {processes} processes x {batch.per_device}: steps_per_generation is 0"
+            f"generation_batch_size {batch.generation_batch_size} passes TRL {told}'s check and is less than one "
+            f"micro-step of {processes} processes x {batch.per_device}: steps_per_generation is 0"
         )
         right = (f"generation_batch_size={batch.per_device * processes}",)
-        findings.append(Finding("CHK017", "generation_batch_size", message, right))
-    elif (
-        loss in ("dapo", "cispo", "vespo") and (0, 22) <= version < (1, 16) and steps not in (None, batch.accumulation)
-    ):
-        message = (
-            f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL "
-            f"{'.'.join(map(str, version))} divides by the tokens of the whole generation batch, so the gradient is "
-            f"about {batch.accumulation / (steps or 1):g} times what it should be (right again in 1.16)"
-        )
-        equal = (f"steps_per_generation={batch.accumulation}", f"gradient_accumulation_steps={steps}")
-        findings.append(Finding("CHK016", "steps_per_generation", message, equal))
-    return findings
-
-
-def _evaluation(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
-    """An evaluation batch that is refused as soon as evaluation is on."""
-    if batch.evaluates:
+        return [Finding("CHK017", "generation_batch_size", message, right)]
+    scaled = loss in ("dapo", "cispo", "vespo") and (0, 22) <= version < (1, 16)
+    if not scaled or steps is None or steps == batch.accumulation:
         return []
+    message = (
+        f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL {told} "
+        f"divides by the tokens of the whole generation batch, so the gradient is about "
+        f"{batch.accumulation / steps:g} times what it should be (right again in 1.16)"
+    )
+    equal = (f"steps_per_generation={batch.accumulation}", f"gradient_accumulation_steps={steps}")
+    return [Finding("CHK016", "steps_per_generation", message, equal)]
+
+
+def _evaluation(batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
+    """An evaluation batch that is refused as soon as evaluation is on."""
     on = replace(batch, evaluates=True)
 
     def refusal(processes: int) -> str | None:
-        if version >= (0, 20):
-            return eval_refusal(on, processes, version)
-        with_eval, without = (trl_start(tried, processes, version) for tried in (on, batch))
-        return with_eval.message if without.starts and not with_eval.starts else None
+        return next((text for text, field in refusals(on, processes, version) if field == EVAL_BATCH), None)
 
-    told = [size for size in evaluated_sizes(launch) if refusal(size) is not None]
-    if not told:
-        return []
-    world_size, message = told[0], refusal(told[0])
-    generations = (batch.generations_eval if version >= (0, 27) else None) or batch.generations
-    sizes = [n for n in range(1, 4 * generations + 1) if n * world_size % generations == 0]
-    nearest = sorted(sizes, key=lambda n: abs(n - batch.per_device_eval))[:2]
-    return [
-        Finding(
-            "CHK009",
-            "per_device_eval_batch_size",
-            f"evaluation is off; with it and {counted(world_size)} TRL would refuse: {message}",
-            tuple(f"per_device_eval_batch_size={n}" for n in nearest),
-        )
-    ]
+    generations = batch.generations_eval or batch.generations
+    text = "evaluation is off; TRL would refuse it"
+    per_device = batch.per_device_eval
+    return common.evaluation_findings(launch, refusal, per_device=per_device, generations=generations, text=text)
 
 
 def _lengths(settings: Settings, mode: str, launch: Launch) -> list[Finding]:
@@ -349,11 +299,17 @@ def _lengths(settings: Settings, mode: str, launch: Launch) -> list[Finding]:
     if mode == "server":
         said = launch.server.get("max_model_len")
         key, context = "the server's --max_model_len", int(said.value) if said and str(said.value).isdecimal() else None
-    return length_finding(
-        prompt,
-        completion,
-        context,
-        prompt_key="max_prompt_length",
-        completion_key="max_completion_length",
-        context_key=key,
+    keys = {"prompt_key": "max_prompt_length", "completion_key": "max_completion_length", "context_key": key}
+    return common.length_finding(prompt, completion, context, **keys)
+
+
+def _gpus(settings: Settings, mode: str, launch: Launch) -> list[Finding]:
+    """GPUs used twice or not at all, and the server's own."""
+    local = common.is_local(settings.text("vllm_server_base_url") or settings.text("vllm_server_host", "0.0.0.0"))
+    found = common.gpu_findings(
+        launch,
+        local_server=mode == "server" and local,
+        remote_server=mode == "server" and not local,
+        takes_one_for_vllm=mode == "a GPU of its own",
     )
+    return found + common.server_size_finding(launch, "")

@@ -1,152 +1,299 @@
-"""verl's batch rules: numbers in, its own verdict out. Read in verl 0.9.
+"""verl with FSDP: what stops a run before or when its workers start. The rules of versions 0.5 to 0.10.
 
-A batch is `train_batch_size` prompts with n completions each; a mini-batch is one optimizer step.
+A batch is `train_batch_size` prompts with n completions each; a mini-batch is one optimizer step. Hydra refuses
+overrides first, then verl validates its configuration, then the workers assert what depends on the GPUs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.check.rules.start import Start, refused
+from cohort.check.findings import Finding
+from cohort.check.launch import Launch, Settings
+from cohort.check.rules.common import gpu_findings, length_finding
+from cohort.check.rules.keys import Keys, Version, key_history, known_keys, nearest_keys, parse_version
+from cohort.check.rules.start import BatchSizes, RunRules, Start, refused
 
-DEFAULT_VERSION = "0.9"
+DEFAULT_VERSION = "0.9.1"  # the newest that is released
+_TRAINER = "verl.trainer.main_ppo"
+_ACTOR, _ROLLOUT, _REFERENCE, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+_FIELDS = {
+    "data.train_batch_size": "train_batch_size",
+    f"{_ROLLOUT}.n": "generations",
+    f"{_ACTOR}.ppo_mini_batch_size": "mini_batch_size",
+    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout_tensor_parallel",
+}
+BATCH_KEYS = tuple(_FIELDS)[:3]  # prompts that are sampled, completions of each, prompts of one optimizer step
+_MICRO_FIELDS = {  # deprecated keys that count all GPUs; with `_per_gpu` they count one
+    "micro": f"{_ACTOR}.ppo_micro_batch_size",
+    "rollout_micro": f"{_ROLLOUT}.log_prob_micro_batch_size",
+    "reference_micro": f"{_REFERENCE}.log_prob_micro_batch_size",
+}
 _USUAL_MICRO_BATCHES = (8, 4, 2, 1)
-_ACTOR_NEEDS_ONE = (
-    "[actor] Please set at least one of 'actor.ppo_micro_batch_size' or 'actor.ppo_micro_batch_size_per_gpu' if "
-    "use_dynamic_bsz is not enabled."
+_IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
+_NO_FIELD = _IN_CLASS.format(
+    "PolicyLossConfig", "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
 )
-_ACTOR_HAS_BOTH = (
-    "[actor] You have set both 'actor.ppo_micro_batch_size' AND 'actor.ppo_micro_batch_size_per_gpu'. Please remove "
-    "'actor.ppo_micro_batch_size' because only '*_ppo_micro_batch_size_per_gpu' is supported (the former is "
-    "deprecated)."
+_NO_SYNC = (
+    "Rollout mode 'sync' has been removed. Please set `actor_rollout_ref.rollout.mode=async` or remove the mode "
+    "setting entirely."
 )
+_NO_PADDING = "When using sequence parallelism for actor/ref policy, you must enable `use_remove_padding`."
+_MISSING = "Missing mandatory value:"
+_COLD = "validation gen temperature should be greater than 0 when enabling do_sample"
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
+_GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
+
+Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlBatch:
-    """The numbers that verl's rules look at. None: not said."""
+    """The numbers that verl's rules look at."""
 
+    version: Version = (0, 9, 1)
     train_batch_size: int = 1024  # prompts
     generations: int = 1
     mini_batch_size: int = 256  # prompts
-    micro_batch_size: int | None = None  # deprecated: over all GPUs
-    micro_batch_size_per_gpu: int | None = None
-    rollout_micro: tuple[int | None, int | None] = (None, None)  # log_prob_micro_batch_size, .._per_gpu
-    reference_micro: tuple[int | None, int | None] = (None, None)
+    micro: Micro = (None, None)
+    rollout_micro: Micro = (None, None)  # of log-probabilities
+    reference_micro: Micro = (None, None)
     dynamic: bool = False  # use_dynamic_bsz
+    rollout_dynamic: bool = False  # its log_prob_use_dynamic_bsz
     uses_reference: bool = False
     sequence_parallel: int = 1  # Ulysses
-    model_parallel: int | None = None  # Megatron's tensor x pipeline; None: another engine
-    context_parallel: int = 1
     rollout_tensor_parallel: int = 2  # of the sampling engine
     rollout_other_parallel: int = 1  # its data x pipeline parallel
 
 
 def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
     """What verl does with so many GPUs on all nodes together."""
-    message = _validated(batch, num_gpus) or _workers(batch, num_gpus)
+    workers = _workers if batch.version >= (0, 8) else _old_workers
+    message = next(_validated(batch, num_gpus), None) or next(workers(batch, num_gpus), None)
     if message:
         return refused(message)
     return Start(
         starts=True,
         generation_batch_size=batch.train_batch_size * batch.generations,
-        steps_per_generation=batch.train_batch_size // batch.mini_batch_size,
+        steps_per_generation=max(batch.train_batch_size // batch.mini_batch_size, 1),
         global_batch_size=batch.mini_batch_size * batch.generations,
         prompts=batch.train_batch_size,
     )
 
 
+def _validated(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
+    """What verl's own validation complains about, before anything is started."""
+    old, completions = batch.version < (0, 6), batch.train_batch_size * batch.generations
+    if completions % num_gpus and (old or not batch.dynamic):
+        yield f"real_train_batch_size ({completions}) must be divisible by minimal possible batch size ({num_gpus})"
+    if batch.dynamic:
+        return
+    if old:
+        yield from _exclusive(batch.micro, _ACTOR, "micro_batch_size")
+    else:
+        kind = "AssertionError: " if batch.micro == (None, None) else "ValueError: "
+        told = _exclusive(batch.micro, "actor", "ppo_micro_batch_size", " if use_dynamic_bsz is not enabled")
+        yield from (_IN_CLASS.format("FSDPActorConfig", kind + text) for text in told)
+    mini, (micro, _) = batch.mini_batch_size, batch.micro
+    if batch.train_batch_size < mini:
+        yield f"train_batch_size ({batch.train_batch_size}) must be >= actor.ppo_mini_batch_size ({mini})"
+    if micro is not None and mini % micro:
+        yield f"ppo_mini_batch_size ({mini}) must be divisible by ppo_micro_batch_size ({micro})"
+    if micro is not None and micro * batch.sequence_parallel < num_gpus:
+        parallel = f"ulysses_sequence_parallel_size ({batch.sequence_parallel})"
+        yield f"ppo_micro_batch_size ({micro}) * {parallel} must be >= n_gpus ({num_gpus})"
+    if batch.uses_reference:
+        yield from _exclusive(batch.reference_micro, _REFERENCE, "log_prob_micro_batch_size")
+    yield from _exclusive(batch.rollout_micro, _ROLLOUT, "log_prob_micro_batch_size")
+
+
+def _exclusive(micro: Micro, section: str, key: str, needed: str = "") -> Iterator[str]:
+    """One of a micro-batch over all GPUs and one of each GPU must be set."""
+    if micro == (None, None):
+        yield f"[{section}] Please set at least one of '{section}.{key}' or '{section}.{key}_per_gpu'{needed}."
+    elif None not in micro:
+        yield (
+            f"[{section}] You have set both '{section}.{key}' AND '{section}.{key}_per_gpu'. Please remove "
+            f"'{section}.{key}' because only '*_{key}_per_gpu' is supported (the former is deprecated)."
+        )
+
+
+def _engines(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
+    engine = batch.rollout_tensor_parallel * batch.rollout_other_parallel
+    if num_gpus % engine:
+        yield f"rollout world_size: {num_gpus} is not divisible by infer_world_size: {engine}"
+
+
+def _workers(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
+    """What the workers assert from 0.8 on."""
+    if batch.dynamic != batch.rollout_dynamic:
+        yield "assert self.config.actor.use_dynamic_bsz == self.config.rollout.log_prob_use_dynamic_bsz"
+    for micro, key in ((batch.rollout_micro, "rollout.log_prob"), (batch.micro, "actor.ppo")):
+        if not batch.dynamic and micro[1] is None:
+            yield f"assert self.config.{key}_micro_batch_size_per_gpu is not None"
+    yield from _engines(batch, num_gpus)
+    ranks, mini_batch_size = num_gpus // batch.sequence_parallel, batch.mini_batch_size * batch.generations
+    if ranks == 0 or mini_batch_size % ranks:
+        yield f"Got {mini_batch_size=} and self.engine.get_data_parallel_size()={ranks}"
+
+
+def _old_workers(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
+    """What they assert before 0.8."""
+    ranks = max(num_gpus // batch.sequence_parallel, 1)
+    mini, (micro, size) = batch.mini_batch_size * batch.generations // ranks, batch.micro
+    if mini == 0:
+        yield "ppo_mini_batch_size 0 should be larger than 0 after normalization"
+    size = size if micro is None else max(micro // ranks, 1)
+    if size is not None and mini % size:
+        yield f"normalized ppo_mini_batch_size {mini} should be divisible by ppo_micro_batch_size_per_gpu {size}"
+    yield from _engines(batch, num_gpus)
+    completions = batch.train_batch_size * batch.generations
+    if completions % ranks:
+        yield f"only support equal chunk. Got size of DataProto {completions} and chunk {ranks}."
+
+
 def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
-    """The micro-batches of logprobs that nobody has set, as large as the actor's, where that makes it start."""
-    whole, size = batch.micro_batch_size, batch.micro_batch_size_per_gpu
-    size = size or (max(1, whole // num_gpus) if whole else None)
-    if size is None:
-        return _missing_all(batch, num_gpus)
-    wanted = {"rollout": batch.rollout_micro, **({"ref": batch.reference_micro} if batch.uses_reference else {})}
-    missing = [name for name, micro in wanted.items() if micro == (None, None)]
-    fields = {"rollout": "rollout_micro", "ref": "reference_micro"}
-    if not missing:
-        return ()
-    given: dict[str, Any] = {fields[name]: (None, size) for name in missing}
-    if not verl_start(replace(batch, **given), num_gpus).starts:
-        return ()
-    keys = (f"actor_rollout_ref.{name}.log_prob_micro_batch_size_per_gpu={size}" for name in missing)
-    return (" and ".join(keys),)
-
-
-def _missing_all(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
-    """The actor's micro-batch too: the largest that it starts with."""
-    for size in _USUAL_MICRO_BATCHES:
-        given = replace(batch, micro_batch_size_per_gpu=size)
-        key = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
-        if verl_start(given, num_gpus).starts:
-            return (key,)
-        others = missing_sizes(given, num_gpus)
-        if others:
-            return (f"{key} and {others[0]}",)
+    """The micro-batches that nobody has set, as large as the actor's or a usual one, where that makes it start."""
+    wanted = [name for name in _MICRO_FIELDS if name != "reference_micro" or batch.uses_reference]
+    missing = [name for name in wanted if getattr(batch, name) == (None, None)]
+    whole, size = batch.micro
+    given = [size] if size else [max(1, whole // num_gpus)] if whole else _USUAL_MICRO_BATCHES
+    for size in given if missing else ():
+        sizes: dict[str, Any] = dict.fromkeys(missing, (None, size))
+        if verl_start(replace(batch, **sizes), num_gpus).starts:
+            return (" and ".join(f"{_MICRO_FIELDS[name]}_per_gpu={size}" for name in missing),)
     return ()
 
 
-def _validated(batch: VerlBatch, num_gpus: int) -> str | None:
-    """The first complaint of verl's own validation, before anything is started."""
-    if batch.dynamic:
-        return None
-    smallest = num_gpus
-    if batch.model_parallel is not None:
-        parallel = batch.model_parallel * batch.context_parallel
-        if num_gpus % parallel != 0:
-            return (
-                f"n_gpus ({num_gpus}) must be divisible by model_parallel_size ({batch.model_parallel}) times "
-                f"context_parallel_size ({batch.context_parallel})"
-            )
-        smallest = num_gpus // parallel * (batch.micro_batch_size_per_gpu or 1)
-    completions = batch.train_batch_size * batch.generations
-    if completions % smallest != 0:
-        return f"real_train_batch_size ({completions}) must be divisible by minimal possible batch size ({smallest})"
-    if batch.micro_batch_size is not None and batch.micro_batch_size_per_gpu is not None:
-        return _ACTOR_HAS_BOTH
-    if batch.micro_batch_size is None and batch.micro_batch_size_per_gpu is None:
-        return _ACTOR_NEEDS_ONE
-    if batch.train_batch_size < batch.mini_batch_size:
-        return (
-            f"train_batch_size ({batch.train_batch_size}) must be >= actor.ppo_mini_batch_size "
-            f"({batch.mini_batch_size})"
-        )
-    return _micro_batches(batch, num_gpus)
+def verl_keys(launch: Launch, version: str | None) -> tuple[str, Keys, str]:
+    """The version whose rules apply, its keys, and why this version."""
+    told, reason = version or DEFAULT_VERSION, "the version given" if version else "the newest that is released"
+    if launch.version is not None and version is None:
+        told, reason = str(launch.version.value), launch.version.where
+    return told, known_keys("verl", parse_version(told)), reason
 
 
-def _micro_batches(batch: VerlBatch, num_gpus: int) -> str | None:
-    micro, mini = batch.micro_batch_size, batch.mini_batch_size
-    if micro is not None:
-        if mini % micro != 0:
-            return f"ppo_mini_batch_size ({mini}) must be divisible by ppo_micro_batch_size ({micro})"
-        if micro * batch.sequence_parallel < num_gpus:
-            return (
-                f"ppo_micro_batch_size ({micro}) * ulysses_sequence_parallel_size ({batch.sequence_parallel}) must be "
-                f">= n_gpus ({num_gpus})"
-            )
-    parts = [("ref", batch.reference_micro)] if batch.uses_reference else []
-    for name, (whole, per_gpu) in [*parts, ("rollout", batch.rollout_micro)]:
-        section, key = f"actor_rollout_ref.{name}", "log_prob_micro_batch_size"
-        if whole is None and per_gpu is None:
-            return f"[{section}] Please set at least one of '{section}.{key}' or '{section}.{key}_per_gpu'."
-        if whole is not None and per_gpu is not None:
-            return (
-                f"[{section}] You have set both '{section}.{key}' AND '{section}.{key}_per_gpu'. Please remove "
-                f"'{section}.{key}' because only '*_{key}_per_gpu' is supported (the former is deprecated)."
-            )
-    return None
+def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
+    """Apply verl's rules to a launch. `version` is verl's, if it is not the file's own or the default."""
+    told, table, reason = verl_keys(launch, version)
+    number = parse_version(told)
+    settings = Settings(launch)
+    batch = _batch(settings, number, table)
+    per_node = settings.whole("trainer.n_gpus_per_node", 8)
+    settings.said("trainer.nnodes")
+    decides = frozenset(settings.used)
+    stops = [*_overrides(launch, told, table), *_refusals(settings, launch, number, table)]
+    lengths = _lengths(settings)
+    gpus = gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
+
+    def changed_batch(changed: BatchSizes) -> VerlBatch:
+        fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
+        return replace(batch, **fields)
+
+    return RunRules(
+        version=told,
+        version_reason=reason,
+        sizes={key: getattr(batch, name) for key, name in _FIELDS.items()},
+        decides=decides,
+        start=lambda num_gpus, changed: verl_start(changed_batch(changed), num_gpus),
+        usual_field="data.train_batch_size",
+        missing=lambda num_gpus, changed: missing_sizes(changed_batch(changed), num_gpus),
+        sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
+        findings=(*settings.findings, *stops, *_warnings(settings, batch), *lengths, *gpus),
+        blocked=next((finding.says for finding in stops), None),
+    )
 
 
-def _workers(batch: VerlBatch, num_gpus: int) -> str | None:
-    """What the workers assert after they have started."""
-    engine = batch.rollout_tensor_parallel * batch.rollout_other_parallel
-    if num_gpus % engine != 0:
-        return f"rollout world_size: {num_gpus} is not divisible by infer_world_size: {engine}"
-    if batch.model_parallel is None:
-        ranks = num_gpus // batch.sequence_parallel
-    else:
-        ranks = num_gpus // (batch.model_parallel * batch.context_parallel)
-    mini_batch_size = batch.mini_batch_size * batch.generations
-    if ranks == 0 or mini_batch_size % ranks != 0:
-        return f"Got {mini_batch_size=} and self.engine.get_data_parallel_size()={ranks}"
-    return None
+def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
+    sizes = {name: settings.whole(key, table[key]["default"]) for key, name in _FIELDS.items()}
+    micro: dict[str, Any] = {
+        name: (settings.whole(key, None), settings.whole(f"{key}_per_gpu", None)) for name, key in _MICRO_FIELDS.items()
+    }
+    parallel = [settings.whole(f"{_ROLLOUT}.{name}_parallel_size", 1) for name in ("data", "pipeline_model")]
+    dynamic = settings.flag(f"{_ACTOR}.use_dynamic_bsz")
+    ulysses = f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+    return VerlBatch(
+        version=version,
+        **sizes,
+        **micro,
+        dynamic=dynamic,
+        rollout_dynamic=settings.flag(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", dynamic),
+        uses_reference=settings.flag(f"{_ACTOR}.use_kl_loss") or settings.flag("algorithm.use_kl_in_reward"),
+        sequence_parallel=max(settings.whole(key, 1) for key in ulysses[: 1 + (version >= (0, 8))]),
+        rollout_other_parallel=parallel[0] * parallel[1],
+    )
+
+
+def _overrides(launch: Launch, version: str, table: Keys) -> Iterator[Finding]:
+    """Keys that Hydra refuses, and fields that the class of the policy loss does not have.
+
+    Other entry points than verl's own have configurations of their own, whose keys are not known here.
+    """
+    sections = {key[:i] for key in table for i, letter in enumerate(key) if letter == "."}
+    loss = f"{_ACTOR}.policy_loss."
+    for key, said in launch.settings.items():
+        known, has = key in table or key in sections, f"verl {version} has"
+        field = key.removeprefix(loss)
+        if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
+            yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
+        elif launch.program != _TRAINER or "." not in key or {"@", "/"} & {*key}:
+            continue
+        elif said.added == "+" and table.get(key, {}).get("default") is not None:
+            says = f"Could not append to config. An item is already at '{key}'."
+            yield Finding("CHK006", key, f"{has} {key}; + adds new keys", (f"{key}={said.value}",), says=says)
+        elif not said.added and not known:
+            history = key_history("verl", key)
+            says = f"Could not override '{key}'. To append to your config use +{key}={said.value}"
+            about = f"{has} no {key}" + (f"; it was there {history}" if history else "")
+            yield Finding("CHK006", key, about, (*nearest_keys(key, table), f"+{key}"), says=says)
+
+
+def _refusals(settings: Settings, launch: Launch, version: Version, table: Keys) -> list[Finding]:
+    """What verl's own classes and its validation refuse whatever the number of GPUs."""
+    unread = {unread.key for unread in launch.unread}
+    name, rank, padding = f"{_ROLLOUT}.name", f"{_MODEL}.lora_rank", f"{_MODEL}.use_remove_padding"
+    mode, temperature, loss = f"{_ROLLOUT}.mode", f"{_ROLLOUT}.temperature", f"{_ACTOR}.loss_agg_mode"
+    complete = launch.program == _TRAINER and not unread & {name, "(arguments)", "(options)", "(config)"}
+    packed = settings.flag(padding, table[padding]["default"]) or padding in unread
+    splits = settings.whole(f"{_ACTOR}.ulysses_sequence_parallel_size", 1) > 1
+    samples = settings.flag(f"{_ROLLOUT}.val_kwargs.do_sample")
+    summed, modes = settings.text(loss, "token-mean"), _AGGREGATIONS[: 5 if version >= (0, 9) else 4]
+    lora, engine = settings.whole(rank, 0, minimum=0), settings.text(name)
+    high = "LoRA rank in vLLM must be less than or equal to 512"
+    high = high if version < (0, 8) else f"lora_rank must be less than or equal to 512, but got {lora}"
+    rules: list[tuple[bool, str, str, object, str]] = [
+        (complete and not engine and "required" in table[name], "CHK006", name, "vllm", f"{_MISSING} {name}"),
+        (version >= (0, 7) and settings.text(mode) == "sync", "CHK006", mode, "async", _NO_SYNC),
+        (summed not in modes, "CHK010", loss, modes[0], f"Invalid loss_agg_mode: {summed}"),
+        (splits and not packed, "CHK008", padding, True, _NO_PADDING),
+        (samples and settings.number(temperature, 1.0) <= 0, "CHK008", temperature, 1.0, _COLD),
+        (version >= (0, 6) and lora > 512 and engine == "vllm", "CHK010", rank, 512, high),
+    ]
+    return [
+        Finding(code, key, f"verl stops at {key}", (f"{key}={near}",), says=says)
+        for applies, code, key, near, says in rules
+        if applies
+    ]
+
+
+def _lengths(settings: Settings) -> list[Finding]:
+    keys = "data.max_prompt_length", "data.max_response_length"
+    prompt, completion = (settings.whole(key, 512, maximum=10**9) for key in keys)
+    context = settings.whole(f"{_ROLLOUT}.max_model_len", None, maximum=10**9)
+    names = {"prompt_key": keys[0], "completion_key": keys[1], "context_key": f"{_ROLLOUT}.max_model_len"}
+    return length_finding(prompt, completion, context if settings.readable(*keys) else None, **names)
+
+
+def _warnings(settings: Settings, batch: VerlBatch) -> Iterator[Finding]:
+    """What verl accepts and does not do, and a group of one."""
+    for old in _MICRO_FIELDS.values():
+        if settings.said(old) is not None:
+            text = f"{old} counts all GPUs together and is deprecated; {old}_per_gpu counts one"
+            yield Finding("CHK007", old, text, (f"{old}_per_gpu",))
+    if settings.said("data.val_batch_size") is not None:
+        text = "data.val_batch_size has no effect: validation goes to the sampling engine as a whole"
+        yield Finding("CHK005", "data.val_batch_size", text)
+    key, estimator = f"{_ROLLOUT}.n", settings.text("algorithm.adv_estimator", "gae")
+    if batch.generations == 1 and estimator in _GROUP_ESTIMATORS and settings.readable(key):
+        text = f"{key} is 1 with algorithm.adv_estimator {estimator}: without peers the reward itself is the advantage"
+        yield Finding("CHK014", key, text, (f"{key}=8",))

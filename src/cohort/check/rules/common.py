@@ -1,7 +1,9 @@
-"""GPUs that a launch uses twice or not at all, as far as its file says which there are."""
+"""Rules that frameworks share: GPUs used twice or not at all, evaluation, lengths, CISPO, vLLM that never sleeps."""
+
+from collections.abc import Callable
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch
+from cohort.check.launch import Launch, Settings
 
 _USUAL_SIZES = (8, 4, 2, 1)
 
@@ -101,15 +103,56 @@ def counted(processes: int, kind: str = "process") -> str:
     return f"1 {kind}" if processes == 1 else f"{processes} {kind}es"
 
 
-def evaluated_sizes(launch: Launch) -> tuple[int, ...]:
-    """Numbers of processes for which an evaluation batch is judged.
+def evaluation_findings(
+    launch: Launch, refusal: Callable[[int], str | None], *, per_device: int, generations: int, text: str
+) -> list[Finding]:
+    """An evaluation batch that would be refused if evaluation were on, with the file's or a usual number of processes.
 
-    That of the launch; else usual ones, if the file says anything about evaluation batches.
+    Args:
+        launch: the run.
+        refusal: the framework's message for a number of processes; None if it accepts the batch.
+        per_device: completions per process.
+        generations: completions per prompt.
+        text: why the batch is not used now, and what would refuse it.
     """
-    if launch.processes is not None:
-        return (int(launch.processes.value),) if int(launch.processes.value) > 0 else ()
     said = {"per_device_eval_batch_size", "num_generations_eval"} & set(launch.settings)
-    return _USUAL_SIZES if said else ()
+    sizes = (int(launch.processes.value),) if launch.processes else _USUAL_SIZES if said else ()
+    for world_size in sizes:
+        message = refusal(world_size) if world_size > 0 else None
+        if message is not None:
+            fits = [n for n in range(1, 4 * generations + 1) if n * world_size % generations == 0]
+            nearest = sorted(fits, key=lambda n: abs(n - per_device))[:2]
+            fixes = tuple(f"per_device_eval_batch_size={n}" for n in nearest)
+            about = f"{text} with {counted(world_size)}"
+            return [Finding("CHK009", "per_device_eval_batch_size", about, fixes, says=message)]
+    return []
+
+
+def cispo_findings(settings: Settings) -> list[Finding]:
+    """TRL's and ms-swift's `epsilon_high` with the loss CISPO."""
+    cap = settings.number("epsilon_high", None)
+    cap = cap if cap is not None else settings.number("epsilon", 0.2)
+    if cap > 1 or not settings.readable("epsilon_high", "epsilon"):
+        return []
+    key = "epsilon_high" if "epsilon_high" in settings else "epsilon"
+    message = (
+        f"with loss_type cispo, {key} {cap:g} caps the importance weight itself: on-policy weights of 1 become "
+        f"{cap:g}, and the gradient is {cap:g} times what it should be"
+    )
+    return [Finding("CHK015", key, message, ("epsilon_high=5.0",))]
+
+
+def awake_findings(settings: Settings, key: str, fix: str, *, sleeps: bool, share: float) -> list[Finding]:
+    """vLLM inside the training processes that keeps its memory while they train."""
+    if sleeps:
+        return []
+    share = settings.number("vllm_gpu_memory_utilization", share)
+    return [Finding("CHK018", key, f"vLLM holds {share:.0%} of every GPU while training", (fix,))]
+
+
+def is_local(host: object) -> bool:
+    """Whether a server's address is this machine."""
+    return any(name in str(host) for name in ("0.0.0.0", "127.0.0.1", "localhost"))
 
 
 def length_finding(

@@ -1,0 +1,262 @@
+"""Check one file: read it, apply its framework's rules, and report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cohort.check.findings import Finding
+from cohort.check.launch import ANY_SETTING, Launch, Unread
+from cohort.check.nearest import GPUS, Proposal, nearest_starts
+from cohort.check.readers import read_launch
+from cohort.check.rules import MemoryVerdict, check_memory, run_rules
+from cohort.check.rules.cohort import missing_file_findings
+from cohort.check.rules.common import counted, node_gpu_findings
+from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start, refused
+from cohort.errors import UserError
+
+WORLD_SIZES = (*range(1, 17), 24, 32, 64)
+_USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
+_NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
+_RECOGNIZED = {
+    "prime-rl": "a prime-rl file, whose rules are not known here; `uv run rl @ FILE --dry-run` validates it",
+    "openrlhf": "an OpenRLHF command, whose rules are not known here; OpenRLHF checks its arguments when it starts",
+}
+# what says how many processes there are; where the file has it from outside, larger numbers are tried as well
+_COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
+_MOST_PROCESSES = 64
+_REFUSALS = frozenset(("CHK002", "CHK006", "CHK008", "CHK010"))
+Outcome = Literal["starts", "refused", "depends", "not checked", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """The result for one run of a file."""
+
+    file: str
+    outcome: Outcome
+    verdict: str  # the outcome in words, without the file's name
+    launch: Launch | None = None  # None: it could not be read
+    rules: RunRules | None = None
+    # by number of training processes; empty if a value that decides could not be read
+    starts: dict[int, Start] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    memory: str | None = None  # whether GPU memory is enough, in words; None if that was not checked
+    others: "tuple[FileReport, ...]" = ()  # of further runs in the file
+
+    @property
+    def failed(self) -> bool:
+        """Whether any finding of any run is an error."""
+        return any(finding.severity == "error" for finding in self.findings) or any(o.failed for o in self.others)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as `--json` prints it. `other_runs` is there if the file starts several."""
+        others = [other.as_json() for other in self.others]
+        return {
+            "file": self.file,
+            "outcome": self.outcome,
+            "verdict": self.verdict,
+            "framework": self.launch.framework if self.launch else None,
+            "version": self.rules.version if self.rules else None,
+            "starts": {str(size): start.as_json() for size, start in self.starts.items()},
+            "findings": [finding.as_json() for finding in self.findings],
+            **({"other_runs": others} if others else {}),
+        }
+
+
+def check_file(
+    path: Path,
+    *,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    trl_version: str | None = None,
+    launched_with: str | None = None,
+    gpu: str | None = None,
+    gpu_memory: str | None = None,
+) -> FileReport:
+    """Read and check one file. An unreadable file is a finding too.
+
+    Args:
+        path: the file.
+        world_sizes: numbers of training processes to check if the file names none.
+        trl_version: TRL version whose rules apply, for TRL and Open-R1.
+        launched_with: the launch command, if the file does not contain it.
+        gpu: GPU type by its name in `cohort plan`; memory is checked then.
+        gpu_memory: memory of each GPU, such as 80GB.
+
+    Raises:
+        UserError: `launched_with` cannot be read, or `gpu` or `gpu_memory` is unknown.
+    """
+    try:
+        launch = read_launch(path)
+    except UserError as error:
+        message = str(error).removeprefix(f"{path}: ")
+        finding = Finding("CHK001", None, message, where=str(path))
+        return FileReport(file=str(path), outcome="unreadable", verdict="cannot be read", findings=(finding,))
+    if launched_with:
+        launch = read_launch(path, launched_with=launched_with)
+    runs = (launch, *launch.others)
+    first, *others = (_report(path, run, world_sizes, trl_version, gpu, gpu_memory) for run in runs)
+    return replace(first, others=tuple(others))
+
+
+def _report(
+    path: Path, launch: Launch, sizes: Sequence[int], trl_version: str | None, gpu: str | None, gpu_memory: str | None
+) -> FileReport:
+    """Check one run of a file."""
+    if launch.not_checked is not None:
+        why = _RECOGNIZED.get(launch.framework, launch.not_checked)
+        verdict = f"not checked: {why.removesuffix(' is not checked')}"
+        findings = launch.findings
+        return FileReport(file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=findings)
+    rules = run_rules(launch, trl_version=trl_version)
+    found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
+    if launch.framework == "cohort" and rules.blocked is None:
+        found += missing_file_findings(launch, path.parent)
+    found += node_gpu_findings(launch, server_elsewhere="server" in rules.sampling)
+    unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in found if f.code == "CHK010"}
+    lacking = unknown & (rules.decides | ANY_SETTING)
+    starts: dict[int, Start] = {}
+    memory = None
+    if lacking:  # the findings above say why
+        asked = gpu or gpu_memory or launch.gpu
+        memory = MemoryVerdict(f"not checked: {', '.join(sorted(lacking))} could not be read") if asked else None
+    else:
+        starts = {size: rules.start(size, rules.sizes) for size in sizes}
+        found += _start_findings(launch, rules, starts)
+        if rules.blocked is not None:
+            stopped = refused(rules.blocked)
+            starts = {size: stopped if start.starts else start for size, start in starts.items()}
+        processes = sizes[0] if len(sizes) == 1 else None
+        memory = check_memory(launch, rules, gpu=gpu, gpu_memory=gpu_memory, processes=processes)
+        found += memory.findings if memory else ()
+    found = [_complete(finding, launch) for finding in found]
+    found.sort(key=lambda finding: (finding.severity, finding.code))  # errors, then warnings
+    outcome, verdict = _verdict(launch, rules, starts, found, lacking)
+    return FileReport(
+        file=str(path),
+        outcome=outcome,
+        verdict=verdict,
+        launch=launch,
+        rules=rules,
+        starts=starts,
+        findings=tuple(dict.fromkeys(found)),
+        memory=memory.told if memory else None,
+    )
+
+
+def _verdict(
+    launch: Launch, rules: RunRules, starts: dict[int, Start], findings: list[Finding], lacking: set[str]
+) -> tuple[Outcome, str]:
+    """The outcome, and the outcome in words."""
+    name = f"{_NAMES.get(launch.framework, launch.framework)} {rules.version}"
+    size = int(launch.processes.value) if launch.processes else None
+    run = name if size is None else f"{name} with {counted(size)}"
+    if any(finding.code in _REFUSALS for finding in findings):
+        return "refused", f"refused: {run}"
+    if lacking:
+        keys = ", ".join(sorted(key.strip("()") for key in lacking))
+        verb = "is" if len(lacking) == 1 else "are"
+        return "not checked", f"not checked: {run}, {keys} {verb} only known at run time"
+    but = "; see the errors below" if any(finding.severity == "error" for finding in findings) else ""
+    if size is not None:
+        start = starts.get(size) or rules.start(max(size, 1), rules.sizes)
+        return "starts", f"starts: {run}, {batches(start)}{but}"
+    failing = [size for size, start in starts.items() if not start.starts]
+    if not failing:
+        return "starts", f"starts: {name} with {_gpus(list(starts))}{but}"
+    working = _working(launch, rules, starts)
+    return "depends", f"depends: {name} starts with {_gpus(working)}, not with {listed(failing)}{but}"
+
+
+def batches(start: Start) -> str:
+    """The batches of a run that starts, in completions."""
+    text = f"{start.global_batch_size} completions per optimizer step"
+    if start.generation_batch_size != start.global_batch_size:
+        text += f", {start.generation_batch_size} sampled together"
+    return f"{text}, {start.prompts} prompt{'' if start.prompts == 1 else 's'}"
+
+
+def _complete(finding: Finding, launch: Launch) -> Finding:
+    """Add the place of the field and, for a key without effect and no other fix, its removal."""
+    if finding.where is None and finding.field and finding.field in launch.settings:
+        finding = replace(finding, where=launch.settings[finding.field].where)
+    if finding.nearest or finding.field is None or finding.code not in ("CHK005", "CHK006"):
+        return finding
+    return replace(finding, nearest=(f"without {finding.field}",))
+
+
+def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
+    message = f"{unread.key.strip('()')}: {unread.reason}"
+    if unread.key in decides & EVALUATION:
+        message += "; evaluation is not checked"
+    elif unread.key in decides | ANY_SETTING:
+        message += "; whether the run starts is not checked"
+    return Finding("CHK004", None if unread.key.startswith("(") else unread.key, message, where=unread.where)
+
+
+def _start_findings(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> list[Finding]:
+    """Whether the run starts with the processes that its file names, or with any at all."""
+    if launch.processes is not None:
+        size = int(launch.processes.value)
+        if size < 1 or rules.start(size, rules.sizes).starts:
+            return []  # for fewer than 1 the launcher has a finding of its own
+        return _refusal("CHK002", f"does not start with {counted(size)} ({launch.processes.where})", rules, size)
+    failing = [size for size, start in starts.items() if not start.starts]
+    if not failing:
+        return []
+    size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
+    working = _working(launch, rules, starts)
+    if not working:
+        return _refusal("CHK002", f"does not start with {_gpus(failing)}; with {size}", rules, size)
+    text = f"starts with {_gpus(working)}, not with {_gpus(failing)}; with {size}"
+    return _refusal("CHK003", text, rules, size)
+
+
+def _working(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> list[int]:
+    """The numbers of processes that start; further ones are tried if the file's own is only known at run time."""
+    working = [size for size, start in starts.items() if start.starts]
+    if working or not _COUNTS & {entry.key.lower() for entry in launch.unread}:
+        return working
+    return [size for size in range(1, _MOST_PROCESSES + 1) if rules.start(size, rules.sizes).starts]
+
+
+def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
+    """A refusal with this many processes and how to avoid it: keys that must be set, nearest numbers, or both."""
+    start = rules.start(size, rules.sizes)
+    if start.message == rules.blocked:
+        return []  # has its own finding
+    missing = rules.missing(size, rules.sizes)
+    if missing:
+        return [Finding(code, missing[0].partition("=")[0], text, missing, says=start.message)]
+    nearest = tuple(map(str, nearest_starts(rules.start, size, rules.sizes))) or _both(rules, size)
+    return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
+
+
+def _both(rules: RunRules, size: int) -> tuple[str, ...]:
+    """The nearest numbers with which the run starts once missing keys are set."""
+
+    def start(world_size: int, sizes: BatchSizes) -> Start:
+        result = rules.start(world_size, sizes)
+        return replace(result, starts=True) if rules.missing(world_size, sizes) else result
+
+    def describe(proposal: Proposal) -> str:
+        changes = dict(proposal.changes)
+        missing = rules.missing(changes.pop(GPUS, size), {**rules.sizes, **changes})
+        return " and ".join((str(proposal), *missing))
+
+    return tuple(map(describe, nearest_starts(start, size, rules.sizes)))
+
+
+def _gpus(sizes: Sequence[int]) -> str:
+    return f"{listed(sizes)} GPU" + ("" if list(sizes) == [1] else "s")
+
+
+def listed(sizes: Sequence[int]) -> str:
+    """Numbers with ranges: `1 to 6, 8`."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and size == runs[-1][-1] + 1:
+            runs[-1].append(size)
+        else:
+            runs.append([size])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

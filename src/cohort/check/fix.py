@@ -1,0 +1,88 @@
+"""`cohort check --fix`: write the nearest valid values into a file, where its text has the old ones literally."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from cohort.check.findings import Finding
+from cohort.check.nearest import GPUS
+from cohort.config.yaml_text import compose
+
+_VALUE = r"""(?P<quote>["']?)(?P<value>\$?\{?[\w.+-]+\}?)(?P=quote)"""
+
+
+def fix_file(path: Path, findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
+    """Write the nearest fix of each error. Numbers of GPUs are not part of a file and are skipped.
+
+    Returns:
+        The changes that were written, and the fixes that have to be made by hand.
+    """
+    text = path.read_text(encoding="utf-8")
+    written: list[str] = []
+    by_hand: list[str] = []
+    for finding in findings:
+        if finding.severity == "error" and finding.nearest:
+            fixes = [fix for fix in map(_parse, finding.nearest) if fix]
+            changed = next((new for fix in fixes if (new := _apply(text, path.suffix, fix)) is not None), None)
+            if changed is None:
+                by_hand.append(f"{finding.code}: {finding.nearest[0]}")
+            else:
+                text, changes = changed
+                written += changes
+    if written:
+        path.write_text(text, encoding="utf-8")
+    return written, by_hand
+
+
+def _parse(proposal: str) -> dict[str, str] | None:
+    """`a=1 and b=2` as a mapping; None if it is not only values of keys."""
+    parts = [part.partition("=") for part in proposal.split(" and ")]
+    plain = all(re.fullmatch(r"[\w.]+", key) and re.fullmatch(r"[\w.+-]+", value) for key, _, value in parts)
+    return {key: value for key, _, value in parts} if plain and GPUS not in {key for key, _, _ in parts} else None
+
+
+def _apply(text: str, suffix: str, fix: dict[str, str]) -> tuple[str, list[str]] | None:
+    """The text with all values of a fix, and a description of each change; None if one cannot be placed."""
+    changes = []
+    for key, value in fix.items():
+        place = _yaml_place(text, key) if suffix in (".yaml", ".yml") else _place(text, key)
+        if place is None:
+            return None
+        start, end = place
+        line = text.count("\n", 0, start) + 1
+        changes.append(f"line {line}: {key} {text[start:end]} -> {value}")
+        text = text[:start] + value + text[end:]
+    return text, changes
+
+
+def _yaml_place(text: str, key: str) -> tuple[int, int] | None:
+    """Where the value of a dotted key is."""
+    node = compose(text)
+    for part in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for name, value in pairs if name.value == part), None)
+    return (node.start_mark.index, node.end_mark.index) if isinstance(node, yaml.ScalarNode) else None
+
+
+def _place(text: str, key: str) -> tuple[int, int] | None:
+    """Where a key's only value is in a script: `--key VALUE`, `key=VALUE`, or the variable that it is read from."""
+    name = re.escape(key).replace("_", "[_-]")
+    option, assignment = rf"--{name}(?:=|\s+){_VALUE}", rf"(?<![\w.-]){name}\s*=\s*{_VALUE}"
+    found = list(_matches(option, text)) or list(_matches(assignment, text))
+    if len(found) != 1:
+        return None
+    value = found[0]["value"]
+    if not value.startswith("$"):
+        return found[0].span("value")
+    variable = value.strip("${}")
+    return _place(text, variable) if variable != key else None
+
+
+def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
+    """Matches outside of comments."""
+    for match in re.finditer(pattern, text):
+        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        if not re.search(r"(^|\s)#", before):
+            yield match

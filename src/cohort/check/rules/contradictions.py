@@ -1,0 +1,49 @@
+"""Settings that do not go together, from `check/rules/FRAMEWORK.yaml`."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from cohort.check.findings import Finding
+from cohort.check.launch import ANY_SETTING, Settings
+from cohort.check.rules.keys import Keys, Version, known_keys, parse_version
+
+
+def contradictions(framework: str, settings: Settings, version: Version) -> list[Finding]:
+    """What of the framework's table holds for these settings. What depends on an unreadable value is left out."""
+    keys = known_keys(framework, version)
+    found = []
+    for entry in _table(framework) if settings.readable(*ANY_SETTING) else ():
+        when = entry["when"]
+        in_version = parse_version(entry["since"]) <= version < parse_version(entry.get("before", "99"))
+        if not in_version or not all(_holds(settings, keys, key, when[key]) for key in when):
+            continue
+        key, nearest = entry["key"], tuple(entry.get("nearest", ()))
+        if "no_effect" in entry:
+            found.append(Finding("CHK005", key, f"{key} {entry['no_effect']}", nearest))
+        else:
+            says = entry["says"].format_map({key: settings.text(key, keys.get(key, {}).get("default")) for key in when})
+            found.append(Finding("CHK008", key, "these settings do not go together", nearest, says=says))
+    return found
+
+
+@lru_cache
+def _table(framework: str) -> Sequence[Any]:
+    text = resources.files("cohort.check.rules").joinpath(f"{framework}.yaml").read_text(encoding="utf-8")
+    return tuple(yaml.safe_load(text))
+
+
+def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
+    """Whether a condition of the table holds for a key. One that the version does not know counts as not set."""
+    if not settings.readable(key):
+        return False
+    known = keys.get(key)
+    said = settings.said(key) if known else None
+    if condition in ("set", "unset"):
+        return (said is None or said == "") == (condition == "unset")
+    value = said if said is not None else known["default"] if known else None
+    values = {str(one).lower() for one in (value if isinstance(value, list) else [value])}
+    return not values & {*condition["not"]} if isinstance(condition, dict) else bool(values & {*condition})
