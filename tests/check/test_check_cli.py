@@ -108,7 +108,8 @@ def test_exit_codes(files: dict[str, Path], tmp_path: Path):
     assert run("check")[0] == 2
     for wrong in ("0", "1,x", "", "-1"):
         assert run("check", files["cohort.yaml"], "--world-sizes", wrong)[0] == 2
-    assert run("check", files["trl.yaml"], "--trl-version", "newest")[0] == 2
+    assert run("check", files["trl.yaml"], "--framework-version", "newest")[0] == 2
+    assert "trl 0.18.0 (--framework-version)" in run("check", files["trl.yaml"], "--trl-version", "0.18.0")[1]
     assert run("check", files["trl.yaml"], "--launch", "srun x.py")[0] == 2
     assert run("convert", tmp_path / "missing.yaml")[0] == 2
 
@@ -121,7 +122,7 @@ def test_the_readable_report_says_what_is_computed_and_what_works(files: dict[st
     assert lines[1].endswith("error CHK002 The framework refuses to start: does not start with 8 processes (--launch)")
     assert lines[2] == "it says: generation_batch_size (512) must be divisible by num_generations (14)."
     assert lines[3].startswith("fix: num_generations=16; GPUs=7; per_device_train_batch_size=14; and ")
-    assert "trl 1.16 (the default; --trl-version chooses another one)" in output
+    assert "trl 1.16 (the default; --framework-version chooses another one)" in output
     assert "1 file: 1 error, 5 warnings" in output
 
 

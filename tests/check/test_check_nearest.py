@@ -76,7 +76,7 @@ def test_two_numbers_change_where_no_single_one_helps():
 
 def memory_finding(tmp_path: Path, text: str, name: str = "c.yaml", **options: Any) -> Any:
     (tmp_path / name).write_text(text)
-    report = check_file(tmp_path / name, **{"gpu_memory": "80GB", "trl_version": "0.18.0", **options})
+    report = check_file(tmp_path / name, **{"gpu_memory": "80GB", "framework_version": "0.18.0", **options})
     return next((f for f in report.findings if f.code == "CHK019"), None)
 
 
@@ -89,7 +89,7 @@ def test_whole_logits_do_not_fit_and_the_nearest_changes_do(tmp_path: Path) -> N
     assert "per_device_train_batch_size=8" in found.nearest and "use_liger_loss=true" in found.nearest
     assert memory_finding(tmp_path, SEVEN.replace("size: 16", "size: 4")) is None
     assert memory_finding(tmp_path, SEVEN + "use_liger_loss: true\n") is None
-    assert memory_finding(tmp_path, SEVEN, trl_version="1.16") is None  # makes no whole logits
+    assert memory_finding(tmp_path, SEVEN, framework_version="1.16") is None  # makes no whole logits
 
 
 def test_memory_is_judged_only_where_gpu_and_model_are_known(tmp_path: Path) -> None:

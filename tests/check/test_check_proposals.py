@@ -73,7 +73,7 @@ def test_a_wrong_value_has_the_nearest_that_its_key_takes(line: str, nearest: tu
 @pytest.mark.parametrize("version", ["0.16", "0.18", "1.16"])
 def test_an_evaluation_batch_that_is_refused_is_named_and_changed(version: str, tmp_path: Path) -> None:
     text = TRL + "num_generations: 8\neval_strategy: steps\nper_device_eval_batch_size: 3\n"
-    options: dict[str, Any] = {"launched_with": "accelerate launch --num_processes 2", "trl_version": version}
+    options: dict[str, Any] = {"launched_with": "accelerate launch --num_processes 2", "framework_version": version}
     finding = by_code(report(tmp_path, text, "r.yaml", **options))["CHK002"]
     assert finding.field == "per_device_eval_batch_size" and "per_device_eval_batch_size=4" in finding.nearest
     fixed = report(tmp_path, text.replace("size: 3", "size: 4"), "r.yaml", **options)
@@ -109,7 +109,7 @@ def test_the_output_of_a_command_is_told_as_one(tmp_path: Path) -> None:
 
 def test_a_key_without_effect_is_told_once(tmp_path: Path) -> None:
     text = TRL + "use_vllm: true\nvllm_mode: server\nvllm_max_model_length: 2048\n"
-    found = [f for f in report(tmp_path, text, "r.yaml", trl_version="0.18").findings if f.code == "CHK005"]
+    found = [f for f in report(tmp_path, text, "r.yaml", framework_version="0.18").findings if f.code == "CHK005"]
     assert [f.field for f in found] == ["vllm_max_model_length"]
 
 
@@ -215,7 +215,7 @@ def test_why_quantized_weights_have_no_equivalent(more: str, processes: int, why
     base = QUANTIZED.replace("use_peft: true\n", "") if "use_peft" in more else QUANTIZED
     (tmp_path / "r.yaml").write_text(base + "load_in_4bit: true\n" + more)
     text = convert_file(tmp_path / "r.yaml", launched_with=f"accelerate launch --num_processes {processes}")
-    line = next(line for line in text.splitlines() if "weights of 4 bits" in line)
+    line = next(line for line in text.splitlines() if "4-bit weights" in line)
     assert line.startswith("# - no equivalent") and why in line
     assert config_from_dict(yaml.safe_load(text)).model.quantization is None
 

@@ -35,16 +35,6 @@ def test_a_shell_script_brings_its_recipe_and_its_accelerate_file(tmp_path: Path
     assert codes["CHK012"] == "GPU 5 is given to training and to the sampling server"
 
 
-def test_a_slurm_job_of_open_r1_finds_its_recipe(tmp_path: Path):
-    folder = tmp_path / "recipes/Small/grpo"
-    folder.mkdir(parents=True)
-    (folder / "config_demo.yaml").write_text("num_generations: 16\nuse_vllm: true\nper_device_train_batch_size: 16\n")
-    script = "sbatch --nodes=3 slurm/train.slurm --model Small --task grpo --config demo --accelerator zero2 --dp 4\n"
-    launch = read(tmp_path, script, "job.sh")
-    assert sorted(launch.settings) == ["num_generations", "per_device_train_batch_size", "use_vllm"]
-    assert launch.processes and launch.processes.value == 16  # the third node samples
-
-
 def test_a_config_file_of_ms_swift_is_read_with_its_command(tmp_path: Path):
     (tmp_path / "grpo.yaml").write_text("rlhf_type: grpo\nmodel: m\nnum_generations: 4\n")
     launch = read(tmp_path, "NPROC_PER_NODE=4 swift rlhf grpo.yaml --beta 0.1\n", "run.sh")
@@ -106,8 +96,12 @@ def test_the_launch_command_says_how_many_processes(command: str, processes: int
 
 def test_open_r1_keeps_a_node_for_the_server(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nuse_vllm: true\nbenchmarks: []\n")
-    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm")
+    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm --dp 2")
     assert two.processes and two.processes.value == 8
+    assert {key: said.value for key, said in two.server.items()} == {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": "2",
+    }
     report = check_file(tmp_path / "r.yaml", launched_with="sbatch --nodes=1 slurm/train.slurm")
     assert "0 nodes and 0 processes" in next(f.message for f in report.findings if f.code == "CHK002")
 

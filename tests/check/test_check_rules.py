@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from checks import COHORT, SEVEN, by_code, report
+from cohort.check.rules.keys import key_history
 from cohort.check.rules.swift import SwiftBatch, swift_start
 from cohort.check.rules.verl import VerlBatch, verl_start
 
@@ -115,7 +116,7 @@ def test_a_server_script_of_ms_swift(tmp_path: Path):
 )
 def test_settings_that_ms_swift_refuses_together(tmp_path: Path, said: str, version: str, says: str | None):
     text = f"NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m {said}\n"
-    found = by_code(report(tmp_path, text, trl_version=version)).get("CHK008")
+    found = by_code(report(tmp_path, text, framework_version=version)).get("CHK008")
     assert (found is None) == (says is None)
     if found is not None and says is not None:
         assert found.says.startswith(says)
@@ -149,7 +150,7 @@ def test_settings_that_ms_swift_refuses_together(tmp_path: Path, said: str, vers
 )
 def test_gpus_that_ms_swift_refuses(tmp_path: Path, start: str, said: str, version: str, says: str | None):
     text = f"{start}swift rlhf --rlhf_type grpo --model m {said}\n"
-    found = by_code(report(tmp_path, text, trl_version=version)).get("CHK008")
+    found = by_code(report(tmp_path, text, framework_version=version)).get("CHK008")
     assert (found.says.startswith(says) if found else None) == (None if says is None else True)
 
 
@@ -321,12 +322,13 @@ def test_what_verl_refuses_whatever_the_gpus(tmp_path: Path, override: str, says
 
 def test_verls_keys_and_rules_are_those_of_its_version(tmp_path: Path) -> None:
     text = "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.mode=sync\n"
-    assert "CHK006" not in by_code(report(tmp_path, text, trl_version="0.5.0"))
+    assert "CHK006" not in by_code(report(tmp_path, text, framework_version="0.5.0"))
     unnamed = by_code(report(tmp_path, text.replace("mode=sync", "n=5")))["CHK006"]
     assert unnamed.says == "Missing mandatory value: actor_rollout_ref.rollout.name"
     unknown = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=512 actor_rollout_ref.rollout.name=vllm\n"
     found = by_code(report(tmp_path, text.replace("actor_rollout_ref.rollout.mode=sync\n", unknown)))["CHK006"]
     assert found.message.endswith("it was there from 0.5.0 to 0.7.0")
+    assert key_history("verl", "actor_rollout_ref.profiler._target_") == "in 0.5.0"  # the only version that has it
     own = text.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo").replace("mode=sync", "any=1")
     assert "CHK006" not in by_code(report(tmp_path, own))  # whose configuration may have the key
 
@@ -338,16 +340,27 @@ def test_verls_keys_and_rules_are_those_of_its_version(tmp_path: Path) -> None:
     ("version", "taken"), [("99.1", "1.16"), ("0.1", "0.15"), ("0.15.2", None), ("1.16.3", None), ("0.18.0", None)]
 )
 def test_rules_of_another_version_are_told(tmp_path: Path, version: str, taken: str | None) -> None:
-    found = by_code(report(tmp_path, SEVEN, "c.yaml", trl_version=version)).get("CHK020")
+    found = by_code(report(tmp_path, SEVEN, "c.yaml", framework_version=version)).get("CHK020")
     assert (found is None) == (taken is None)
     assert found is None or f"those of {taken}, the nearest" in found.message
+
+
+def test_rules_of_another_version_of_ms_swift_or_verl_are_told(tmp_path: Path) -> None:
+    swift = "swift rlhf --rlhf_type grpo --model M\n"
+    verl = "python -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm\n"
+    for text, known, unknown, taken in ((swift, "4.6.1", "9.9", "4.6"), (verl, "0.5.0", "0.4.1", "0.5")):
+        assert "CHK020" not in by_code(report(tmp_path, text, framework_version=known))
+        found = by_code(report(tmp_path, text, framework_version=unknown))["CHK020"]
+        assert found.nearest == (f"--framework-version {taken}",)
 
 
 @pytest.mark.parametrize(
     ("version", "capped"), [("0.16.0", False), ("0.18.0", False), ("0.26.0", True), ("1.16", True)]
 )
 def test_cispo_is_capped_where_it_is_known(tmp_path: Path, version: str, capped: bool) -> None:
-    found = by_code(report(tmp_path, SEVEN + "loss_type: cispo\nepsilon_high: 0.28\n", "c.yaml", trl_version=version))
+    found = by_code(
+        report(tmp_path, SEVEN + "loss_type: cispo\nepsilon_high: 0.28\n", "c.yaml", framework_version=version)
+    )
     assert ("CHK015" in found) == capped
 
 

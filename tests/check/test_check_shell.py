@@ -221,7 +221,7 @@ def test_slurm_says_how_many_gpus_there_are(tmp_path: Path):
     run = "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE grpo.py --num_generations 8\n"
     launch = read(tmp_path, head + run, "run.slurm")
     assert launch.processes and launch.processes.value == 8
-    assert launch.node_gpus and (launch.node_gpus.value, launch.gpu) == (4, "h100")
+    assert launch.node_gpus and launch.node_gpus.value == 4
     launch = read(tmp_path, head + "accelerate launch grpo.py --num_generations 8\n", "run.slurm")
     assert launch.processes and (launch.processes.value, launch.processes.where) == (8, "run.slurm:3")
     late = "echo\n#SBATCH --gres=gpu:2\n" + TRL_RUN.format(4, 8)

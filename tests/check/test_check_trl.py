@@ -11,7 +11,8 @@ import pytest
 
 from cohort.check import check_file
 from cohort.check.rules.keys import known_keys, parse_version
-from cohort.check.rules.trl import DEFAULT_VERSION, TrlBatch, trl_start
+from cohort.check.rules.trl import TrlBatch, trl_start
+from cohort.check.rules.versions import DEFAULTS
 from trl_truth import NAMES, Case, Verdict, cases
 
 TABLE = json.loads(Path(__file__).with_name("trl_starts.json").read_text())
@@ -162,10 +163,10 @@ BASE = "model_name_or_path: m\nnum_generations: 8\nper_device_train_batch_size: 
 def test_the_check_of_0_18_lets_a_batch_pass_that_it_divides_to_nothing(tmp_path: Path):
     text = "num_generations: 2\nper_device_train_batch_size: 4\ngeneration_batch_size: 12\n"
     options = {"launched_with": "accelerate launch --num_processes 8"}
-    found = findings_of(tmp_path, text, trl_version="0.18.0", **options)
+    found = findings_of(tmp_path, text, framework_version="0.18.0", **options)
     assert "steps_per_generation is 0" in found["CHK017"].message
     assert found["CHK017"].nearest == ("generation_batch_size=32",)
-    later = findings_of(tmp_path, text, trl_version="1.0", **options)
+    later = findings_of(tmp_path, text, framework_version="1.0", **options)
     assert "CHK017" not in later
     assert "generation_batch_size (12) must be divisible by the global batch size (32)." in later["CHK002"].says
 
@@ -179,9 +180,9 @@ def test_cispo_is_warned_about_where_its_clip_is_at_most_one(tmp_path: Path):
 
 def test_the_scale_of_the_loss_is_told_for_the_versions_that_have_it_wrong(tmp_path: Path):
     text = BASE + "gradient_accumulation_steps: 2\nsteps_per_generation: 4\n"
-    assert "0.5 times" in findings_of(tmp_path, text, trl_version="1.10")["CHK016"].message
-    assert "CHK016" not in findings_of(tmp_path, text, trl_version="1.16")
-    assert "CHK016" not in findings_of(tmp_path, text + "loss_type: grpo\n", trl_version="1.10")
+    assert "0.5 times" in findings_of(tmp_path, text, framework_version="1.10")["CHK016"].message
+    assert "CHK016" not in findings_of(tmp_path, text, framework_version="1.16")
+    assert "CHK016" not in findings_of(tmp_path, text + "loss_type: grpo\n", framework_version="1.10")
 
 
 def test_keys_are_checked_by_version_and_by_where_they_stand(tmp_path: Path):
@@ -201,7 +202,7 @@ def test_keys_are_checked_by_version_and_by_where_they_stand(tmp_path: Path):
 
 def _all_findings(tmp_path: Path, text: str, version: str) -> tuple[Any, ...]:
     (tmp_path / "keys.yaml").write_text(text)
-    return check_file(tmp_path / "keys.yaml", trl_version=version).findings
+    return check_file(tmp_path / "keys.yaml", framework_version=version).findings
 
 
 def test_keys_of_another_way_of_sampling_have_no_effect(tmp_path: Path):
@@ -234,5 +235,5 @@ def test_evaluation_that_would_fail_later_and_now(tmp_path: Path):
 
 
 def test_the_default_version_is_the_newest_of_the_rules():
-    assert DEFAULT_VERSION == "1.16"
+    assert DEFAULTS["trl"] == "1.16"
     assert list(TABLE)[-1] == "1.16.0"

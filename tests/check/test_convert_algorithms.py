@@ -288,3 +288,14 @@ def test_servers_of_ms_swift_keep_their_gpus(tmp_path: Path):
     assert config["rollout"]["tensor_parallel"] == 2 and config["rollout"]["max_staleness"] == 1
     assert config["hardware"] == {"processes": 2, "rollout_gpus": 2}
     assert "vllm_server_host" in notes and "has no equivalent" not in notes
+
+
+def test_evaluation_and_timeouts_of_ms_swift_are_converted(tmp_path: Path) -> None:
+    source = SWIFT + "--val_dataset org/e --eval_steps 5 --eval_on_start false --ddp_timeout 900 "
+    _, notes = converted(tmp_path, "train.sh", source)
+    config = load_config(tmp_path / "out.yaml")
+    assert config.eval is not None
+    assert (config.eval.every, config.eval.before_training, config.hardware.timeout_s) == (5, False, 900.0)
+    assert "nothing is evaluated" not in notes
+    _, notes = converted(tmp_path, "train.sh", SWIFT + "--eval_steps 5 ")
+    assert "nothing is evaluated there: eval_steps" in notes

@@ -48,7 +48,7 @@ def write(case: dict[str, Any], folder: Path) -> Path:
 def checked(case: dict[str, Any], path: Path, framework: str) -> FileReport:
     launched_with = case.get("launched_with") if framework in ("trl", "open-r1") else None
     version = case["version"] if framework in PLANNED else None
-    return check_file(path, world_sizes=SIZES, trl_version=version, launched_with=launched_with)
+    return check_file(path, world_sizes=SIZES, framework_version=version, launched_with=launched_with)
 
 
 def disagreement(case: dict[str, Any], found: FileReport, framework: str) -> str | None:
@@ -132,12 +132,12 @@ def test_every_setting_is_used_or_told(framework: str, folder: Path) -> None:
     """Any other number or text in its place makes another configuration or comment, if it is needed at all."""
     dropped = []
     for case, launch in launches(framework, folder / framework):
-        converted = convert_launch(launch, folder, version=case["version"])
+        converted = convert_launch(launch, folder, framework_version=case["version"])
         config_from_dict(converted[0])
         listed = " ".join(converted[1].get("Not needed", ())).replace(",", " ").split()
         for key, said in launch.settings.items():
             changed = {**launch.settings, key: replace(said, value=another(said.value))}
-            other = convert_launch(replace(launch, settings=changed), folder, version=case["version"])
+            other = convert_launch(replace(launch, settings=changed), folder, framework_version=case["version"])
             if key not in listed and changed[key] != said and other == converted:
                 dropped.append(f"{case['origin']}: {key}={said.value!r}")
     assert dropped == []
@@ -161,7 +161,7 @@ def test_what_is_converted_can_be_planned(framework: str, folder: Path) -> None:
     failed = []
     for i, (case, launch) in enumerate(launches(framework, folder / framework)):
         path = folder / framework / str(i) / "converted.yaml"
-        config, _ = convert_launch(launch, path.parent, version=case["version"])
+        config, _ = convert_launch(launch, path.parent, framework_version=case["version"])
         path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(config))
         hardware = config.get("hardware", {})

@@ -22,7 +22,7 @@ _RECOGNIZED = {
     "prime-rl": "a prime-rl file, whose rules are not known here; `uv run rl @ FILE --dry-run` validates it",
     "openrlhf": "an OpenRLHF command, whose rules are not known here; OpenRLHF checks its arguments when it starts",
 }
-# what says how many processes there are; where the file has it from outside, larger numbers are tried as well
+# keys of the number of processes; if only known at run time, larger numbers are tried too
 _COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
 _MOST_PROCESSES = 64
 _REFUSALS = frozenset(("CHK002", "CHK006", "CHK008", "CHK010"))
@@ -38,7 +38,7 @@ class FileReport:
     verdict: str  # the outcome in words, without the file's name
     launch: Launch | None = None  # None: it could not be read
     rules: RunRules | None = None
-    # by number of training processes; empty if a value that decides could not be read
+    # by number of training processes; empty if a deciding value could not be read
     starts: dict[int, Start] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     memory: str | None = None  # whether GPU memory is enough, in words; None if that was not checked
@@ -68,7 +68,7 @@ def check_file(
     path: Path,
     *,
     world_sizes: Sequence[int] = WORLD_SIZES,
-    trl_version: str | None = None,
+    framework_version: str | None = None,
     launched_with: str | None = None,
     gpu: str | None = None,
     gpu_memory: str | None = None,
@@ -78,7 +78,7 @@ def check_file(
     Args:
         path: the file.
         world_sizes: numbers of training processes to check if the file names none.
-        trl_version: TRL version whose rules apply, for TRL and Open-R1.
+        framework_version: version of the framework whose rules apply (for Open-R1: of TRL).
         launched_with: the launch command, if the file does not contain it.
         gpu: GPU type by its name in `cohort plan`; memory is checked then.
         gpu_memory: memory of each GPU, such as 80GB.
@@ -95,12 +95,12 @@ def check_file(
     if launched_with:
         launch = read_launch(path, launched_with=launched_with)
     runs = (launch, *launch.others)
-    first, *others = (_report(path, run, world_sizes, trl_version, gpu, gpu_memory) for run in runs)
+    first, *others = (_report(path, run, world_sizes, framework_version, gpu, gpu_memory) for run in runs)
     return replace(first, others=tuple(others))
 
 
 def _report(
-    path: Path, launch: Launch, sizes: Sequence[int], trl_version: str | None, gpu: str | None, gpu_memory: str | None
+    path: Path, launch: Launch, sizes: Sequence[int], version: str | None, gpu: str | None, gpu_memory: str | None
 ) -> FileReport:
     """Check one run of a file."""
     if launch.not_checked is not None:
@@ -108,7 +108,7 @@ def _report(
         verdict = f"not checked: {why.removesuffix(' is not checked')}"
         findings = launch.findings
         return FileReport(file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=findings)
-    rules = run_rules(launch, trl_version=trl_version)
+    rules = run_rules(launch, framework_version=version)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
         found += missing_file_findings(launch, path.parent)
@@ -118,7 +118,7 @@ def _report(
     starts: dict[int, Start] = {}
     memory = None
     if lacking:  # the findings above say why
-        asked = gpu or gpu_memory or launch.gpu
+        asked = gpu or gpu_memory
         memory = MemoryVerdict(f"not checked: {', '.join(sorted(lacking))} could not be read") if asked else None
     else:
         starts = {size: rules.start(size, rules.sizes) for size in sizes}
@@ -140,7 +140,7 @@ def _report(
         rules=rules,
         starts=starts,
         findings=tuple(dict.fromkeys(found)),
-        memory=memory.told if memory else None,
+        memory=memory.text if memory else None,
     )
 
 
@@ -221,7 +221,7 @@ def _working(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> list[
 
 
 def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
-    """A refusal with this many processes and how to avoid it: keys that must be set, nearest numbers, or both."""
+    """Report a refusal with `size` processes, with fixes: keys that must be set, nearest numbers, or both."""
     start = rules.start(size, rules.sizes)
     if start.message == rules.blocked:
         return []  # has its own finding

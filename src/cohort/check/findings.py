@@ -1,10 +1,10 @@
 """What `cohort check` finds. Codes, severities and titles are in `findings.toml`."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal
+
+from cohort.check.tables import load_table
 
 Severity = Literal["error", "warning"]
 
@@ -18,10 +18,7 @@ class Rule:
     explanation: str
 
 
-RULES: Mapping[str, Rule] = {
-    code: Rule(**entry)
-    for code, entry in tomllib.loads(resources.files("cohort.check").joinpath("findings.toml").read_text()).items()
-}
+RULES: Mapping[str, Rule] = {code: Rule(**entry) for code, entry in load_table("findings.toml").items()}
 
 
 @dataclass(frozen=True, slots=True)

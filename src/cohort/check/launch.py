@@ -1,5 +1,6 @@
-"""What a file says about a run, whatever framework it is for: the records between readers and rules."""
+"""Types that readers return and rules check: one run of a launch file, whatever its framework."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ Framework = Literal["cohort", "trl", "open-r1", "ms-swift", "verl", "prime-rl", 
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A value and where it stands."""
+class Setting:
+    """A value and its place in the file."""
 
     value: Any  # as YAML, Python or the shell gives it: a number may still be text
     where: str  # NAME:LINE of the file that says it; `--launch` for that option
@@ -34,7 +35,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the processes share the state of training."""
+    """How processes shard the training state."""
 
     stage: int  # ZeRO's: 0 to 3; FSDP is 3
     by: Literal["deepspeed", "fsdp", "ddp"]
@@ -44,7 +45,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One run as its file describes it.
+    """One run of a launch file.
 
     `settings` has the framework's own keys, dotted where they are nested. A Python script adds, of what its trainer is
     given:
@@ -60,26 +61,25 @@ class Launch:
     framework: Framework
     form: Literal["yaml", "python", "shell", "toml"]
     reason: str  # why it was taken for this
-    settings: Mapping[str, Said]
+    settings: Mapping[str, Setting]
     program: str | None = None  # the module that a command starts, such as verl.trainer.main_ppo
     unread: tuple[Unread, ...] = ()
     not_checked: str | None = None  # why the rules do not hold for this run, such as Megatron or an unknown framework
-    todo: tuple[Said, ...] = ()  # code that only a person can carry over: `dataset.map(...)`, arguments of the trainer
-    processes: Said | None = None  # training processes, or GPUs that train; None: the file does not say
+    todo: tuple[Setting, ...] = ()  # code to carry over by hand: `dataset.map(...)`, arguments of the trainer
+    processes: Setting | None = None  # training processes, or GPUs that train; None: the file does not say
     processes_per_node: int | None = None
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
-    server: Mapping[str, Said] = field(default_factory=dict)  # that command's settings
-    node_gpus: Said | None = None  # that the script asks Slurm for on each node
+    server: Mapping[str, Setting] = field(default_factory=dict)  # that command's settings
+    node_gpus: Setting | None = None  # that the script asks Slurm for on each node
     sharding: Sharding | None = None  # of what is trained; None: the file does not say
-    gpu: str | None = None  # by the name that `cohort plan` has for it, where the file asks for one
-    version: Said | None = None  # of the framework (for open-r1: of TRL), where the file says
+    version: Setting | None = None  # of the framework (for open-r1: of TRL), where the file says
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
 
 
 class Settings:
-    """Typed access to a launch's settings. What has the wrong type becomes a finding, once, and the default holds."""
+    """Typed access to a launch's settings. A value of the wrong type becomes a finding, and its default is returned."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -91,19 +91,19 @@ class Settings:
         return key in self._launch.settings
 
     def said(self, key: str) -> Any:
-        """The value as it stands there; None where it is not said."""
+        """The value as written; None if it is not set."""
         self.used.add(key)
         entry = self._launch.settings.get(key)
         return entry.value if entry else None
 
     def readable(self, *keys: str) -> bool:
-        """Whether each of the keys is not there, or there with a value that could be read and fits it."""
+        """Whether each of the keys is absent, or has a value of the right type that could be read."""
         return not {*keys} & (self._unread | {finding.field for finding in self.findings})
 
     def whole(self, key: str, default: Any, *, minimum: int = 1, maximum: int = 100_000) -> Any:
         """A whole number in these bounds, or the default (which may be None)."""
-        value = self.said(key)
-        if value is None or _is_none(value):
+        value = self._given(key)
+        if value is None:
             return default
         number = _as_number(value)
         if number is not None and number == int(number) and minimum <= number <= maximum:
@@ -115,8 +115,8 @@ class Settings:
 
     def number(self, key: str, default: Any) -> Any:
         """A number, or the default (which may be None)."""
-        value = self.said(key)
-        if value is None or _is_none(value):
+        value = self._given(key)
+        if value is None:
             return default
         number = _as_number(value)
         if number is None:
@@ -126,8 +126,8 @@ class Settings:
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
-        value = self.said(key)
-        if value is None or _is_none(value):
+        value = self._given(key)
+        if value is None:
             return default
         known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         truth = value if isinstance(value, bool) else known.get(str(value).lower())
@@ -138,13 +138,18 @@ class Settings:
 
     def text(self, key: str, default: Any = None) -> Any:
         """Text, or the default (which may be None)."""
-        value = self.said(key)
+        value = self._given(key)
         if isinstance(value, bool):  # YAML 1.1 reads an unquoted `no` as false
             return "yes" if value else "no"
-        return default if value is None or _is_none(value) else str(value)
+        return default if value is None else str(value)
+
+    def _given(self, key: str) -> Any:
+        """The value; None if there is none, or the text of none."""
+        value = self.said(key)
+        return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
 
     def _wrong(self, key: str, value: Any, rule: str, near: tuple[Any, ...]) -> None:
-        """Tells it, with the values near it that the key takes; None is the default: nothing said."""
+        """Add a finding with the nearest valid values (None: remove the key)."""
         where = self._launch.settings[key].where
         nearest = tuple(f"without {key}" if one is None else f"{key}={one}" for one in near)
         finding = Finding("CHK010", key, f"{key}: {value!r:.60} ({where}): must be {rule}", nearest)
@@ -152,22 +157,16 @@ class Settings:
             self.findings.append(finding)
 
 
-def _is_none(value: Any) -> bool:
-    return isinstance(value, str) and value.lower() in ("none", "null", "")
+def parse_number(value: Any) -> Any:
+    """The number of a text that is one; anything else is returned unchanged."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def _as_number(value: Any) -> float | int | None:
-    if isinstance(value, bool):
+    number = parse_number(value)
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            pass
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+    return number if isinstance(number, int) or math.isfinite(number) else None

@@ -1,21 +1,21 @@
-"""Quantized weights as other trainers ask for them, through bitsandbytes: for conversion and memory."""
+"""Read bitsandbytes quantization settings of other trainers, for conversion and memory."""
 
 from collections.abc import Mapping
 
 from cohort.check.launch import Settings
 from cohort.config.quantization import Quantization
 
-# what `model.quantization` calls so many bits
+# names of these numbers of bits in `model.quantization`
 COHORT_NAMES: Mapping[int, Quantization] = {4: "nf4", 8: "int8"}
 
 
-def told(bits: int) -> str:
-    """In words."""
-    return f"weights of {bits} bits by bitsandbytes"
+def describe_bits(bits: int) -> str:
+    """Describe the quantization in a message."""
+    return f"{bits}-bit weights by bitsandbytes"
 
 
 def trl_bits(settings: Settings) -> int | None:
-    """Of a TRL or Open-R1 run; None: not quantized. Python's `BitsAndBytesConfig` counts with the trainer's model."""
+    """Return the bits of a TRL or Open-R1 run, also from Python's `BitsAndBytesConfig`; None if not quantized."""
     for bits in (4, 8):
         if settings.flag(f"load_in_{bits}bit") or settings.flag(f"trainer.load_in_{bits}bit"):
             return bits
@@ -23,7 +23,7 @@ def trl_bits(settings: Settings) -> int | None:
 
 
 def swift_bits(settings: Settings) -> int | None:
-    """Of an ms-swift run; None: not quantized by bitsandbytes."""
+    """Return the bits of an ms-swift run; None if not quantized by bitsandbytes."""
     if settings.text("quant_method") != "bnb":
         return None
     bits = settings.whole("quant_bits", 4)

@@ -13,11 +13,14 @@ from cohort.errors import UserError
 if TYPE_CHECKING:
     from cohort.check import FileReport
 
-TrlVersion = Annotated[
+FrameworkVersion = Annotated[
     str | None,
     typer.Option(
-        help="Version of TRL (or ms-swift, for its files) to check against, such as 0.18.0. Default: the file's own, "
-        "else 1.16 (4.6)."
+        "--framework-version",
+        "--trl-version",
+        metavar="VERSION",
+        help="Version of TRL (also for Open-R1), ms-swift or verl to check against, such as 0.18.0. Default: the "
+        "file's own, else the newest known (Open-R1: the one it pins).",
     ),
 ]
 LaunchedWith = Annotated[
@@ -36,7 +39,7 @@ def check(
     world_sizes: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="Numbers of GPUs to check. Default: 1 to 16, 24, 32, 64.")
     ] = None,
-    trl_version: TrlVersion = None,
+    framework_version: FrameworkVersion = None,
     launch: LaunchedWith = None,
     gpu: Annotated[str | None, typer.Option(help="GPU type as for `cohort plan`; also checks memory.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory per GPU, such as 80GB.")] = None,
@@ -48,8 +51,13 @@ def check(
     from cohort.check import WORLD_SIZES, check_file
 
     sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
-    version = _version(trl_version)
-    options: dict[str, Any] = {"trl_version": version, "launched_with": launch, "gpu": gpu, "gpu_memory": gpu_memory}
+    version = _version(framework_version)
+    options: dict[str, Any] = {
+        "framework_version": version,
+        "launched_with": launch,
+        "gpu": gpu,
+        "gpu_memory": gpu_memory,
+    }
     reports = [check_file(file, world_sizes=sizes, **options) for file in files]
     if fix:
         pairs = zip(reports, files, strict=True)
@@ -68,14 +76,14 @@ def check(
 
 def convert(
     file: Annotated[Path, typer.Argument(help="Configuration of TRL, Open-R1, ms-swift or verl.")],
-    trl_version: TrlVersion = None,
+    framework_version: FrameworkVersion = None,
     launch: LaunchedWith = None,
     debug: Debug = False,
 ) -> None:
     """Convert to an equivalent Cohort configuration; settings without an equivalent become comments."""
     from cohort.check import convert_file
 
-    typer.echo(convert_file(file, version=_version(trl_version), launched_with=launch), nl=False)
+    typer.echo(convert_file(file, framework_version=_version(framework_version), launched_with=launch), nl=False)
 
 
 def _fixed(report: "FileReport", file: Path, **options: Any) -> "FileReport":
@@ -104,5 +112,5 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _version(text: str | None) -> str | None:
     if text is not None and not (text[:1].isdecimal() and len(text.split(".")) >= 2 and text.split(".")[1].isdecimal()):
-        raise UserError(f"--trl-version: {text!r} is not a version; use one such as 0.18.0 or 1.16")
+        raise UserError(f"--framework-version: {text!r} is not a version; use one such as 0.18.0 or 1.16")
     return text

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-MAX_VALUES = 100_000
+_MAX_VALUES = 100_000
 _MAX_DEPTH = 100
 
 
@@ -14,23 +14,25 @@ def compose(text: str) -> yaml.Node | None:
     """Parse a YAML document into nodes; None if it is empty.
 
     Raises:
-        ValueError: invalid YAML, or nested too deeply. The message has the position.
+        ValueError: invalid YAML, nested too deeply, a cycle, or more than 100,000 values counting every use of an
+            anchor. The message has the position.
     """
     with _readable_errors():
-        return yaml.compose(text, Loader=_Loader)
+        node = yaml.compose(text, Loader=_Loader)
+    if node is not None:
+        _count(node, {}, set())
+    return node
 
 
 def read_yaml(text: str) -> Any:
     """Read the value of a YAML document. Duplicate keys are an error (PyYAML would drop all but the last).
 
     Raises:
-        ValueError: invalid YAML, a cycle, a duplicate key, a value that does not fit its tag, or more than 100,000
-            values counting every use of an anchor.
+        ValueError: as `compose`, or a duplicate key, or a value that does not fit its tag.
     """
     node = compose(text)
     if node is None:
         return None
-    _count(node, {}, set())
     with _readable_errors():
         return _Loader("").construct_document(node)
 
@@ -57,8 +59,8 @@ def _count(node: yaml.Node, counts: dict[int, int], around: set[int]) -> int:
         total = 1
         for child in _children(node):
             total += _count(child, counts, around)
-            if total > MAX_VALUES:
-                raise ValueError(f"more than {MAX_VALUES:,} values, counting every use of an anchor")
+            if total > _MAX_VALUES:
+                raise ValueError(f"more than {_MAX_VALUES:,} values, counting every use of an anchor")
         around.discard(id(node))
         counts[id(node)] = total
     return counts[id(node)]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Union
 
 import pytest
 
-from cohort.check.launch import Launch, Said
+from cohort.check.launch import Launch, Setting
 from cohort.check.rules.cohort import cohort_rules
 from cohort.config import ENGINES, Config, SamplingConfig, ServersConfig, config_from_dict, load
 from cohort.config.schema import sections_in
@@ -121,7 +121,7 @@ def test_its_servers_are_not_started_as_vllm():
 
 
 def test_check_tells_who_samples():
-    settings = {"rollout.engine": Said("stub", ""), "model.path": Said("m", "")}
+    settings = {"rollout.engine": Setting("stub", ""), "model.path": Setting("m", "")}
     launch = Launch(framework="cohort", form="yaml", reason="", settings=settings)
     assert cohort_rules(launch).sampling == "by stub servers"
 
@@ -130,7 +130,7 @@ def test_an_engine_that_is_not_known_is_refused_where_the_configuration_is_read(
     message = r"rollout\.engine: 'sglang' is not one of auto, local, vllm, stub"
     with pytest.raises(UserError, match=message):
         config_from_dict({**RUN, "rollout": {"engine": "sglang"}})
-    settings = {"rollout.engine": Said("sglang", ""), "model.path": Said("m", "")}
+    settings = {"rollout.engine": Setting("sglang", ""), "model.path": Setting("m", "")}
     judged = cohort_rules(Launch(framework="cohort", form="yaml", reason="", settings=settings))
     assert judged.blocked is not None
 

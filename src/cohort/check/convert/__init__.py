@@ -1,7 +1,5 @@
 """Convert configurations of other trainers to Cohort; everything without an equivalent becomes a comment."""
 
-from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
 import yaml
@@ -16,26 +14,32 @@ from cohort.check.rules import run_rules
 from cohort.check.rules.cohort import nested
 from cohort.check.rules.common import counted
 from cohort.check.rules.keys import parse_version
-from cohort.check.rules.start import EVALUATION, Start
-from cohort.check.rules.trl_run import trl_version
-from cohort.check.rules.verl import BATCH_KEYS, verl_keys
+from cohort.check.rules.start import EVALUATION, RunRules, Start
+from cohort.check.rules.verl import BATCH_KEYS
+from cohort.check.rules.versions import nearest_version
+from cohort.check.tables import load_table
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 
 __all__ = ["convert_file"]
 
 
-def convert_file(path: Path, *, version: str | None = None, launched_with: str | None = None) -> str:
+def convert_file(path: Path, *, framework_version: str | None = None, launched_with: str | None = None) -> str:
     """Convert the first run of a file to the YAML of a Cohort configuration that does the same, as far as Cohort can.
 
-    Comments at the top list what is left to do, with the source's file and line, what Cohort does otherwise, and which
-    settings are not needed and why. No setting of the source is dropped silently. `version` is TRL's, for its files.
+    Comments at the top list what is left to do, with the source's file and line, what Cohort does differently, and
+    which settings are not needed and why. No setting of the source is dropped silently.
+
+    Args:
+        path: the file.
+        framework_version: version of the framework whose defaults apply (for Open-R1: of TRL).
+        launched_with: the launch command, if the file does not contain it.
 
     Raises:
         UserError: the file cannot be read, or is of a framework that is only recognized.
     """
     launch = read_launch(path, launched_with=launched_with)
-    config, comments = convert_launch(launch, path.parent, version=version)
+    config, comments = convert_launch(launch, path.parent, framework_version=framework_version)
     lines = [f"Converted from {path.name} ({launch.framework}) by cohort convert."]
     for heading, entries in comments.items():
         lines += [f"{heading}:", *(f"- {entry}" for entry in entries)] if entries else []
@@ -44,7 +48,7 @@ def convert_file(path: Path, *, version: str | None = None, launched_with: str |
 
 
 def convert_launch(
-    launch: Launch, folder: Path, *, version: str | None = None
+    launch: Launch, folder: Path, *, framework_version: str | None = None
 ) -> tuple[dict[str, object], dict[str, list[str]]]:
     """Convert a run. `folder` is where the files that it names are.
 
@@ -59,7 +63,7 @@ def convert_launch(
     elif launch.not_checked and not launch.settings:
         raise UserError(f"{launch.reason}: {launch.not_checked}; only TRL, Open-R1, ms-swift and verl are converted")
     else:
-        draft = _draft(launch, folder, version)
+        draft = _draft(launch, folder, framework_version)
         config = {name: draft.config[name] for name in Config.model_fields if name in draft.config}
         comments = draft.comments(_not_needed(launch.framework))
     try:
@@ -69,31 +73,28 @@ def convert_launch(
     return config, comments
 
 
-@lru_cache
 def _not_needed(framework: str) -> dict[str, str]:
     """Settings that need no equivalent, with the reason."""
     name = {"open-r1": "trl"}.get(framework, framework)
-    text = resources.files("cohort.check.convert").joinpath(f"not_needed/{name}.yaml").read_text(encoding="utf-8")
-    return {key: reason for reason, keys in yaml.safe_load(text).items() for key in keys.split()}
+    table = load_table(f"convert/not_needed/{name}.yaml")
+    return {key: reason for reason, keys in table.items() for key in keys.split()}
 
 
 def _draft(launch: Launch, folder: Path, version: str | None) -> Draft:
-    draft = Draft(launch, folder)
-    start = _start(draft, launch, version)
+    rules = run_rules(launch, framework_version=version)
+    number = parse_version(rules.version)
     if launch.framework == "ms-swift":
-        from_swift(draft, start, parse_version(run_rules(launch, trl_version=version).version))
-    elif launch.framework == "verl":
-        from_verl(draft, start, *verl_keys(launch, version)[:2])
-    else:
-        from_trl(draft, start, parse_version(trl_version(launch, version)[0]))
+        number = nearest_version("ms-swift", number)
+    draft = Draft(launch, folder, number)
+    convert = {"ms-swift": from_swift, "verl": from_verl}.get(launch.framework, from_trl)
+    convert(draft, _start(draft, launch, rules), number)
     if launch.others:
         draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
     return draft
 
 
-def _start(draft: Draft, launch: Launch, version: str | None) -> Start | None:
+def _start(draft: Draft, launch: Launch, rules: RunRules) -> Start | None:
     """The batches with the processes of the file, or with the fewest with which it starts."""
-    rules = run_rules(launch, trl_version=version)
     unread = {unread.key for unread in launch.unread} - EVALUATION | {
         f.field for f in rules.findings if f.code == "CHK010"
     }

@@ -1,20 +1,18 @@
 """Build a Cohort configuration key by key: what conversions from all frameworks share."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cohort.check.launch import Launch, Settings
-from cohort.check.quantization import COHORT_NAMES, told
+from cohort.check.quantization import COHORT_NAMES, describe_bits
 from cohort.check.readers.files import read_text
-from cohort.check.rules.keys import Keys
+from cohort.check.rules.keys import Version, key_tables, known_keys
 from cohort.check.rules.start import Start
+from cohort.check.tables import load_table
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.catalogue import parameters
 from cohort.config.quantization import check_base, check_run
@@ -22,7 +20,7 @@ from cohort.config.rollout import ENGINES
 from cohort.errors import UserError
 from cohort.plan.shape import try_read_shape
 
-_SAME = yaml.safe_load(resources.files("cohort.check.convert").joinpath("same_keys.yaml").read_text(encoding="utf-8"))
+_SAME = load_table("convert/equivalents/trl_and_swift.yaml")
 _REWARDS, _SCHEDULES, _OPTIMIZERS = _SAME["rewards"], _SAME["schedules"], _SAME["optimizers"]
 LOSSES = {loss: tuple(parts.split()) for loss, parts in _SAME["losses"].items()}  # policy loss, loss weight
 # TRL's and ms-swift's scale_rewards as an advantage
@@ -32,20 +30,22 @@ _LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
 # what TRL and ms-swift make a step of
 BATCH = ["per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"]
-_LIMIT = ("save_total_limit", "whole")
 _LOGS = ("tensorboard", "wandb", "trackio")
 
 
-def same_keys(section: str) -> dict[str, list[str]]:
-    """A section of `same_keys.yaml`: our keys with theirs and how to read them (whole, number, flag, text, any)."""
-    return {ours: theirs.split() for ours, theirs in _SAME[section].items()}
+def same_keys(section: str) -> dict[str, str]:
+    """Return a section of `equivalents/trl_and_swift.yaml`: Cohort's keys with theirs."""
+    return dict(_SAME[section])
 
 
 class Draft:
     """The configuration so far, and the comments for its reader."""
 
-    def __init__(self, launch: Launch, folder: Path) -> None:
+    def __init__(self, launch: Launch, folder: Path, version: Version) -> None:
         self.launch = launch
+        framework = "trl" if launch.framework == "open-r1" else launch.framework
+        self.known = known_keys(framework, version)
+        self._older = {key: entry for table in key_tables(framework).values() for key, entry in table.items()}
         self.folder = folder  # of the file that is converted
         self.settings = Settings(launch)
         self.config: dict[str, Any] = {}
@@ -64,40 +64,23 @@ class Draft:
             section, name = key.split(".")
             self.config.setdefault(section, {})[name] = value
 
-    def copy(self, table: Mapping[str, Sequence[str]]) -> None:
-        """Set each of our keys from the one that means the same there, if the file sets it (see `same_keys`)."""
-        settings = self.settings
-        readers: dict[str, Callable[[str], Any]] = {
-            "whole": partial(settings.whole, default=None, minimum=0, maximum=10**9),
-            "number": partial(settings.number, default=None),
-            "flag": settings.flag,
-            "text": settings.text,
-            "any": settings.said,
-        }
-        for ours, (theirs, kind) in table.items():
-            if theirs in settings:
-                self.put(ours, readers[kind](theirs))
-
     def skip(self, reason: str, *keys: str) -> None:
         """List settings, of which a text may name several, as not needed in this run."""
         self.unneeded.update(dict.fromkeys(" ".join(keys).split(), reason))
 
-    def skip_defaults(self, known: Keys) -> None:
+    def skip_defaults(self) -> None:
         """List settings that say no more than the framework's own default."""
         for key, said in self.launch.settings.items():
-            default = known.get(key, {}).get("default", ...)
+            default = self.known.get(key, {}).get("default", ...)
             if key not in self.settings.used and str(said.value).lower() == str(default).lower():
                 self.skip("its default there", key)
 
-    def copy_keys(
-        self, names: Mapping[str, str], table: Keys, *, defaults: bool = False, minimum: float | None = None
-    ) -> None:
-        """Set each of our keys from the one with the same meaning, which `table` has the type and default of.
+    def copy(self, names: Mapping[str, str], *, defaults: bool = False, minimum: float | None = None) -> None:
+        """Set each of Cohort's keys from the one with the same meaning, read by its type in the framework.
 
         Args:
-            names: our keys, with theirs.
-            table: their keys.
-            defaults: whether those that the file does not set are set too.
+            names: Cohort's keys, with theirs.
+            defaults: also set those that the file does not set, to the framework's default.
             minimum: what smaller numbers become.
         """
         settings = self.settings
@@ -108,9 +91,10 @@ class Draft:
             "str": settings.text,
         }
         for ours, theirs in names.items():
-            key = table.get(theirs, {"type": "any", "default": None})
+            entry = self.known.get(theirs) or {**self._older.get(theirs, {"type": "any"}), "default": None}
             if theirs in settings or defaults:
-                value = read[key["type"]](theirs, key["default"]) if key["type"] in read else settings.said(theirs)
+                reader = read.get(entry["type"]) if isinstance(entry["type"], str) else settings.text
+                value = reader(theirs, entry["default"]) if reader else settings.said(theirs)
                 self.put(ours, max(value, minimum) if minimum is not None else value)
 
     def named(self, names: Mapping[str, str], key: str, value: str | None) -> str:
@@ -129,7 +113,7 @@ class Draft:
         self.differences += [f"no equivalent: {key} {', '.join(lacking)}"] if lacking else []
 
     def differs(self, text: str) -> None:
-        """Tell the reader what is different here."""
+        """Add a difference to the comments."""
         self.differences.append(text)
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
@@ -180,6 +164,7 @@ class Draft:
             self.path("eval.path", named=path, missing="eval.jsonl")
         if "eval" in self.config:
             self.put("eval.every", every)
+            self.copy({"eval.before_training": "eval_on_start"})
         else:
             self.todo.append(f"eval.path: the held-out data, and eval.every: {every or 'its steps'}")
 
@@ -198,7 +183,7 @@ class Draft:
         small = shape is None or 2 * shape.num_parameters <= _LARGEST_ON_ONE_GPU
         if tensor_parallel == 1 or per_node <= tensor_parallel or small:
             self.put("hardware.rollout_gpus", "shared")
-            told = (
+            layout = (
                 "here every GPU has its own server (if the model does not fit on one, reserve GPUs: "
                 "rollout.tensor_parallel and hardware.rollout_gpus)"
             )
@@ -207,12 +192,12 @@ class Draft:
             self.put("rollout.tensor_parallel", tensor_parallel)
             self.put("hardware.rollout_gpus", reserved)
             self.put("hardware.processes", per_node - reserved)
-            told = (
+            layout = (
                 f"the model is too large for a server on each GPU, so {reserved} GPUs of each node sample here and "
                 f"{per_node - reserved} train"
             )
         if tensor_parallel > 1:
-            self.differs(f"servers of {tensor_parallel} GPUs that also train there; {told}")
+            self.differs(f"servers of {tensor_parallel} GPUs that also train there; {layout}")
 
     def rewards(self, names: Any, weights: Any) -> None:
         """Rewards by name: those that Cohort has as well, and a place for each of the others."""
@@ -281,11 +266,11 @@ class Draft:
                 "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
             )
         except ValueError as why:
-            self.differs(f"no equivalent: {told(bits)}; here the model's weights keep their dtype: {why}")
+            self.differs(f"no equivalent: {describe_bits(bits)}; here the model's weights keep their dtype: {why}")
         else:
             self.put("model.quantization", kind)
             if kind == "int8":
-                self.differs(f"{told(bits)} there are torchao's int8 here")
+                self.differs(f"{describe_bits(bits)} there are torchao's int8 here")
             form = self.launch.settings.get("bnb_4bit_quant_type")
             if form is not None and form.value == kind:
                 self.settings.said("bnb_4bit_quant_type")
@@ -397,7 +382,8 @@ class Draft:
             self.put("run.checkpoint_every", 0)
             self.skip("save_strategy is no", "save_steps", "save_total_limit")
         else:
-            self.copy({"run.checkpoint_every": ("save_steps", "whole"), "run.keep_checkpoints": _LIMIT})
+            self.put("run.checkpoint_every", settings.whole("save_steps", None, minimum=0, maximum=10**9))
+            self.copy({"run.keep_checkpoints": "save_total_limit"})
         if saves not in ("no", "steps"):
             self.todo.append(f"run.checkpoint_every: the steps of save_strategy {saves}")
         self.logs("report_to")

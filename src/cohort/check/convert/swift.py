@@ -6,19 +6,22 @@ from typing import Any
 from cohort.check.convert.draft import LOSSES, SCALES, Draft, same_keys
 from cohort.check.lora import swift_lora
 from cohort.check.quantization import swift_bits
-from cohort.check.rules.keys import Version, known_keys
+from cohort.check.rules.keys import Version
 from cohort.check.rules.start import Start
 from cohort.check.rules.swift import sampling_mode
 
 # losses that TRL has and ms-swift has not are left to what is said of an unknown one
 _LOSSES = {name: parts for name, parts in LOSSES.items() if name not in ("luspo", "vespo")}
 _SCALES = {**SCALES, "gdpo": "per_reward_mean_std"}
+_EVALUATION = ["eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval", "val_dataset"]
+_EVALUATION += ["split_dataset_ratio"]
+_COLOCATED = ["vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "tensor_parallel_size"]
 _ADVANTAGES = {("rloo", "none"): "leave_one_out", ("reinforce_plus_plus", "batch"): "group_mean_whitened"}
 
 
 def from_swift(draft: Draft, start: Start | None, version: Version) -> None:
-    """Fills the draft. Defaults that differ from Cohort's are those of this version of ms-swift."""
-    settings, known = draft.settings, known_keys("ms-swift", version)
+    """Fill the draft with the settings of a run of this version of ms-swift."""
+    settings, known = draft.settings, draft.known
     draft.path("model.path", named=settings.said("model") or settings.said("ckpt_dir"), missing="MODEL")
     draft.path("data.path", named=_names(draft, "dataset"), missing="train.jsonl")
     draft.put("data.prompt", "messages")
@@ -38,7 +41,7 @@ def from_swift(draft: Draft, start: Start | None, version: Version) -> None:
     draft.put("rollout.max_completion_tokens", settings.whole("max_completion_length", 512, maximum=10**9))
     tuner = settings.text("tuner_type", settings.text("train_type", "lora"))
     adam = settings.text("optim", "adamw").startswith("adamw")
-    for ours, (theirs, _) in same_keys("transformers").items():
+    for ours, theirs in same_keys("transformers").items():
         if adam or not ours.startswith("optim."):
             draft.put(ours, known.get(theirs, {}).get("default"))
     draft.put("train.learning_rate", 1e-5 if tuner == "full" else 1e-4)
@@ -59,7 +62,7 @@ def from_swift(draft: Draft, start: Start | None, version: Version) -> None:
     draft.quantized(swift_bits(settings))
     if settings.flag("dynamic_sample"):
         draft.put("rollout.resample", settings.whole("max_resample_times", 3))
-    draft.skip_defaults(known)
+    draft.skip_defaults()
 
 
 def _names(draft: Draft, key: str) -> list[Any]:
@@ -77,16 +80,14 @@ def _names(draft: Draft, key: str) -> list[Any]:
 def _evaluation(draft: Draft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
-    if strategy == "no":
-        return
     data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", 0.0)
-    if not data and ratio <= 0:
-        draft.skip("nothing is evaluated there", "eval_strategy")
+    if strategy == "no" or (not data and ratio <= 0):
+        draft.skip("nothing is evaluated there", *_EVALUATION)
         return
     every = settings.whole("eval_steps", settings.said("save_steps"))
     draft.evaluation(data, every)
     if data:
-        draft.copy({"eval.num_samples": ("num_generations_eval", "whole")})
+        draft.copy({"eval.num_samples": "num_generations_eval"})
     else:
         draft.todo.append(f"eval: hold out {ratio:g} of the data, and evaluate every {every} steps")
     if strategy != "steps":
@@ -102,9 +103,13 @@ def _engine(draft: Draft, mode: str) -> None:
     if mode == "colocate":
         parallel = settings.whole("vllm_tensor_parallel_size", settings.whole("tensor_parallel_size", 1))
         draft.gpus(shared=True, tensor_parallel=parallel)
-        draft.copy({"rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number")})
+        draft.copy({"rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization"})
         return
     draft.skip("Cohort starts, watches and restarts its own vLLM servers", "vllm_server_host num_infer_workers")
+    if mode == "server":
+        draft.skip("no effect there: the server has options of its own", *_COLOCATED)
+    else:
+        draft.copy({"rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization"})
     said = launch.server.get("vllm_tensor_parallel_size")
     parallel = str(said.value) if said else ""
     draft.gpus(shared=False, tensor_parallel=int(parallel) if parallel.isdecimal() else 1)

@@ -3,7 +3,7 @@
 from cohort.check.convert.draft import BATCH, LOSSES, SCALES, Draft, same_keys
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
-from cohort.check.rules.keys import Version, known_keys
+from cohort.check.rules.keys import Version
 from cohort.check.rules.start import Start
 from cohort.check.rules.trl_run import sampling_mode, trl_default
 from cohort.config import COMPONENTS
@@ -11,11 +11,12 @@ from cohort.config import COMPONENTS
 _SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
 _COLOCATED = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_device")
 _EVALUATION = ["eval_steps", "dataset_test_split", "per_device_eval_batch_size", "num_generations_eval", "eval_delay"]
+_EVALUATION += ["eval_on_start"]
 _MODEL_KEYS = {"attn_implementation", "dtype", "torch_dtype", "use_cache", "device_map"}  # of model_init_kwargs
 
 
 def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
-    """Fills the draft. Defaults that differ from Cohort's are those of this version of TRL."""
+    """Fill the draft with the settings of a run of this version of TRL."""
     settings = draft.settings
     model = settings.text("model_name_or_path") or settings.said("trainer.model")
     draft.path("model.path", named=model, missing="MODEL")
@@ -25,8 +26,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.copy(same_keys("trl"))
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
     draft.rewards(rewards, settings.said("reward_weights"))
-    known = known_keys("trl", version)
-    draft.skip("this version of TRL drops it", *(key for key in BATCH if start is not None and key not in known))
+    draft.skip("this version of TRL drops it", *(key for key in BATCH if start is not None and key not in draft.known))
     draft.batch(start, settings.whole("num_generations", 8))
     completion = settings.whole("max_completion_length", trl_default("max_completion_length", version), maximum=10**9)
     draft.put("rollout.max_completion_tokens", completion)
@@ -42,7 +42,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     _precision(draft)
     _engine(draft, version)
     draft.quantized(trl_bits(settings))
-    draft.skip_defaults(known)
+    draft.skip_defaults()
 
 
 def _data(draft: Draft) -> object:
@@ -68,9 +68,7 @@ def _evaluation(draft: Draft) -> None:
     draft.skip("Cohort evaluates in micro-batches of its own", "per_device_eval_batch_size")
     draft.evaluation(settings.text("dataset_name"), settings.whole("eval_steps", None))
     if "eval" in draft.config:
-        draft.copy(
-            {"eval.split": ("dataset_test_split", "text"), "eval.num_samples": ("num_generations_eval", "whole")}
-        )
+        draft.copy({"eval.split": "dataset_test_split", "eval.num_samples": "num_generations_eval"})
     if strategy != "steps":
         draft.todo.append(f"eval.every: the steps of eval_strategy {strategy}")
 
@@ -93,9 +91,9 @@ def _algorithm(draft: Draft, version: Version) -> None:
         **draft.bounds(loss, policy_loss),
         kl_unbiased=True if settings.flag("use_bias_correction_kl") and beta else None,
     )
-    for ours, (theirs, kind) in same_keys("trl_policy_loss").items():
+    for ours, theirs in same_keys("trl_policy_loss").items():
         if ours.removeprefix("algorithm.") in COMPONENTS["policy_loss"][policy_loss].parameters:
-            draft.copy({ours: (theirs, kind)})
+            draft.copy({ours: theirs})
         else:
             draft.skip(f"no effect with loss_type {loss}", theirs)
     if settings.flag("use_adaptive_entropy"):
@@ -136,7 +134,7 @@ def _engine(draft: Draft, version: Version) -> None:
         draft.differs(f"vllm_mode {named}: you start what samples there; here the run does, or set rollout.urls")
         draft.skip("no effect there: the server has options of its own", *_COLOCATED)
     else:
-        draft.copy({"rollout.gpu_memory_utilization": ("vllm_gpu_memory_utilization", "number")})
+        draft.copy({"rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization"})
     draft.skip("Cohort starts, watches and restarts its own vLLM servers", *_SERVER)
     if settings.flag("vllm_importance_sampling_correction", True):
         draft.copy(same_keys("trl_sampling_correction" if version >= (1, 6) else "trl_sampling_correction_to_1_5"))

@@ -1,16 +1,13 @@
 """verl to Cohort. Defaults that differ from Cohort's are verl's."""
 
 from dataclasses import replace
-from functools import lru_cache
-from importlib import resources
 from typing import Any
-
-import yaml
 
 from cohort.check.convert.draft import Draft
 from cohort.check.lora import verl_lora
-from cohort.check.rules.keys import Keys, parse_version
+from cohort.check.rules.keys import Version
 from cohort.check.rules.start import Start
+from cohort.check.tables import load_table
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _CORRECTION, _FILTER = "algorithm.rollout_correction.rollout_is", "algorithm.filter_groups"
@@ -19,19 +16,13 @@ _KWARGS = "reward_kwargs.overlong_buffer_cfg"
 _OVERLONG = "reward_model.overlong_buffer", f"reward_model.{_KWARGS}", f"reward.{_KWARGS}"
 _CLIP_KEYS = f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"  # before 0.8, and from then on
 _LARGEST_SHARE = 0.5  # of a GPU, for vLLM beside training
+_TABLES: dict[str, dict[str, str]] = load_table("convert/equivalents/verl.yaml")
 _OFF = ("none", "null", "false", "0", "0.0", "-1")
 
 
-@lru_cache
-def _tables() -> dict[str, dict[str, str]]:
-    text = resources.files("cohort.check.convert").joinpath("equivalents/verl.yaml").read_text(encoding="utf-8")
-    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
-    return tables
-
-
-def from_verl(draft: Draft, start: Start | None, version: str, table: Keys) -> None:
-    """Fill the draft. `table` has the keys of verl's version."""
-    settings, tables, launch = draft.settings, _tables(), draft.launch
+def from_verl(draft: Draft, start: Start | None, version: Version) -> None:
+    """Fill the draft with the settings of a run of this version of verl."""
+    settings, tables, launch = draft.settings, _TABLES, draft.launch
     per_node, nodes = settings.whole("trainer.n_gpus_per_node", 8), settings.whole("trainer.nnodes", 1)
     processes = replace(launch.processes, value=per_node * nodes) if launch.processes else None
     draft.launch = replace(launch, processes=processes, processes_per_node=per_node)
@@ -40,12 +31,12 @@ def from_verl(draft: Draft, start: Start | None, version: str, table: Keys) -> N
     draft.path("eval.path", named=settings.said("data.val_files"), missing="eval.jsonl")
     settings.used |= {"data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"}  # of `start`
     draft.batch(start, settings.whole(f"{_ROLLOUT}.n", 1))
-    draft.copy_keys(tables["keys"], table, defaults=True)
-    draft.copy_keys(tables["counts"], table, defaults=True, minimum=0)
-    draft.copy_keys(tables["said"], table)
-    clip, unused = _CLIP_KEYS[:: -1 if parse_version(version) >= (0, 8) else 1]
+    draft.copy(tables["keys"], defaults=True)
+    draft.copy(tables["counts"], defaults=True, minimum=0)
+    draft.copy(tables["said"])
+    clip, unused = _CLIP_KEYS[:: -1 if version >= (0, 8) else 1]
     draft.put("train.max_grad_norm", settings.number(clip, 1.0))
-    draft.skip(f"verl {version} takes {clip}", unused)
+    draft.skip(f"this version of verl reads {clip}", unused)
     if not settings.flag(f"{_ROLLOUT}.val_kwargs.do_sample"):
         draft.put("eval.temperature", 0.0)
     limit = settings.whole("data.val_max_samples", -1, minimum=-1)
@@ -55,7 +46,9 @@ def from_verl(draft: Draft, start: Start | None, version: str, table: Keys) -> N
     for flag, keys in tables["switches"].items():
         draft.skip(f"{flag} is off", *(keys.split() if not settings.flag(flag) else ()))
     for key, said in launch.settings.items():
-        is_default = launch.form == "yaml" and said.value == table.get(key, {}).get("default")  # Hydra has written it
+        is_default = launch.form == "yaml" and said.value == draft.known.get(key, {}).get(
+            "default"
+        )  # Hydra has written it
         if is_default:
             settings.used.add(key)
             draft.unneeded.pop(key, None)
@@ -91,7 +84,7 @@ def _rewards(draft: Draft) -> None:
 
 
 def _training(draft: Draft) -> None:
-    settings, tables, optim, sharding = draft.settings, _tables(), f"{_ACTOR}.optim", f"{_ACTOR}.fsdp_config"
+    settings, tables, optim, sharding = draft.settings, _TABLES, f"{_ACTOR}.optim", f"{_ACTOR}.fsdp_config"
     steps, epochs = settings.whole("trainer.total_training_steps", None), settings.number("trainer.total_epochs", 30)
     draft.put("train.steps" if steps else "train.epochs", steps or epochs)
     if steps:
@@ -141,13 +134,13 @@ def _sampling(draft: Draft) -> None:
         )
     prefix = f"{_ROLLOUT}.engine_kwargs.vllm."
     given = {key.removeprefix(prefix): key for key in draft.launch.settings if key.startswith(prefix)}
-    options = {name: settings.said(key) for name, key in {**_tables()["engine_options"], **given}.items()}
+    options = {name: settings.said(key) for name, key in {**_TABLES["engine_options"], **given}.items()}
     draft.put("rollout.vllm_args", {name: value for name, value in options.items() if value is not None} or None)
 
 
 def _kl(draft: Draft) -> dict[str, Any]:
     """Where the KL term is, and how it is estimated and controlled."""
-    settings, estimators, control = draft.settings, _tables()["kl_estimator"], "algorithm.kl_ctrl"
+    settings, estimators, control = draft.settings, _TABLES["kl_estimator"], "algorithm.kl_ctrl"
     in_loss, in_reward = settings.flag(f"{_ACTOR}.use_kl_loss"), settings.flag("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
         draft.differs("no equivalent: KL in the reward and in the loss at once; the one in the loss is kept")
@@ -170,7 +163,7 @@ def _kl(draft: Draft) -> dict[str, Any]:
 
 
 def _algorithm(draft: Draft) -> None:
-    settings, tables = draft.settings, _tables()
+    settings, tables = draft.settings, _TABLES
     estimator = settings.text("algorithm.adv_estimator", "gae")
     advantage = draft.named(tables["adv_estimator"], "adv_estimator", estimator)
     by_std = settings.flag("algorithm.norm_adv_by_std_in_grpo", True)
@@ -184,7 +177,7 @@ def _algorithm(draft: Draft) -> None:
         summed = "sequence_mean"
         draft.skip("this policy loss sums in a way of its own", f"{_ACTOR}.loss_agg_mode")
     if advantage == "gae":
-        draft.copy_keys(tables["gae"], {})
+        draft.copy(tables["gae"])
     else:
         draft.skip("there is no critic", *(key for key in draft.launch.settings if key.startswith("critic.")))
         draft.skip("there is no critic", *tables["gae"].values())

@@ -1,4 +1,4 @@
-"""Readers of launch files: what a file says about a run, or why it is none."""
+"""Readers of launch files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,10 +36,10 @@ _SHELL: tuple[Callable[[Path, str, Command, Command | None], Launch | None], ...
 
 
 def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
-    """What a file says. `launched_with` is the command that starts it, where the file does not hold it.
+    """Read the runs of a file. `launched_with` is the launch command, if the file does not contain it.
 
     Raises:
-        UserError: the file cannot be read, or is none of the formats.
+        UserError: the file cannot be read, or has an unknown format.
     """
     text = read_text(path)
     try:
@@ -62,7 +62,7 @@ def read_launch(path: Path, *, launched_with: str | None = None) -> Launch:
 
 
 def _read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
-    """Every run of a file."""
+    """Yield every run of a file."""
     suffix = path.suffix.lower()
     if suffix in (".py", ".ipynb"):
         yield from trl_python.read(path, text, command)
@@ -90,13 +90,13 @@ def _launch_command(text: str) -> Command:
 
 
 def _launched(launch: Launch, command: Command) -> Launch:
-    """The same run, started by this command."""
+    """Apply the processes and options of a launch command to a run."""
     if launch.not_checked is not None:
         return launch
-    told = read_command(command, launch.framework, Path.cwd())
+    launched = read_command(command, launch.framework, Path.cwd())
     if command.has("sbatch"):
-        return trl.open_r1_nodes(replace(launch, sharding=told.sharding or launch.sharding), command)
-    if not (told.processes or told.training_gpus or told.unread or command.has("trl", "grpo")):
+        return trl.open_r1_nodes(replace(launch, sharding=launched.sharding or launch.sharding), command)
+    if not (launched.processes or launched.training_gpus or launched.unread or command.has("trl", "grpo")):
         raise UserError(
             f"--launch {' '.join(word.text for word in command.words)!r}: says neither processes nor GPUs; accelerate "
             f"launch (--num_processes, --config_file), torchrun (--nproc_per_node, --nnodes), sbatch (--nodes), "
@@ -105,10 +105,10 @@ def _launched(launch: Launch, command: Command) -> Launch:
     trl_processes = trl.starter_processes(launch.settings) if command.has("trl", "grpo") else None
     return replace(
         launch,
-        settings={**launch.settings, **{key: said for key, said in told.settings.items() if key != "config"}},
-        processes=told.processes or trl_processes or launch.processes,
-        processes_per_node=told.processes_per_node if told.processes else launch.processes_per_node,
-        training_gpus=told.training_gpus or launch.training_gpus,
-        sharding=told.sharding or launch.sharding,
-        unread=(*launch.unread, *told.unread),
+        settings={**launch.settings, **{key: said for key, said in launched.settings.items() if key != "config"}},
+        processes=launched.processes or trl_processes or launch.processes,
+        processes_per_node=launched.processes_per_node if launched.processes else launch.processes_per_node,
+        training_gpus=launched.training_gpus or launch.training_gpus,
+        sharding=launched.sharding or launch.sharding,
+        unread=(*launch.unread, *launched.unread),
     )

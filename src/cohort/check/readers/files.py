@@ -1,4 +1,4 @@
-"""Text files of strangers: small, text, on this machine."""
+"""Read untrusted text files."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _LEVELS_UP = 2  # from a script to where it is started
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Read the text of a file.
 
     Raises:
         UserError: it is missing, not a file, not text, or too large to be a configuration.
@@ -38,7 +38,7 @@ def read_text(path: Path) -> str:
 
 
 def _no_file(path: Path) -> str | None:
-    """What there is instead of a file; None: it is one."""
+    """Why a path is not a file; None if it is one."""
     if path.is_dir():
         return "is a folder; name the files in it"
     if path.is_file():
@@ -47,10 +47,10 @@ def _no_file(path: Path) -> str | None:
 
 
 def notebook_code(text: str) -> str:
-    """The Python of a notebook, of which lines are counted.
+    """Extract the Python code of a notebook. Line numbers count within it.
 
     Raises:
-        ValueError: it is no notebook.
+        ValueError: not a notebook.
     """
     book = json.loads(text)
     cells = book.get("cells", []) if isinstance(book, dict) else []
@@ -60,7 +60,7 @@ def notebook_code(text: str) -> str:
 
 
 def find_text(name: str, folder: Path) -> tuple[Path, str]:
-    """A file that another one names: beside it, in the folders above it, or here.
+    """Read a file that another one names: next to it, in the folders above it, or in the working directory.
 
     Raises:
         UserError: it cannot be read.

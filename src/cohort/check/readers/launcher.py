@@ -1,17 +1,15 @@
-"""Command lines: options, and the processes that accelerate, torchrun, deepspeed, ms-swift or Slurm start."""
+"""Options of command lines, their recipes, and the processes that accelerate, torchrun, deepspeed or Slurm start."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from cohort.check.launch import Framework, Launch, Said, Sharding, Unread
-from cohort.check.readers.files import find_text
+from cohort.check.launch import Framework, Launch, Setting, Sharding, Unread
 from cohort.check.readers.shell import Command, Word
-from cohort.check.readers.yaml_tree import read_yaml_tree
-from cohort.errors import UserError
-from cohort.plan.hardware import GPUS
+from cohort.check.readers.yaml_tree import find_yaml
 
 # files of accelerate that TRL and Open-R1 have, for 8 processes; TRL's own command takes the short names
 _ACCELERATE_FILE = re.compile(
@@ -20,31 +18,31 @@ _ACCELERATE_FILE = re.compile(
 _DECIDING = {"num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus", "num_nodes", "config_file"}
 _SERVERS = (("trl", "vllm-serve"), ("vllm", "serve"), ("swift", "rollout"))
 _SBATCH = re.compile(r"#SBATCH[ \t]+(.+)")
-_SBATCH_OPTION = re.compile(r"(--[a-z-]+|-[NGC])(?:=|[ \t]+)?([^\s#]+)?")
+_SBATCH_OPTION = re.compile(r"(--[a-z-]+|-[NG])(?:=|[ \t]+)?([^\s#]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`--key value`, `--key=value` and flags, which are true. A key with several values has a list."""
+    """Parsed `--key value`, `--key=value` and flags (true). A key with several values has a list."""
 
-    settings: dict[str, Said] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
     unread: tuple[Unread, ...] = ()
 
     def whole(self, key: str, default: int | None = None) -> int | None:
-        """A whole number; None where it could not be read."""
+        """A whole number; None if it could not be read."""
         if any(entry.key == key for entry in self.unread):
             return None
         value = self.text(key)
         return default if not value else int(value) if value.isdecimal() and len(value) < 7 else None
 
     def text(self, key: str) -> str:
-        """The first value of a key as text; empty where there is none."""
+        """The first value of a key as text; empty if there is none."""
         value = self.settings[key].value if key in self.settings else ""
         return str(value[0] if isinstance(value, list) else value)
 
 
 def parse_options(words: Sequence[Word]) -> Options:
-    """The options of a command line."""
+    """Parse the options of a command line."""
     parts: list[tuple[str, list[Word]]] = []  # the word of the option itself is the first
     unread: list[Unread] = []
     equals = ""
@@ -57,7 +55,7 @@ def parse_options(words: Sequence[Word]) -> Options:
             unread.append(unknown_word(word))
         elif parts and not equals:
             parts[-1][1].append(word)
-    settings: dict[str, Said] = {}
+    settings: dict[str, Setting] = {}
     for key, found in parts:
         missing = dict.fromkeys(reason for word in found for reason in word.missing)
         texts = [word.text for word in found[1:]]
@@ -65,7 +63,7 @@ def parse_options(words: Sequence[Word]) -> Options:
             settings.pop(key, None)  # the last one counts
             unread.append(Unread(key, found[0].where, "; ".join(missing)))
         else:
-            settings[key] = Said(True if not texts else texts[0] if len(texts) == 1 else texts, found[0].where)
+            settings[key] = Setting(True if not texts else texts[0] if len(texts) == 1 else texts, found[0].where)
     return Options(settings, tuple(entry for entry in unread if entry.key not in settings))
 
 
@@ -75,7 +73,7 @@ def unknown_word(word: Word) -> Unread:
 
 
 def read_command(command: Command, framework: Framework, folder: Path, server: Command | None = None) -> Launch:
-    """What a command says about a run: the options of its script, and the processes that its launcher starts.
+    """Read the options of a training command, and the processes that its launcher starts.
 
     `folder` is where a configuration file of accelerate is looked up; `server` is the command of the same file that
     starts the sampling server.
@@ -113,7 +111,7 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
             *(entry for entry in said.unread if entry.key in _DECIDING or entry.key.isupper()),
             *([Unread("config_file", command.where, problem)] if problem else []),
         ),
-        processes=None if processes is None else Said(processes, command.where),
+        processes=None if processes is None else Setting(processes, command.where),
         processes_per_node=None if processes is None or not nodes else processes // nodes,
         training_gpus=gpus,
         sharding=read_sharding({**options.settings, **said.settings}, folder),
@@ -122,13 +120,33 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
     )
 
 
+def with_recipe(launch: Launch, folder: Path) -> Launch:
+    """Add the settings of the recipe that `--config` names. One that cannot be read may hold any setting."""
+    unread = [replace(entry, key="(recipe)") if entry.key == "config" else entry for entry in launch.unread]
+    settings = dict(launch.settings)
+    named = settings.pop("config", None)
+    if named is not None:
+        try:
+            settings = {**find_yaml(str(named.value), folder).nested_once(), **settings}
+        except ValueError as error:
+            unread.append(Unread("(recipe)", named.where, str(error)))
+    sharding = launch.sharding or read_sharding(settings, folder)
+    return replace(launch, settings=settings, unread=tuple(unread), sharding=sharding)
+
+
+def pinned_version(path: Path, text: str) -> Setting | None:
+    """The version of the first `trl==0.18.0` in the text."""
+    match = re.search(r"\btrl(?:\[[^\]\n]*\])?\s*==\s*(\d+(?:\.\d+)+)", text)
+    return Setting(match[1], f"{path.name}:{text.count(chr(10), 0, match.start()) + 1}") if match else None
+
+
 def find_server(commands: Sequence[Command]) -> Command | None:
     """The first command that starts a sampling server."""
     return next((command for command in commands for name in _SERVERS if command.has(*name)), None)
 
 
 def _script_at(words: Sequence[Word]) -> int:
-    """Where the training script or its command stands, after the launcher's own options."""
+    """Index of the training script or subcommand, after the launcher's own options."""
     for at, (word, after) in enumerate(pairwise((*words, Word("")))):
         is_module = word.text in ("-m", "--module") and not after.text.startswith("torch.distributed")
         if is_module or word.name in ("trl", "swift", "megatron") or word.name.endswith(".py"):
@@ -137,7 +155,7 @@ def _script_at(words: Sequence[Word]) -> int:
 
 
 def gpus_of(command: Command) -> tuple[str, ...] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set or cannot be read."""
+    """GPUs of CUDA_VISIBLE_DEVICES; None if it is not set or cannot be read."""
     word = command.env.get("CUDA_VISIBLE_DEVICES", command.env.get("ASCEND_RT_VISIBLE_DEVICES"))
     if word is None or word.missing:
         return None
@@ -149,39 +167,34 @@ def _environment(command: Command) -> Options:
     return parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
 
 
-def _accelerate_file(name: str, where: str, folder: Path) -> tuple[Mapping[str, Said], str | None]:
-    """The settings of a configuration of accelerate, and why they could not be read."""
+def _accelerate_file(name: str, where: str, folder: Path) -> tuple[Mapping[str, Setting], str | None]:
+    """Settings of an accelerate configuration, or why they could not be read."""
     if not name:
         return {}, None
     try:
-        path, text = find_text(name, folder)
-        tree = read_yaml_tree(text, path.name)
-        return tree.values if tree else {}, None
-    except (UserError, ValueError) as error:
+        return find_yaml(name, folder).values, None
+    except ValueError as error:
         known = _ACCELERATE_FILE.fullmatch(name)
         if known is None:
             return {}, str(error)
     kind = known[1]
     about = {"zero_stage": kind[-1]} if kind.startswith("zero") else {"distributed_type": "MULTI_GPU"}
     about |= {"distributed_type": "FSDP"} if kind.startswith("fsdp") else {}
-    return {key: Said(value, where) for key, value in {**about, "num_processes": 8}.items()}, None
+    return {key: Setting(value, where) for key, value in {**about, "num_processes": 8}.items()}, None
 
 
-def read_sharding(settings: Mapping[str, Said], folder: Path) -> Sharding | None:
-    """How processes share the state, by accelerate's keys, or by the trainer's `deepspeed` and `fsdp`."""
+def read_sharding(settings: Mapping[str, Setting], folder: Path) -> Sharding | None:
+    """Sharding of the training state, from accelerate's keys or the trainer's `deepspeed` and `fsdp`."""
     values = {key.rpartition(".")[2]: str(said.value).lower() for key, said in settings.items()}
     name = values.get("deepspeed", "")
     if named := re.fullmatch(r"zero([0-3])(_offload)?", name):  # ms-swift's own files
         values |= {"zero_stage": named[1], "offload_optimizer_device": "cpu" if named[2] else "none"}
         values |= {"offload_param_device": "cpu" if named[2] and named[1] == "3" else "none"}
     elif name.endswith(".json"):
-        try:
-            tree = read_yaml_tree(find_text(str(settings["deepspeed"].value), folder)[1], name)
-        except (KeyError, ValueError):
-            return None
-        for key, said in tree.values.items() if tree else ():
-            own = key.removeprefix("zero_optimization.").replace(".device", "_device")
-            values["zero_stage" if own == "stage" else own] = str(said.value).lower()
+        with contextlib.suppress(KeyError, ValueError):
+            for key, said in find_yaml(str(settings["deepspeed"].value), folder).values.items():
+                own = key.removeprefix("zero_optimization.").replace(".device", "_device")
+                values["zero_stage" if own == "stage" else own] = str(said.value).lower()
     kind = values.get("distributed_type", "")
     if "fsdp" in kind or "use_fsdp" in values or values.get("fsdp", "") not in ("", "false", "none", "[]"):
         offloads = values.get("fsdp_offload_params") == "true"
@@ -197,14 +210,13 @@ def read_sharding(settings: Mapping[str, Said], folder: Path) -> Sharding | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Nodes and GPUs that a script asks Slurm for in `#SBATCH` lines, which sbatch reads up to the first command."""
+    """Nodes and GPUs requested in `#SBATCH` lines, which sbatch reads up to the first command."""
 
     nodes: int | None = None
-    gpus_per_node: Said | None = None
-    gpu: str | None = None  # by the name that `cohort plan` has for it
+    gpus_per_node: Setting | None = None
 
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """What Slurm sets in the job's environment."""
+        """Environment variables that Slurm sets for the job."""
         gpus = self.gpus_per_node.value if self.gpus_per_node else None
         known = {"SLURM_NNODES": self.nodes, "SLURM_JOB_NUM_NODES": self.nodes}
         known |= {"SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS_PER_NODE": gpus}
@@ -212,37 +224,34 @@ class Job:
 
 
 def read_job(text: str, name: str) -> Job:
-    """The job of a script; without numbers where it has no such lines."""
+    """Read the `#SBATCH` lines of a script."""
     said: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.startswith("#"):
             break
         match = _SBATCH.match(line)
         for option, value in _SBATCH_OPTION.findall(match[1]) if match else ():
-            said[{"-N": "--nodes", "-G": "--gpus", "-C": "--constraint"}.get(option, option)] = (value, number)
+            said[{"-N": "--nodes", "-G": "--gpus"}.get(option, option)] = (value, number)
     nodes = _whole(said.get("--nodes", ("", 0))[0].partition("-")[0])
-    found: Said | None = None
-    kind = said.get("--constraint", ("", 0))[0]
+    found: Setting | None = None
     for option, share in (("--gpus", nodes or 1), ("--gres", 1), ("--gpus-per-node", 1)):
         value, number = said.get(option, ("", 0))
         wanted = next((part for part in value.split(",") if option != "--gres" or part.startswith("gpu:")), "")
-        type_, _, each = wanted.removeprefix("gpu:").rpartition(":")  # h100:8, 8 or h100
-        count = _whole(each)
+        count = _whole(wanted.rpartition(":")[2])  # gpu:h100:8, h100:8 or 8
         if count is not None and count % share == 0:
-            found, kind = Said(count // share, f"{name}:{number}"), type_ or kind
-    words = re.split(r"[^a-z0-9]+", kind.lower())  # a site's name, such as nvidia_h100_80gb
-    return Job(nodes=nodes, gpus_per_node=found, gpu=next((gpu for gpu in GPUS if gpu in words), None))
+            found = Setting(count // share, f"{name}:{number}")
+    return Job(nodes=nodes, gpus_per_node=found)
 
 
 def on_job(launch: Launch, job: Job) -> Launch:
-    """The launch with what its script asks for, where its commands do not say."""
+    """Add the GPUs that the job requests, and its processes if the command does not set them."""
     if job.gpus_per_node is None:
         return launch
     processes = launch.processes
-    told = not any(unread.key == "(recipe)" for unread in launch.unread)  # otherwise the nodes come with the recipe
-    if told and processes is None and launch.framework in ("trl", "open-r1"):
-        processes = Said((job.nodes or 1) * job.gpus_per_node.value, job.gpus_per_node.where)
-    return replace(launch, processes=processes, node_gpus=job.gpus_per_node, gpu=job.gpu)
+    lacks_recipe = any(unread.key == "(recipe)" for unread in launch.unread)  # which comes with the number of nodes
+    if not lacks_recipe and processes is None and launch.framework in ("trl", "open-r1"):
+        processes = Setting((job.nodes or 1) * job.gpus_per_node.value, job.gpus_per_node.where)
+    return replace(launch, processes=processes, node_gpus=job.gpus_per_node)
 
 
 def _whole(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Cohort's own configurations, and what is only recognized: prime-rl and OpenRLHF."""
+"""Cohort's own configurations, and formats that are only recognized: prime-rl and OpenRLHF."""
 
 import tomllib
 from dataclasses import replace
@@ -10,8 +10,8 @@ from cohort.check.readers.yaml_tree import YamlTree
 
 
 def read_cohort(path: Path, text: str, tree: YamlTree) -> Launch | None:
-    """A configuration of Cohort, or None where it is none."""
-    if not {"model", "data", "rewards"} <= set(tree.top) or "model" in tree.values:
+    """Read a configuration of Cohort; None for any other file."""
+    if not {"model", "data", "rewards"} <= tree.nested_once().keys() or "model" in tree.values:
         return None
     processes = tree.values.get("hardware.processes")
     return Launch(
@@ -34,7 +34,7 @@ _PRIME = Launch(
 
 
 def read_toml(path: Path, text: str) -> Launch | None:
-    """A configuration of prime-rl, or None where it is none.
+    """Recognize a configuration of prime-rl; None for any other file.
 
     Raises:
         ValueError: not valid TOML.
@@ -46,7 +46,7 @@ def read_toml(path: Path, text: str) -> Launch | None:
 
 
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
-    """A command that trains with OpenRLHF or prime-rl, or None where it does not."""
+    """Recognize a command that trains with OpenRLHF or prime-rl; None for any other command."""
     texts = [word.text for word in command.words]
     if any(text.startswith("openrlhf.cli.train_") for text in texts):
         reason = f"a shell script that starts OpenRLHF at {command.where}"

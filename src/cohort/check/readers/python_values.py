@@ -1,4 +1,4 @@
-"""Python files as syntax trees: what names, options of argparse and fields of dataclasses stand for. Nothing is run."""
+"""Evaluate names, argparse options and dataclass fields in a Python syntax tree, without running anything."""
 
 import ast
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cohort.check.launch import Said
+from cohort.check.launch import Setting, parse_number
 from cohort.check.readers.arithmetic import UNREADABLE, compute
 
 _LONGEST = 1_000  # characters of text that is put together
@@ -28,9 +28,9 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
 
 
 class Script:
-    """A script with what its command line gives it."""
+    """A script and the values of its command line."""
 
-    def __init__(self, tree: ast.Module, path: Path, given: Mapping[str, Said]) -> None:
+    def __init__(self, tree: ast.Module, path: Path, given: Mapping[str, Setting]) -> None:
         self.path = path
         self._given = given
         self.nodes = list(ast.walk(tree))
@@ -75,7 +75,7 @@ class Script:
         return f"{self.path.name}:{getattr(node, 'lineno', 1)}"
 
     def _read_constants(self, lines: list[ast.stmt]) -> None:
-        """Names that are assigned once, in a straight line of the module or of a function."""
+        """Evaluate names that are assigned once, outside of branches and loops."""
         for node in lines:
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
@@ -85,7 +85,7 @@ class Script:
                     self.constants[name] = self.value(node.value)
 
     def value(self, node: ast.expr) -> Any:
-        """A literal, a constant, an option of the script, or what is simply made of them.
+        """Evaluate a literal, a constant, an option of the script, or a simple expression of these.
 
         Raises:
             ValueError: anything else; further errors are in `UNREADABLE`.
@@ -128,19 +128,19 @@ class Script:
         raise ValueError("a call")
 
     def _part(self, node: ast.expr) -> Any:
-        """A value inside of another one. Names of lists are not: they could double without end."""
+        """Evaluate an element. Names of lists are not resolved, since they could double without end."""
         value = self.value(node)
         if isinstance(value, dict | list) and not isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Call):
             raise ValueError("a list of lists by name")
         return value
 
     def resolved(self, node: ast.expr | None) -> ast.expr | None:
-        """What is assigned to a name, where that is done once; any other expression itself."""
+        """The expression assigned to a name, if there is exactly one; any other node unchanged."""
         found = self.values[node.id] if isinstance(node, ast.Name) and node.id in self.values else []
         return found[0] if len(found) == 1 else node
 
     def _read_options(self) -> None:
-        """Options of argparse and fields of dataclasses: their defaults, and the values of the command line."""
+        """Read argparse options and dataclass fields: values of the command line, else defaults."""
         found: list[tuple[str, ast.expr | None]] = []
         for call in self.calls:
             flags = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
@@ -158,15 +158,15 @@ class Script:
         several = {name for name, times in Counter(name for name, _ in found).items() if times > 1}
         for name, node in found:
             if name in self._given:
-                self.options[name] = _plain(self._given[name].value)
+                self.options[name] = parse_number(self._given[name].value)
             elif node is not None and name not in several:
                 with contextlib.suppress(*UNREADABLE):
                     self.options[name] = self.value(node)
 
-    def classes_like(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Said]]:
-        """Known classes with their defaults, other names of them, and classes made from them with their own."""
+    def classes_like(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Setting]]:
+        """Known classes, their aliases and their subclasses, each with its defaults."""
         place = f"{self.path.name}:1"
-        found = {kind: {key: Said(value, place) for key, value in own.items()} for kind, own in known.items()}
+        found = {kind: {key: Setting(value, place) for key, value in own.items()} for kind, own in known.items()}
         for node in self.nodes:
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if alias.name in known and alias.asname:
@@ -178,11 +178,11 @@ class Script:
                 for key, value in _fields(node):
                     with contextlib.suppress(*UNREADABLE):
                         default = self.value(_field_default(value) or value)
-                        found[node.name][key] = Said(default, self.where(value), added=True)
+                        found[node.name][key] = Setting(default, self.where(value), added=True)
         return found
 
     def named(self, key: str | None, node: ast.expr, depth: int = 0) -> Iterator[tuple[str | None, ast.expr, bool]]:
-        """The keys of an argument, of which `**more` has several, and whether they are there in any case."""
+        """Yield (key, value, certain) of an argument. `**more` is expanded into its keys."""
         found = self.resolved(node)
         pairs: list[tuple[str | None, ast.expr]] = []
         if isinstance(found, ast.Dict):
@@ -197,13 +197,13 @@ class Script:
         yield from self.changes(name_of(node))
 
     def changes(self, name: str) -> Iterator[tuple[str, ast.expr, bool]]:
-        """What `NAME.key = value` and `NAME["key"] = value` set."""
+        """Yield (key, value, certain) of `NAME.key = value` and `NAME["key"] = value`."""
         for key, line in self.parts.get(name, []):
             yield key, line.value, id(line) in self.straight
 
 
 def constant(node: ast.AST | None) -> str | None:
-    """The text of a literal."""
+    """The value of a string literal; None for any other node."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
@@ -218,16 +218,8 @@ def _field_default(node: ast.expr) -> ast.expr | None:
     return keyword_of(node, "default") if isinstance(node, ast.Call) and name_of(node.func) == "field" else node
 
 
-def _plain(value: Any) -> Any:
-    """A number where the command line has the text of one."""
-    for kind in (int, float) if isinstance(value, str) else ():
-        with contextlib.suppress(ValueError):
-            return kind(value)
-    return value
-
-
 def _straight_lines(tree: ast.Module, functions: list[Any]) -> list[ast.stmt]:
-    """Statements outside of branches and loops, but for `if __name__ == "__main__":`."""
+    """Statements outside of branches and loops. `if __name__ == "__main__":` is not a branch."""
     lines: list[ast.stmt] = []
     for node in tree.body:
         is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)

@@ -1,4 +1,4 @@
-"""Shell scripts as a syntax tree: the commands in order, with the variables that the file assigns. Nothing is run."""
+"""Parse shell scripts into commands, expanding the variables that the script assigns. Nothing is run."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ _PARAMETER = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=?]|:\d+\}$
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a command, as far as the file says it."""
+    """A word of a command, as far as it can be expanded."""
 
     text: str
     where: str = field(default="", compare=False)  # NAME:LINE
@@ -51,14 +51,14 @@ class Command:
         return self.words[0].where
 
     def has(self, *names: str) -> bool:
-        """Whether these words stand in it, one after the other."""
+        """Whether the command contains these words in sequence."""
         own = [word.name for word in self.words]
         return any(tuple(own[i : i + len(names)]) == names for i in range(len(own)))
 
 
 @lru_cache(maxsize=8)
 def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()) -> tuple[Command, ...]:
-    """The commands of a script in order.
+    """Parse the commands of a script, in order.
 
     Args:
         text: the script.
@@ -71,13 +71,11 @@ def parse_shell(text: str, name: str, *, known: tuple[tuple[str, str], ...] = ()
     """
     walker = _Walker(name, {"HOME": "~", "PWD": ".", **dict(known)})
     walker.walk(_tree(text))
-    while walker.functions:  # those that nobody calls
-        walker.walk(walker.functions.pop(next(iter(walker.functions))))
     return tuple(walker.commands)
 
 
 def _tree(text: str) -> tree_sitter.Node:
-    """The syntax tree, in which a placeholder such as `<your-model>` is a word and no redirection."""
+    """Parse a script. A placeholder such as `<your-model>` is a word, not a redirection."""
     plain = _UNQUOTED_LINE.sub(lambda line: _PLACEHOLDER.sub(r"'\1'", line[0]), text.replace("\r\n", "\n"))
     return tree_sitter.Parser(_BASH).parse(plain.encode(errors="replace")).root_node
 
@@ -90,18 +88,20 @@ _Value = Word | list[Word]  # of a variable; a list is an array
 
 
 class _Walker:
-    """Goes through a script once, from its first line to its last."""
+    """Walk a script once, from its first line to its last."""
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self.name = name
         self.commands: list[Command] = []
-        self.functions: dict[str, tree_sitter.Node] = {}
         self.variables: ChainMap[str, _Value] = ChainMap({key: Word(value) for key, value in variables.items()})
         self._exported: set[str] = set()
         self._expanded = 0
 
     def walk(self, node: tree_sitter.Node) -> None:
-        """Takes in a statement. What a branch assigns holds in it, and after it where no other value is possible."""
+        """Read a statement.
+
+        A branch's assignments hold inside it, and after it if they agree. Functions are read where they are defined.
+        """
         if node.type == "command":
             self._command(node)
         elif node.type == "variable_assignment":
@@ -111,10 +111,6 @@ class _Walker:
             exported = [self._assign(child, self.variables) for child in names]
             if _text(node).startswith(("export", "declare -x", "typeset -x")):
                 self._exported |= {*exported, *(_text(child) for child in node.named_children)}
-        elif node.type == "function_definition":
-            name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
-            if name and body:
-                self.functions[_text(name)] = body
         elif node.type in ("if_statement", "case_statement", "for_statement", "while_statement", "list"):
             self._branches(node)
         elif not node.type.startswith(("heredoc", "test_command")):
@@ -154,9 +150,6 @@ class _Walker:
                 words += self._argument(inner)
         if not words:
             return
-        if words[0].text in self.functions:
-            self.walk(self.functions.pop(words[0].text))  # once, without its arguments
-            return
         known = {key: word for key, word in env.items() if isinstance(word, Word)}
         self.commands.append(Command(tuple(words), known))
         unread = [replace(words[-1], text="")] if words[-1].missing else []
@@ -169,7 +162,7 @@ class _Walker:
             ]
 
     def _assign(self, node: tree_sitter.Node, variables: "ChainMap[str, _Value] | dict[str, _Value]") -> str:
-        """Adds the variable that `NAME=value`, `NAME+=value` or `NAME=(...)` sets; its name."""
+        """Assign `NAME=value`, `NAME+=value` or `NAME=(...)`, and return the name."""
         target, node_value = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = _text(target) if target else ""
         value: _Value = Word("", self._where(node))
@@ -195,7 +188,7 @@ class _Walker:
         return self.name if self.name.startswith("--") else f"{self.name}:{node.start_point[0] + 1}"
 
     def _argument(self, node: tree_sitter.Node) -> list[Word]:
-        """The words that one argument stands for: none or several where it is an array or an unquoted variable."""
+        """Expand one argument. An array or an unquoted variable can be no word or several."""
         if node.type == "comment":
             return []
         where = self._where(node)
@@ -207,7 +200,7 @@ class _Walker:
         return words if size <= _LONGEST else [Word("", where, (f"it has more than {_LONGEST:,} characters",))]
 
     def _pieces(self, node: tree_sitter.Node, *, quoted: bool) -> list[Word]:
-        """The words of a node. Unquoted ones are split at their blanks."""
+        """Expand a node into words. Unquoted variables are split at whitespace."""
         text = _text(node)
         if node.type in ("simple_expansion", "expansion"):
             blanks, text = text[: len(text) - len(text.lstrip())], text.lstrip()  # the grammar has them in the node
@@ -238,7 +231,7 @@ class _Walker:
         return _literal(node.text or b"", quoted=quoted and node.type == "string_content") or [Word("")]
 
     def _parameter(self, node: tree_sitter.Node, text: str) -> list[Word]:
-        """`$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME:-default}`."""
+        """Expand `$NAME`, `${NAME}`, `${NAME[@]}` and `${NAME:-default}`."""
         match = _PARAMETER.match(text if text.startswith("${") else f"${{{text[1:]}}}")
         if match is None:
             return [Word("", missing=(f"{text:.80} is not worked out",))]
@@ -254,7 +247,7 @@ class _Walker:
         return [Word(shown if name in "@*" else "", missing=(f"{shown} is set outside of this file",))]
 
     def _arithmetic(self, text: str) -> Word:
-        """`$((a * b))` of whole numbers."""
+        """Evaluate `$((a * b))` of whole numbers."""
 
         def value(node: ast.expr) -> int:
             if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -274,14 +267,14 @@ class _Walker:
 
 
 def _literal(text: bytes, *, quoted: bool) -> list[Word]:
-    """Plain text without its backslashes; no word where there is none."""
+    """Remove backslash escapes from plain text; no word if it is empty."""
     escaped = r"\\(\n|[\"$`\\])" if quoted else r"\\(.|\n)"
     plain = re.sub(escaped, lambda match: match[1].strip("\n"), text.decode(errors="replace"), flags=re.DOTALL)
     return [Word(plain)] if text else []
 
 
 def _concatenated(parts: Iterable[Sequence[Word]]) -> list[Word]:
-    """Words of parts that follow each other without a blank."""
+    """Join adjacent parts: the last word of one continues as the first word of the next."""
     words: list[Word] = []
     for part in parts:
         if words and part:
@@ -293,20 +286,20 @@ def _concatenated(parts: Iterable[Sequence[Word]]) -> list[Word]:
 
 
 def _joined(words: Sequence[Word], where: str) -> Word:
-    """One word of several; a value of an array is its words with blanks."""
+    """Join words into one."""
     missing = dict.fromkeys(reason for word in words for reason in word.missing)
     return Word("".join(word.text for word in words)[: _LONGEST + 1], where, tuple(missing)[:_MOST_REASONS])
 
 
 def _merged(name: str, values: Sequence[_Value]) -> _Value:
-    """What a variable may be after branches: words that only some of them add to an array are not known."""
+    """Merge a variable's values after branches. Array words that only some branches add are unknown."""
     first, *others = values
     if all(value == first for value in others):
         return first
     arrays = [value for value in values if isinstance(value, list)]
     if len(arrays) < len(values):
-        told = " or ".join(dict.fromkeys(value.text or "nothing" for value in values if isinstance(value, Word)))
-        return Word("", missing=(f"${name} is {told:.80}, which a branch decides",))
+        choices = " or ".join(dict.fromkeys(value.text or "nothing" for value in values if isinstance(value, Word)))
+        return Word("", missing=(f"${name} is {choices:.80}, which a branch decides",))
     pairs = zip(*arrays, strict=False)
     same = sum(1 for _ in takewhile(lambda words: all(word is words[0] or word == words[0] for word in words), pairs))
     added = {word: None for array in arrays for word in array[same:]}

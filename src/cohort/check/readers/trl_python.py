@@ -1,4 +1,4 @@
-"""TRL in Python: `GRPOConfig(...)` and its trainer, as the command that starts the script fills them."""
+"""TRL in Python: `GRPOConfig(...)` and its trainer, with the values of the launch command."""
 
 import ast
 import contextlib
@@ -10,13 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cohort.check.launch import Launch, Said, Unread
+from cohort.check.launch import Launch, Setting, Unread
 from cohort.check.lora import PEFT_PREFIX
 from cohort.check.readers.arithmetic import UNREADABLE
-from cohort.check.readers.launcher import read_command, read_sharding
+from cohort.check.readers.launcher import pinned_version, read_command, read_sharding, with_recipe
 from cohort.check.readers.python_values import Script, constant, keyword_of, name_of
 from cohort.check.readers.shell import Command, parse_shell
-from cohort.check.readers.trl import pinned_version, with_recipe
 
 # classes of settings, with the defaults that differ from those of GRPOConfig
 _KINDS: dict[str, dict[str, Any]] = {"GRPOConfig": {}, "RLOOConfig": {"num_generations": 2}, "RLHFArguments": {}}
@@ -32,7 +31,7 @@ _UNSLOTH = "Unsloth, which replaces TRL's configuration and its batch rules, is 
 
 
 def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
-    """Every GRPO run of a file, as `command` or else the commands in its docstring start it.
+    """Yield every GRPO run of a file, launched by `command` or else by the commands in its docstring.
 
     Raises:
         ValueError: not valid Python.
@@ -57,14 +56,14 @@ def read(path: Path, text: str, command: Command | None) -> Iterator[Launch]:
 
 
 def _commands_in(docstring: str, path: Path) -> list[Command]:
-    """The commands of a docstring that start this file."""
+    """Commands in a docstring that start this file."""
     lines = [line.strip(" `$") for line in docstring.replace("\\\n", " ").splitlines() if path.name in line]
     commands = [command for line in lines for command in parse_shell(line, path.name)]
     return [found for found in commands if any(word.name == path.name for word in found.words[1:])]
 
 
 def _launches(script: Script, launch: Launch, *, by_command: bool) -> Iterator[Launch]:
-    """The run of every `GRPOConfig(...)`, or of the parser that makes one."""
+    """Yield the run of every `GRPOConfig(...)`, or of the parser that makes one."""
     kinds = script.classes_like(_KINDS)
     made = [call for call in script.calls if name_of(call.func) in kinds]
     made = made or [call for call in script.calls if name_of(call.func).endswith("GRPOConfig")]
@@ -87,8 +86,8 @@ def _launches(script: Script, launch: Launch, *, by_command: bool) -> Iterator[L
         own = {*kinds[kind], *script.options}
         run = _Run(script, call, {key: replace(said, added=key in own) for key, said in settings.items()})
         if not by_command:
-            told = f'its command line sets them; add it: --launch "accelerate launch {script.path.name} --beta 0.0"'
-            run.unread.append(Unread("(recipe)", script.where(call), told))
+            reason = f'its command line sets them; add it: --launch "accelerate launch {script.path.name} --beta 0.0"'
+            run.unread.append(Unread("(recipe)", script.where(call), reason))
         yield with_recipe(run.launch(launch, parsed=True), script.path.parent)
     trainers = [call for call in script.calls if name_of(call.func).endswith("GRPOTrainer")]
     for call in [] if made or parsers else trainers[:1]:
@@ -98,31 +97,31 @@ def _launches(script: Script, launch: Launch, *, by_command: bool) -> Iterator[L
 
 
 class _Run:
-    """What one configuration and its trainer say."""
+    """Collects the settings of one configuration and its trainer."""
 
-    def __init__(self, script: Script, config: ast.Call, settings: dict[str, Said]) -> None:
+    def __init__(self, script: Script, config: ast.Call, settings: dict[str, Setting]) -> None:
         self.script, self.config, self.settings = script, config, settings
         self.unread: list[Unread] = []
-        self.todo: list[Said] = []
+        self.todo: list[Setting] = []
 
     def text(self, key: str) -> str:
-        """A value as text; empty where there is none."""
+        """A value as text; empty if there is none."""
         return str(self.settings[key].value) if key in self.settings else ""
 
     def add(self, key: str | None, node: ast.expr, *, certain: bool = True, prefix: str = "") -> None:
-        """Takes in the value of a key, which is not known where it is not `certain` to be set."""
+        """Add the value of a key. It is unread if it cannot be evaluated or is not `certain` to be set."""
         where = self.script.where(node)
         try:
             if key is None or not certain:
                 raise ValueError("it may be anything")
-            self.settings[prefix + key] = Said(self.script.value(node), where)
+            self.settings[prefix + key] = Setting(self.script.value(node), where)
         except UNREADABLE:
-            told = f"{'set in a branch' if key and not certain else 'computed'}: {ast.unparse(node):.60}"
-            self.unread.append(Unread(prefix.removeprefix("trainer.") + key if key else "(**arguments)", where, told))
+            reason = f"{'set in a branch' if key and not certain else 'computed'}: {ast.unparse(node):.60}"
+            self.unread.append(Unread(prefix.removeprefix("trainer.") + key if key else "(**arguments)", where, reason))
             self.settings.pop(prefix + (key or ""), None)
 
     def arguments(self, call: ast.Call, prefix: str = "") -> None:
-        """Takes in the arguments of a call, of which only `output_dir` is given by position."""
+        """Add the arguments of a call. The only positional one is `output_dir`."""
         for value in call.args[:1] if not prefix else ():
             if isinstance(value, ast.Constant) and value.value is ...:
                 self.unread.append(Unread("(**arguments)", self.script.where(value), "... stands for what is left out"))
@@ -135,7 +134,7 @@ class _Run:
             self.add(key, node, certain=certain, prefix=prefix)
 
     def launch(self, started: Launch, *, parsed: bool = False) -> Launch:
-        """The launch, with what the trainer is given. `parsed`: a parser made its configuration."""
+        """Build the launch, including the trainer's arguments. `parsed`: a parser makes the configuration."""
         trainers = [c for c in self.script.calls if name_of(c.func).endswith(("GRPOTrainer", "RLOOTrainer"))]
         mine = [call for call in trainers if self.script.resolved(keyword_of(call, "args")) is self.config]
         for trainer in (mine or trainers)[:1]:
@@ -162,23 +161,23 @@ class _Run:
         )
 
     def _leave(self, text: str, node: ast.AST) -> None:
-        self.todo.append(Said(f"{text:.80}", self.script.where(node)))
+        self.todo.append(Setting(f"{text:.80}", self.script.where(node)))
 
     def _rewards(self, trainer: ast.Call) -> None:
-        """The names of the reward functions, and where they are defined."""
+        """Add the names of the reward functions, and where they are defined."""
         given = self.script.resolved(keyword_of(trainer, "reward_funcs"))
         if given is None:
             return
         where = self.script.where(given)
         nodes = map(self.script.resolved, given.elts if isinstance(given, ast.List | ast.Tuple) else [given])
         names = [constant(node) or name_of(node.func if isinstance(node, ast.Call) else node) for node in nodes]
-        self.settings["trainer.reward_funcs"] = Said([name for name in names if name], where)
+        self.settings["trainer.reward_funcs"] = Setting([name for name in names if name], where)
         for name in names:
             if name in self.script.defined:
-                self.settings[f"trainer.reward_funcs.{name}"] = Said(self.script.defined[name], where)
+                self.settings[f"trainer.reward_funcs.{name}"] = Setting(self.script.defined[name], where)
 
     def _dataset(self, trainer: ast.Call, which: str) -> None:
-        """The arguments of the `load_dataset` that `which` comes from. Other code on the way is left to a person."""
+        """Add the arguments of the `load_dataset` that `which` comes from. Other code on the way becomes a to-do."""
         given = self.script.resolved(keyword_of(trainer, which))
         if given is None or (isinstance(given, ast.Constant) and given.value is None):
             return
@@ -195,7 +194,7 @@ class _Run:
                     named = [*zip(("path", "name"), node.args, strict=False)]
                     for key, value in [*named, *((keyword.arg or "**", keyword.value) for keyword in node.keywords)]:
                         try:
-                            self.settings[f"trainer.{which}.{key}"] = Said(
+                            self.settings[f"trainer.{which}.{key}"] = Setting(
                                 self.script.value(value), self.script.where(node)
                             )
                         except UNREADABLE:
@@ -206,7 +205,7 @@ class _Run:
             self._leave(f"{which}={ast.unparse(given)}", given)
 
     def _model(self, trainer: ast.Call) -> None:
-        """What `X.from_pretrained("id", dtype=...)` says where that is the trainer's model, and BitsAndBytesConfig."""
+        """Add the trainer's model, from `X.from_pretrained("id", dtype=...)` or a name, and its quantization."""
         resolved = self.script.resolved
         given = keyword_of(trainer, "model") or (trainer.args[0] if trainer.args else None)
         loaded, extra = resolved(given), resolved(keyword_of(self.config, "model_init_kwargs"))
@@ -219,25 +218,25 @@ class _Run:
             dtype = keyword_of(loaded, "dtype") or keyword_of(loaded, "torch_dtype")
             if dtype is not None:
                 text = ast.unparse(dtype).strip("'\"").removeprefix("torch.")
-                self.settings["trainer.dtype"] = Said(text, self.script.where(loaded))
+                self.settings["trainer.dtype"] = Setting(text, self.script.where(loaded))
         if given is not None:
             with contextlib.suppress(*UNREADABLE):
-                self.settings["trainer.model"] = Said(self.script.value(given), self.script.where(given))
+                self.settings["trainer.model"] = Setting(self.script.value(given), self.script.where(given))
         for call in map(resolved, quantized):
             for key in ("load_in_4bit", "load_in_8bit") if isinstance(call, ast.Call) else ():
                 switch = keyword_of(call, key) if isinstance(call, ast.Call) else None
                 if isinstance(switch, ast.Constant) and switch.value is True:
-                    self.settings[f"trainer.{key}"] = Said(True, self.script.where(switch))
+                    self.settings[f"trainer.{key}"] = Setting(True, self.script.where(switch))
 
     def _adapter(self, trainer: ast.Call, *, parsed: bool) -> None:
-        """`peft_config=LoraConfig(...)`, written there or assigned once to the name that stands there."""
+        """Add the arguments of `peft_config=LoraConfig(...)`, inline or by name."""
         given = keyword_of(trainer, "peft_config")
         node = self.script.resolved(given)
         made_by = name_of(node.func) if isinstance(node, ast.Call) else ""
         if given is None or (isinstance(node, ast.Constant) and node.value is None):
             return
         if isinstance(node, ast.Call) and made_by == "LoraConfig":
-            self.settings["trainer.peft_config"] = Said("LoraConfig", self.script.where(given))
+            self.settings["trainer.peft_config"] = Setting("LoraConfig", self.script.where(given))
             self.arguments(node, PEFT_PREFIX)
         elif not (parsed and made_by == "get_peft_config"):  # of use_peft and lora_r, which the same parser reads
             self.unread.append(Unread("peft_config", self.script.where(given), f"computed: {ast.unparse(given):.60}"))

@@ -1,4 +1,4 @@
-"""verl: `key=value` overrides in shell scripts, and the YAML of its own `--cfg job`, which Hydra has resolved."""
+"""verl: `key=value` overrides in shell scripts, and the YAML that `--cfg job --resolve` prints."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from cohort.check.launch import Launch, Said, Unread
+from cohort.check.launch import Launch, Setting, Unread
 from cohort.check.readers.launcher import gpus_of, unknown_word
 from cohort.check.readers.shell import Command, Word
 from cohort.check.readers.swift import MEGATRON
@@ -17,16 +17,15 @@ from cohort.check.readers.yaml_tree import YamlTree
 
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@]*(?:[./][\w@-]+)*)=(.*)", re.DOTALL)
 _SECTIONS = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.")
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,[^}]*)?\}")
 _GPUS = {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}  # with verl's defaults
 _OWN_CONFIG = "ppo_trainer"  # of which verl's defaults are known
 
 
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
-    """What a command trains with verl, or None where it does not."""
+    """Read a command that trains with verl; None for any other command."""
     if sum(word.text.lstrip("+").startswith(_SECTIONS) for word in command.words) < 2:
         return None
-    settings: dict[str, Said] = {}
+    settings: dict[str, Setting] = {}
     unread: list[Unread] = []
     config, module = Word(_OWN_CONFIG), "verl.trainer.main_ppo"
     for word, after in pairwise((*command.words, Word(""))):
@@ -39,7 +38,7 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
             settings.pop(match[2], None)  # the last one counts
             unread.append(Unread(match[2], word.where, "; ".join(word.missing)))
         elif match:
-            settings[match[2]] = Said(_hydra_value(match[3]), word.where, added=match[1])
+            settings[match[2]] = Setting(_hydra_value(match[3]), word.where, added=match[1])
         elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
             unread.append(unknown_word(word))
     unread = [entry for entry in unread if entry.key not in settings]
@@ -63,18 +62,17 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
-    """A YAML file with verl's sections, such as `--cfg job` prints, or None where it is none."""
+    """Read a YAML file with verl's sections, such as `--cfg job --resolve` prints; None for any other file."""
     if not any(key.startswith("actor_rollout_ref.") for key in tree.values):
         return None
-    told = "refers to another place: {:.60}; `--cfg job --resolve` makes a file without that"
-    settings: dict[str, Said] = {}
+    message = "refers to another place: {:.60}; `--cfg job --resolve` makes a file without that"
+    settings: dict[str, Setting] = {}
     unread: list[Unread] = []
     for key, said in tree.values.items():
-        value = _resolved(said.value, tree.values)
-        if isinstance(value, str) and "${" in value:
-            unread.append(Unread(key, said.where, told.format(value)))
+        if isinstance(said.value, str) and "${" in said.value:
+            unread.append(Unread(key, said.where, message.format(said.value)))
         else:
-            settings[key] = replace(said, value=value)
+            settings[key] = said
     return Launch(
         framework="verl",
         form="yaml",
@@ -87,8 +85,8 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     )
 
 
-def _not_checked(settings: Mapping[str, Said], config: str = "", module: str = "") -> str | None:
-    """Why the rules do not hold: they are those of verl's own trainer with FSDP."""
+def _not_checked(settings: Mapping[str, Setting], config: str = "", module: str = "") -> str | None:
+    """Why the run is not checked: the rules are those of verl's own trainer with FSDP."""
     keys = ("model_engine", "actor@actor_rollout_ref.actor", "actor_rollout_ref.actor.strategy")
     engines = [str(settings[key].value) for key in keys if key in settings]
     if "megatron" in " ".join([config, *engines]):
@@ -107,19 +105,9 @@ def _hydra_value(text: str) -> Any:
     return text if value is None and text.lower() not in ("null", "~") else value
 
 
-def _resolved(value: Any, values: Mapping[str, Said]) -> Any:
-    """What `${a.b}` refers to, over a few steps."""
-    for _ in range(5):
-        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[1] not in values:
-            break
-        value = values[match[1]].value
-    return value
-
-
-def _processes(settings: Mapping[str, Said], unread: Sequence[Unread], where: str | None = None) -> Said | None:
-    """GPUs of all nodes. What is not said is verl's default, where `where` tells the place or the other number is."""
-    said = next((settings[key] for key in _GPUS if key in settings), Said(None, where) if where else None)
+def _processes(settings: Mapping[str, Setting], unread: Sequence[Unread], where: str | None = None) -> Setting | None:
+    """GPUs of all nodes, with verl's defaults if one of the two numbers is set or `where` is given."""
+    said = next((settings[key] for key in _GPUS if key in settings), Setting(None, where) if where else None)
     counts = [str(settings[key].value if key in settings else default) for key, default in _GPUS.items()]
     if said is None or any(entry.key in _GPUS for entry in unread) or not all(count.isdecimal() for count in counts):
         return None

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cohort.check.launch import Launch, Said
+from cohort.check.launch import Launch, Setting
 from cohort.check.rules.cohort import cohort_rules
 from cohort.check.rules.keys import parse_version
 from cohort.check.rules.memory import MemoryVerdict, cohort_memory, run_memory
@@ -18,45 +18,44 @@ from cohort.plan.hardware import GPUS, hardware
 __all__ = ["MemoryVerdict", "RunRules", "Start", "check_memory", "run_rules"]
 
 
-def run_rules(launch: Launch, *, trl_version: str | None = None) -> RunRules:
-    """What the rules of its framework say about a launch."""
+def run_rules(launch: Launch, *, framework_version: str | None = None) -> RunRules:
+    """Apply the rules of a launch's framework."""
     if launch.framework in ("trl", "open-r1"):
-        return trl_rules(launch, trl_version)
+        return trl_rules(launch, framework_version)
     if launch.framework == "ms-swift":
-        return swift_rules(launch, trl_version)
+        return swift_rules(launch, framework_version)
     if launch.framework == "verl":
-        return verl_rules(launch, trl_version)
+        return verl_rules(launch, framework_version)
     return cohort_rules(launch)
 
 
 def check_memory(
     launch: Launch, rules: RunRules, *, gpu: str | None, gpu_memory: str | None, processes: int | None = None
 ) -> MemoryVerdict | None:
-    """Whether memory suffices, on GPUs that are named or that the file names.
+    """Check whether a run fits into GPU memory, if the GPUs are given.
 
-    Where none are, only what the largest that is known does not hold is told; None otherwise.
+    If neither is known, return None unless the run is too large for the largest known GPU.
 
     Args:
-        launch: what is checked.
-        rules: by the rules of its framework.
-        gpu: its name for `cohort plan`.
-        gpu_memory: of each, such as 80GB.
-        processes: that train, where the launch does not say.
+        launch: the run.
+        rules: the rules of its framework, applied to it.
+        gpu: GPU type by its name in `cohort plan`.
+        gpu_memory: memory of each GPU, such as 80GB.
+        processes: training processes, if the launch does not say.
 
     Raises:
-        UserError: no such GPU or size.
+        UserError: the GPU or the size is unknown.
     """
-    name = gpu or launch.gpu
     if launch.processes is not None and not 1 <= int(launch.processes.value) <= MAX_PROCESSES:
-        return None  # the finding about the number says it all
-    if name is None and gpu_memory is None:
+        return None  # has a finding of its own
+    if gpu is None and gpu_memory is None:
         largest = max(GPUS, key=lambda known: GPUS[known][1])
         verdict = check_memory(launch, rules, gpu=largest, gpu_memory=None) if launch.processes else None
         return verdict if verdict and verdict.findings else None
     if launch.processes is None and processes is not None:
-        launch = replace(launch, processes=Said(processes, "--world-sizes"))
+        launch = replace(launch, processes=Setting(processes, "--world-sizes"))
     gpus = int(launch.processes.value) if launch.processes else USUAL_PROCESSES
-    machines = hardware(gpu=name or "h100", gpus=gpus, nodes=1, gpu_memory=gpu_memory)
+    machines = hardware(gpu=gpu or "h100", gpus=gpus, nodes=1, gpu_memory=gpu_memory)
     if launch.framework == "cohort":
         return cohort_memory(launch, machines)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Said, Settings
+from cohort.check.launch import Launch, Setting, Settings
 from cohort.check.rules.start import BatchSizes, RunRules, Start, refused
 from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
@@ -17,7 +17,7 @@ _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 
 
 def cohort_rules(launch: Launch) -> RunRules:
-    """Judges a configuration by reading it as `cohort train` does."""
+    """Validate a configuration as `cohort train` does."""
     settings = Settings(launch)
     problem: str | None = None
     prompts = generations = 0
@@ -65,7 +65,7 @@ def _refusal(launch: Launch, problem: str) -> Finding:
 
 
 def _accepts(launch: Launch, key: str, value: int | str) -> bool:
-    changed = replace(launch, settings={**launch.settings, key: Said(value, "")})
+    changed = replace(launch, settings={**launch.settings, key: Setting(value, "")})
     try:
         config_from_dict(nested(changed))
     except UserError:
@@ -94,15 +94,13 @@ def _installed() -> str:
 
 
 def nested(launch: Launch) -> dict[str, Any]:
-    """The settings of a launch as the nested mapping that they were."""
+    """Return the settings of a launch as a nested mapping."""
     tree: dict[str, Any] = {}
     for key, said in launch.settings.items():
         *parents, last = key.split(".")
         node = tree
         for part in parents:
             inner = node.setdefault(part, {})
-            node = (
-                inner if isinstance(inner, dict) else {}
-            )  # a value where a section should be, which is told for itself
+            node = inner if isinstance(inner, dict) else {}  # a value in place of a section has its own finding
         node[last] = said.value
     return tree

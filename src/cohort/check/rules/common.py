@@ -1,4 +1,4 @@
-"""Rules that frameworks share: GPUs used twice or not at all, evaluation, lengths, CISPO, vLLM that never sleeps."""
+"""Rules shared by frameworks: GPUs used twice or idle, evaluation, lengths, CISPO, vLLM without sleep."""
 
 from collections.abc import Callable
 
@@ -99,7 +99,7 @@ def server_size_finding(launch: Launch, prefix: str) -> list[Finding]:
 
 
 def counted(processes: int, kind: str = "process") -> str:
-    """In words."""
+    """Return the count with its noun: `1 process`, `8 processes`."""
     return f"1 {kind}" if processes == 1 else f"{processes} {kind}es"
 
 
@@ -158,7 +158,7 @@ def is_local(host: object) -> bool:
 def length_finding(
     prompt: int | None, completion: int, context: int | None, *, prompt_key: str, completion_key: str, context_key: str
 ) -> list[Finding]:
-    """Prompt and completion against the context of what samples. A prompt that is not said counts as one token."""
+    """Check prompt plus completion against the server's context. An unknown prompt length counts as one token."""
     if context is None or (prompt or 1) + completion <= context:
         return []
     total, nearest = f"{completion_key} {completion} and a prompt of any length", []

@@ -1,22 +1,18 @@
 """Settings that do not go together, from `check/rules/FRAMEWORK.yaml`."""
 
-from collections.abc import Sequence
-from functools import lru_cache
-from importlib import resources
 from typing import Any
-
-import yaml
 
 from cohort.check.findings import Finding
 from cohort.check.launch import ANY_SETTING, Settings
 from cohort.check.rules.keys import Keys, Version, known_keys, parse_version
+from cohort.check.tables import load_table
 
 
 def contradictions(framework: str, settings: Settings, version: Version) -> list[Finding]:
     """What of the framework's table holds for these settings. What depends on an unreadable value is left out."""
     keys = known_keys(framework, version)
     found = []
-    for entry in _table(framework) if settings.readable(*ANY_SETTING) else ():
+    for entry in load_table(f"rules/{framework}.yaml") if settings.readable(*ANY_SETTING) else ():
         when = entry["when"]
         in_version = parse_version(entry["since"]) <= version < parse_version(entry.get("before", "99"))
         if not in_version or not all(_holds(settings, keys, key, when[key]) for key in when):
@@ -28,12 +24,6 @@ def contradictions(framework: str, settings: Settings, version: Version) -> list
             says = entry["says"].format_map({key: settings.text(key, keys.get(key, {}).get("default")) for key in when})
             found.append(Finding("CHK008", key, "these settings do not go together", nearest, says=says))
     return found
-
-
-@lru_cache
-def _table(framework: str) -> Sequence[Any]:
-    text = resources.files("cohort.check.rules").joinpath(f"{framework}.yaml").read_text(encoding="utf-8")
-    return tuple(yaml.safe_load(text))
 
 
 def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:

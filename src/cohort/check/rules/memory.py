@@ -29,14 +29,14 @@ _MAX_FIXES = 6
 
 @dataclass(frozen=True, slots=True)
 class MemoryVerdict:
-    """Whether memory suffices: in words, and as a finding where it does not."""
+    """Whether memory suffices: in words, and as a finding if it does not."""
 
-    told: str
+    text: str
     findings: tuple[Finding, ...] = ()
 
 
 def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
-    """Of a configuration of Cohort, by its plan."""
+    """Check a configuration of Cohort by its plan."""
     try:
         config, processes = _with_processes(config_from_dict(nested(launch)), launch, machines.num_gpus)
         if config.hardware.device == "cpu":
@@ -47,7 +47,7 @@ def cohort_memory(launch: Launch, machines: Hardware) -> MemoryVerdict:
         config, _ = plan_engine(config, shape, machines)
         plan = predict_run(config, shape, machines)
     except UserError as error:
-        return MemoryVerdict(f"not checked: {error}")  # told by other rules too
+        return MemoryVerdict(f"not checked: {error}")  # has a finding of its own
     text = plan.layout.problem or (
         f"{plan.memory.peak_bytes / 1e9:.1f} GB of each GPU in {plan.memory.peak_phase} with {processes} by `cohort "
         f"plan`, and they have {machines.gpu_memory_bytes / 1e9:.1f} GB"
@@ -63,21 +63,21 @@ def _enough(needed: float, memory: int) -> str:
 
 
 def _with_processes(config: Config, launch: Launch, num_gpus: int) -> tuple[Config, str]:
-    """The configuration with the processes that the launch names, and these in words.
+    """Return the configuration with the processes of the launch, and these in words.
 
-    What `--world-sizes` names are GPUs, which processes and servers share, as `cohort plan --gpus` has it.
+    `--world-sizes` gives GPUs, which processes and servers share, as `cohort plan --gpus` does.
     """
     said, processes = launch.processes, config.hardware.processes
     where = f" ({said.where})" if said else ""
     if said is not None and said.where != "--world-sizes":
         processes = int(said.value)
-        told = f"{counted(processes)}{where}"
+        text = f"{counted(processes)}{where}"
     elif processes == "auto":
-        told = f"hardware.processes: auto on {num_gpus} GPUs{where}"
+        text = f"hardware.processes: auto on {num_gpus} GPUs{where}"
     else:
-        told = f"{counted(processes)}, as nothing else works with this configuration"
+        text = f"{counted(processes)}, as nothing else works with this configuration"
     hardware = config.hardware.model_copy(update={"processes": processes})
-    return config.model_copy(update={"hardware": hardware}), told
+    return config.model_copy(update={"hardware": hardware}), text
 
 
 def run_memory(estimate: Estimate, machines: Hardware) -> MemoryVerdict:

@@ -1,6 +1,6 @@
-"""The memory of a run of TRL, Open-R1, ms-swift or verl, from what its file says and the framework's own defaults.
+"""Read what decides the memory of a run of TRL, Open-R1, ms-swift or verl, with the framework's own defaults.
 
-Names of keys are in `check/memory.toml`. What a file does not say is an assumption, and is told as one.
+Names of keys are in `check/memory.toml`. Values that a file does not set are listed as assumptions.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from cohort.check.rules.memory_parts import Engine, RunMemory
 from cohort.config.adapter import AdapterConfig
 from cohort.plan.shape import try_read_shape
 
-USUAL_PROCESSES = 8  # where the file does not say
+USUAL_PROCESSES = 8  # if the file does not say
 _USUAL_PROMPT = 512
 _LIGER_BY_KERNEL = (0, 25)  # TRL from which on `use_liger_kernel` is of the loss
 _AUTOGRAD_COPIES = 3  # of logits: themselves, their gradient, a temporary
@@ -24,7 +24,7 @@ _ENTROPY_COPIES = 2  # more, where entropy has a gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A run's memory, and how to talk about it."""
+    """The memory of a run, with the assumptions and possible fixes."""
 
     run: RunMemory
     key: str  # that a finding is about
@@ -33,7 +33,7 @@ class Estimate:
 
 
 class UncheckedError(Exception):
-    """Why nothing is said about the memory of a run."""
+    """The memory of a run cannot be estimated; the message says why."""
 
 
 class _Facts:
@@ -66,7 +66,7 @@ class _Facts:
         return self.text(name).lower() not in ("false", "no", "none", "0")
 
     def engine(self) -> Engine | None:
-        """The one on the GPUs that train; verl has one in any case."""
+        """Return the engine on the training GPUs, if there is one; verl always has one."""
         if "use_vllm" in self.names and not (self.flag("use_vllm") and self.text("vllm_mode") == "colocate"):
             return None
         names = ("sleeps", "weights_leave", "optimizer_leaves")
@@ -74,7 +74,7 @@ class _Facts:
 
 
 def estimate_memory(launch: Launch, version: Version) -> Estimate:
-    """The memory of a run of a version of its framework.
+    """Estimate the memory of a run of a version of its framework.
 
     Raises:
         UncheckedError: the model's shape is not known, or something of the run is not counted here.
@@ -86,7 +86,7 @@ def estimate_memory(launch: Launch, version: Version) -> Estimate:
     named = own.pop("model", facts.settings.said(facts.names["model"]))
     shape = try_read_shape(named) if isinstance(named, str) else None
     if shape is None:
-        raise UncheckedError(f"the shape of model {named if named else '(not said)'} is not known")
+        raise UncheckedError(f"the shape of model {named if named else '(not set)'} is not known")
     if own.get("quantized_bits") is not None and shape.experts > 1:
         raise UncheckedError("quantized experts are not counted here")
     adapter = own["adapter"]  # dropout is left out: rows are padded there in any case
@@ -119,7 +119,7 @@ def estimate_memory(launch: Launch, version: Version) -> Estimate:
 
 
 def _trl(facts: _Facts) -> dict[str, Any]:
-    """Of TRL or Open-R1."""
+    """Read a run of TRL or Open-R1."""
     settings, version = facts.settings, facts.version
     bits = trl_bits(settings)
     sharding = facts.launch.sharding or Sharding(0, "ddp")
@@ -154,7 +154,7 @@ def _trl(facts: _Facts) -> dict[str, Any]:
 
 
 def _swift(facts: _Facts) -> dict[str, Any]:
-    """Of ms-swift on transformers. Without deepspeed or fsdp there is no sharing at all."""
+    """Read a run of ms-swift on transformers. Without deepspeed or fsdp nothing is sharded."""
     settings = facts.settings
     tuner = settings.text("tuner_type", settings.text("train_type"))
     if tuner not in ("lora", "full", None):
@@ -165,7 +165,7 @@ def _swift(facts: _Facts) -> dict[str, Any]:
     if facts.processes == 1 and len(facts.launch.training_gpus or ()) > 1:
         raise UncheckedError("one process with several GPUs spreads the model over them by device_map")
     if settings.text("torch_dtype") is None:
-        facts.assumes.append("bfloat16 weights, as most models are saved (torch_dtype is not said)")
+        facts.assumes.append("bfloat16 weights, as most models are saved (torch_dtype is not set)")
     if tuner is None:
         facts.assumes.append("LoRA, ms-swift's default")
     sharding = facts.launch.sharding or Sharding(0, "ddp")
@@ -180,7 +180,7 @@ def _swift(facts: _Facts) -> dict[str, Any]:
 
 
 def _verl(facts: _Facts) -> dict[str, Any]:
-    """Of verl with FSDP, whose reference is always in the host's memory."""
+    """Read a run of verl with FSDP, whose reference is always in host memory."""
     strategy = facts.text("strategy")
     if strategy not in ("fsdp", "fsdp2"):
         raise UncheckedError(f"strategy {strategy} is not counted here")

@@ -67,7 +67,7 @@ class RunRules:
     missing: Callable[[int, BatchSizes], tuple[str, ...]] = _nothing  # unset keys, with values that make it start
     sampling: str  # where completions are sampled, in words
     findings: tuple[Finding, ...] = ()
-    blocked: str | None = None  # a contradiction, told as a finding, that stops it whatever the numbers
+    blocked: str | None = None  # message of a contradiction (also a finding) that stops the run for any numbers
 
 
 def divisors(*factors: int, smallest: int = 2) -> list[int]:

@@ -15,9 +15,9 @@ from cohort.check.rules.common import counted
 from cohort.check.rules.contradictions import contradictions
 from cohort.check.rules.keys import Version, key_history, key_tables, known_keys, nearest_keys, parse_version
 from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start, divisors, refused
+from cohort.check.rules.versions import choose_version, nearest_version, version_findings
 
-DEFAULT_VERSION = "4.6"
-_OLDEST, _NEWEST = (3, 3), (4, 6)  # whose rules are known
+_NEWEST = (4, 6)
 _TRL = (0, 24)  # whose rules of batches hold from 3.5 to 4.1
 _FIELDS = {  # ms-swift's key: the field of SwiftBatch
     "per_device_train_batch_size": "per_device",
@@ -103,9 +103,8 @@ def eval_refusal(batch: SwiftBatch, world_size: int, version: Version = _NEWEST)
 
 def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of a version of ms-swift to a launch."""
-    told = version or (str(launch.version.value) if launch.version else DEFAULT_VERSION)
-    number = min(max(parse_version(told)[:2], _OLDEST), _NEWEST)
-    name, settings = ".".join(map(str, number)), Settings(launch)
+    name, reason = choose_version(launch, version)
+    number, settings = nearest_version("ms-swift", parse_version(name)), Settings(launch)
     mode = sampling_mode(settings, launch, number)
     batch = _batch(settings, mode, number)
     # up to 3.7 as many steps as 16 completions need
@@ -113,9 +112,7 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     decides = frozenset(settings.used - _NEED_NOT_BE_READ)
     findings = [*contradictions("ms-swift", settings, number), *_device_findings(settings, launch, mode, number)]
     blocked = next((finding.says for finding in findings if finding.code == "CHK008"), None)
-    if parse_version(told)[:2] != number:
-        text = f"the rules of ms-swift {told} are not known here; those of {name}, the nearest that are, were taken"
-        findings.append(Finding("CHK020", None, text))
+    findings += version_findings("ms-swift", name)
     if settings.readable(*decides) and not batch.evaluates and batch.generations > 1:
         findings += common.evaluation_findings(
             launch,
@@ -136,7 +133,7 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
 
     return RunRules(
         version=name,
-        version_reason="--trl-version" if version else "the file's" if launch.version else "the newest that is known",
+        version_reason=reason,
         sizes={key: value for key, value in given.items() if value is not None},
         decides=decides,
         start=start,

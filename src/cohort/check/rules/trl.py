@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from cohort.check.rules.keys import Version
 from cohort.check.rules.start import Start, divisors
 
-DEFAULT_VERSION = "1.16"
-OLDEST, NEWEST = (0, 15), (1, 16)  # whose rules are known
-
 BOTH_SET = "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time"
 EVAL_BATCH = "per_device_eval_batch_size"
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Said, Settings
+from cohort.check.launch import Launch, Setting, Settings
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
 from cohort.check.rules import common, keys
 from cohort.check.rules.contradictions import contradictions
 from cohort.check.rules.keys import Version, parse_version
 from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start
-from cohort.check.rules.trl import DEFAULT_VERSION, EVAL_BATCH, NEWEST, OLDEST, TrlBatch, refusals, trl_start
+from cohort.check.rules.trl import EVAL_BATCH, TrlBatch, refusals, trl_start
+from cohort.check.rules.versions import choose_version, version_findings
 
-_OPEN_R1_PINS = "0.18.0"
 _NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
 _LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
 _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
@@ -56,14 +56,14 @@ _COLOCATED_KEYS = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "
 
 def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
-    told, reason = trl_version(launch, version)
-    number = parse_version(told)
+    name, reason = choose_version(launch, version)
+    number = parse_version(name)
     settings = Settings(launch)
     batch = _batch(settings, number)
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
     mode = sampling_mode(settings, number)
     findings = [
-        *_version_findings(told, number),
+        *version_findings("trl", name),
         *_key_findings(launch, number),
         *contradictions("trl", settings, number),
         *_numbers(settings, number),
@@ -91,7 +91,7 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         return trl_start(replace(batch, **fields), world_size, number)
 
     return RunRules(
-        version=told,
+        version=name,
         version_reason=reason,
         sizes=sizes,
         decides=decides,
@@ -100,17 +100,6 @@ def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
         findings=(*settings.findings, *findings),
         blocked=blocked,
     )
-
-
-def trl_version(launch: Launch, version: str | None) -> tuple[str, str]:
-    """The version whose rules hold, and why."""
-    if version is not None:
-        return version, "--trl-version"
-    if launch.version is not None:
-        return str(launch.version.value), launch.version.where
-    if launch.framework == "open-r1":
-        return _OPEN_R1_PINS, "what Open-R1 pins"
-    return DEFAULT_VERSION, "the default; --trl-version chooses another one"
 
 
 def trl_default(key: str, version: Version) -> Any:
@@ -126,15 +115,6 @@ def sampling_mode(settings: Settings, version: Version) -> str:
         return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
     mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
     return "colocate" if mode == "colocate" else "server"
-
-
-def _version_findings(told: str, version: Version) -> list[Finding]:
-    nearest = OLDEST if version < OLDEST else NEWEST if version[:2] > NEWEST else None
-    if nearest is None:
-        return []
-    name = ".".join(map(str, nearest))
-    message = f"the rules of TRL {told} are not known here; those of {name}, the nearest that are, were taken"
-    return [Finding("CHK020", None, message, (f"--trl-version {name}",))]
 
 
 def _batch(settings: Settings, version: Version) -> TrlBatch:
@@ -172,7 +152,7 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
             yield Finding("CHK006", key, f"{key} belongs into GRPOConfig(...)", (), entry.where, says)
 
 
-def _unknown(key: str, said: Said, launch: Launch, known: keys.Keys, version: Version) -> Finding:
+def _unknown(key: str, said: Setting, launch: Launch, known: keys.Keys, version: Version) -> Finding:
     entries = [table[key] for table in keys.key_tables("trl").values() if key in table]
     deprecated = (entry["deprecated"] for entry in entries if isinstance(entry.get("deprecated"), str))
     new = next(deprecated, _NEW_NAMES.get(key))
@@ -221,7 +201,7 @@ def _without_effect(settings: Settings, mode: str, version: Version) -> list[Fin
 
 
 def _losses(settings: Settings, version: Version) -> list[Finding]:
-    """What makes a loss another one than was meant. Before 0.17 loss_type has no effect, which is told as that."""
+    """Settings that change a loss unintentionally. Before 0.17 loss_type has no effect and has a finding of its own."""
     default = trl_default("loss_type", version)
     loss = settings.text("loss_type", default)
     known = tuple(name for name, first in _LOSSES.items() if version >= first)
@@ -242,7 +222,7 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
     key = f"load_in_{bits}bit"
     if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
         message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
-        return [Finding("CHK005", key, message, ("--trl-version 0.26",))]
+        return [Finding("CHK005", key, message, ("--framework-version 0.26",))]
     if trl_lora(settings) is not None:
         return []
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
@@ -251,14 +231,14 @@ def _quantization(settings: Settings, launch: Launch, version: Version) -> list[
 
 
 def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
-    """Steps per generation that scale the loss wrongly, or are none at all."""
+    """Steps per generation that are 0 or scale the loss wrongly."""
     loss = settings.text("loss_type", trl_default("loss_type", version))
     processes = max(int(launch.processes.value), 1) if launch.processes else 1
     steps = trl_start(replace(batch, evaluates=False), processes, version).steps_per_generation
-    told = ".".join(map(str, version))
+    name = ".".join(map(str, version))
     if steps == 0:
         message = (
-            f"generation_batch_size {batch.generation_batch_size} passes TRL {told}'s check and is less than one "
+            f"generation_batch_size {batch.generation_batch_size} passes TRL {name}'s check and is less than one "
             f"micro-step of {processes} processes x {batch.per_device}: steps_per_generation is 0"
         )
         right = (f"generation_batch_size={batch.per_device * processes}",)
@@ -267,7 +247,7 @@ def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch
     if not scaled or steps is None or steps == batch.accumulation:
         return []
     message = (
-        f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL {told} "
+        f"{loss} with steps_per_generation {steps} and gradient_accumulation_steps {batch.accumulation}: TRL {name} "
         f"divides by the tokens of the whole generation batch, so the gradient is about "
         f"{batch.accumulation / steps:g} times what it should be (right again in 1.16)"
     )

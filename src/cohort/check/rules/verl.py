@@ -13,8 +13,8 @@ from cohort.check.launch import Launch, Settings
 from cohort.check.rules.common import gpu_findings, length_finding
 from cohort.check.rules.keys import Keys, Version, key_history, known_keys, nearest_keys, parse_version
 from cohort.check.rules.start import BatchSizes, RunRules, Start, refused
+from cohort.check.rules.versions import choose_version, version_findings
 
-DEFAULT_VERSION = "0.9.1"  # the newest that is released
 _TRAINER = "verl.trainer.main_ppo"
 _ACTOR, _ROLLOUT, _REFERENCE, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 _FIELDS = {
@@ -67,7 +67,7 @@ class VerlBatch:
 
 
 def verl_start(batch: VerlBatch, num_gpus: int) -> Start:
-    """What verl does with so many GPUs on all nodes together."""
+    """Return what verl does with `num_gpus` GPUs in total."""
     workers = _workers if batch.version >= (0, 8) else _old_workers
     message = next(_validated(batch, num_gpus), None) or next(workers(batch, num_gpus), None)
     if message:
@@ -92,8 +92,8 @@ def _validated(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
         yield from _exclusive(batch.micro, _ACTOR, "micro_batch_size")
     else:
         kind = "AssertionError: " if batch.micro == (None, None) else "ValueError: "
-        told = _exclusive(batch.micro, "actor", "ppo_micro_batch_size", " if use_dynamic_bsz is not enabled")
-        yield from (_IN_CLASS.format("FSDPActorConfig", kind + text) for text in told)
+        texts = _exclusive(batch.micro, "actor", "ppo_micro_batch_size", " if use_dynamic_bsz is not enabled")
+        yield from (_IN_CLASS.format("FSDPActorConfig", kind + text) for text in texts)
     mini, (micro, _) = batch.mini_batch_size, batch.micro
     if batch.train_batch_size < mini:
         yield f"train_batch_size ({batch.train_batch_size}) must be >= actor.ppo_mini_batch_size ({mini})"
@@ -153,7 +153,7 @@ def _old_workers(batch: VerlBatch, num_gpus: int) -> Iterator[str]:
 
 
 def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
-    """The micro-batches that nobody has set, as large as the actor's or a usual one, where that makes it start."""
+    """Return values for unset micro-batch sizes (the actor's or a usual size) with which the run starts."""
     wanted = [name for name in _MICRO_FIELDS if name != "reference_micro" or batch.uses_reference]
     missing = [name for name in wanted if getattr(batch, name) == (None, None)]
     whole, size = batch.micro
@@ -165,24 +165,17 @@ def missing_sizes(batch: VerlBatch, num_gpus: int) -> tuple[str, ...]:
     return ()
 
 
-def verl_keys(launch: Launch, version: str | None) -> tuple[str, Keys, str]:
-    """The version whose rules apply, its keys, and why this version."""
-    told, reason = version or DEFAULT_VERSION, "the version given" if version else "the newest that is released"
-    if launch.version is not None and version is None:
-        told, reason = str(launch.version.value), launch.version.where
-    return told, known_keys("verl", parse_version(told)), reason
-
-
 def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
-    """Apply verl's rules to a launch. `version` is verl's, if it is not the file's own or the default."""
-    told, table, reason = verl_keys(launch, version)
-    number = parse_version(told)
-    settings = Settings(launch)
+    """Apply verl's rules to a launch. `version` overrides the file's own and the default."""
+    name, reason = choose_version(launch, version)
+    number, settings = parse_version(name), Settings(launch)
+    table = known_keys("verl", number)
     batch = _batch(settings, number, table)
     per_node = settings.whole("trainer.n_gpus_per_node", 8)
     settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
-    stops = [*_overrides(launch, told, table), *_refusals(settings, launch, number, table)]
+    notes = [*version_findings("verl", name), *_warnings(settings, batch)]
+    stops = [*_overrides(launch, name, table), *_refusals(settings, launch, number, table)]
     lengths = _lengths(settings)
     gpus = gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
@@ -191,7 +184,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
         return replace(batch, **fields)
 
     return RunRules(
-        version=told,
+        version=name,
         version_reason=reason,
         sizes={key: getattr(batch, name) for key, name in _FIELDS.items()},
         decides=decides,
@@ -199,7 +192,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
         usual_field="data.train_batch_size",
         missing=lambda num_gpus, changed: missing_sizes(changed_batch(changed), num_gpus),
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
-        findings=(*settings.findings, *stops, *_warnings(settings, batch), *lengths, *gpus),
+        findings=(*settings.findings, *notes, *stops, *lengths, *gpus),
         blocked=next((finding.says for finding in stops), None),
     )
 
