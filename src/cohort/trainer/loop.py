@@ -96,13 +96,9 @@ class Trainer:
             sequences = build_sequences(collected.groups)
             outputs = run_forward_only(workers, sequences, algorithm.forward_only_outputs)
         with phase("pack"):
+            weights, coefficients = self.inputs.rewards.weights, self.updater.coefficients
             sequences = assign_advantages(
-                collected.groups,
-                algorithm,
-                sequences,
-                outputs,
-                reward_weights=self.inputs.rewards.weights,
-                coefficients=self.updater.coefficients,
+                collected.groups, algorithm, sequences, outputs, reward_weights=weights, coefficients=coefficients
             )
             batches = self.updater.pack(sequences)
         self.warnings.long_sequences(batches["policy"][0])

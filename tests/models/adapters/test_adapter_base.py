@@ -57,7 +57,7 @@ def test_an_adapter_of_a_run_knows_its_base(base: Path, tmp_path: Path):
         check(other, adapter)
     base.rename(tmp_path / "moved")
     assert check(tmp_path / "moved", adapter).rank == 2
-    with pytest.raises(UserError, match="for another model"):  # where the base's folder is gone too
+    with pytest.raises(UserError, match="for a different model"):  # where the base's folder is gone too
         check(other, adapter)
     other.rename(base)
     with pytest.raises(UserError, match=r"trained on an earlier model at .* use the model it was trained on"):
@@ -95,6 +95,6 @@ def test_a_run_goes_on_with_its_own_base_only(tmp_path: Path):
     wrong = changed(
         config, model={"path": str(other), "adapter": {"path": str(final)}}, run={"dir": str(tmp_path / "on")}
     )
-    with pytest.raises(UserError, match="is an adapter for another model"):
+    with pytest.raises(UserError, match="is an adapter for a different model"):
         train(wrong)
     assert not (tmp_path / "on").exists() or not any((tmp_path / "on").rglob("*.safetensors"))
