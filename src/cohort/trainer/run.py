@@ -88,10 +88,8 @@ def train(
                 folder.write_plan(plan.as_json())
             with closing(run.collector):
                 result = Trainer(config, run, folder, display).run()
-            if plan is not None:
-                peaks = folder.metric_history("memory/peak_bytes")
-                if (comparison := compare_memory(plan, peaks)) is not None:
-                    display.notify(comparison)
+            if plan is not None and (comparison := compare_memory(plan, folder.metric_history("memory/peak_bytes"))):
+                display.notify(comparison)
             return result
 
 

@@ -7,6 +7,7 @@ import yaml
 from cohort.check.convert.draft import Draft
 from cohort.check.convert.swift import from_swift
 from cohort.check.convert.trl import from_trl
+from cohort.check.convert.trl_draft import TrlDraft
 from cohort.check.convert.verl import from_verl
 from cohort.check.launch import ANY_SETTING, Launch
 from cohort.check.readers import read_launch
@@ -85,9 +86,14 @@ def _draft(launch: Launch, folder: Path, version: str | None) -> Draft:
     number = parse_version(rules.version)
     if launch.framework == "ms-swift":
         number = nearest_version("ms-swift", number)
-    draft = Draft(launch, folder, number)
-    convert = {"ms-swift": from_swift, "verl": from_verl}.get(launch.framework, from_trl)
-    convert(draft, _start(draft, launch, rules), number)
+    draft: Draft
+    if launch.framework == "verl":
+        draft = Draft(launch, folder, number)
+        from_verl(draft, _start(draft, launch, rules), number)
+    else:
+        draft = trl_draft = TrlDraft(launch, folder, number)
+        convert = from_swift if launch.framework == "ms-swift" else from_trl
+        convert(trl_draft, _start(draft, launch, rules), number)
     if launch.others:
         draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
     return draft

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from cohort.check.convert.draft import LOSSES, SCALES, Draft, same_keys
+from cohort.check.convert.trl_draft import LOSSES, SCALES, TrlDraft, same_keys
 from cohort.check.lora import swift_lora
 from cohort.check.quantization import swift_bits
 from cohort.check.rules.keys import Version
@@ -19,7 +19,7 @@ _COLOCATED = ["vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "tenso
 _ADVANTAGES = {("rloo", "none"): "leave_one_out", ("reinforce_plus_plus", "batch"): "group_mean_whitened"}
 
 
-def from_swift(draft: Draft, start: Start | None, version: Version) -> None:
+def from_swift(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of ms-swift."""
     settings, known = draft.settings, draft.known
     draft.path("model.path", named=settings.said("model") or settings.said("ckpt_dir"), missing="MODEL")
@@ -65,7 +65,7 @@ def from_swift(draft: Draft, start: Start | None, version: Version) -> None:
     draft.skip_defaults()
 
 
-def _names(draft: Draft, key: str) -> list[Any]:
+def _names(draft: TrlDraft, key: str) -> list[Any]:
     """Data sets by name. `name#1000` is a sample of so many rows there."""
     said = draft.settings.said(key)
     names = []
@@ -77,7 +77,7 @@ def _names(draft: Draft, key: str) -> list[Any]:
     return names
 
 
-def _evaluation(draft: Draft) -> None:
+def _evaluation(draft: TrlDraft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
     data, ratio = _names(draft, "val_dataset"), settings.number("split_dataset_ratio", 0.0)
@@ -94,7 +94,7 @@ def _evaluation(draft: Draft) -> None:
         draft.todo.append(f"eval.every: the steps of eval_strategy {strategy}")
 
 
-def _engine(draft: Draft, mode: str) -> None:
+def _engine(draft: TrlDraft, mode: str) -> None:
     settings, launch = draft.settings, draft.launch
     if mode == "none":
         draft.put("rollout.engine", "local")
@@ -118,7 +118,7 @@ def _engine(draft: Draft, mode: str) -> None:
     draft.differs(f"vllm_mode {mode}: servers beside the run sample there; here the run starts its own")
 
 
-def _algorithm(draft: Draft) -> None:
+def _algorithm(draft: TrlDraft) -> None:
     settings = draft.settings
     loss = settings.text("loss_type", "grpo")
     if loss not in _LOSSES:
@@ -143,7 +143,7 @@ def _algorithm(draft: Draft) -> None:
     draft.reference(beta)
 
 
-def _advantage(draft: Draft) -> str:
+def _advantage(draft: TrlDraft) -> str:
     """Of an estimator and what it divides by, whose default depends on it."""
     estimator = draft.settings.text("advantage_estimator", "grpo")
     scale = draft.reward_scale({"rloo": "none", "reinforce_plus_plus": "batch"}.get(estimator, "group"))

@@ -1,6 +1,6 @@
 """TRL and Open-R1 to Cohort."""
 
-from cohort.check.convert.draft import BATCH, LOSSES, SCALES, Draft, same_keys
+from cohort.check.convert.trl_draft import BATCH, LOSSES, SCALES, TrlDraft, same_keys
 from cohort.check.lora import trl_lora
 from cohort.check.quantization import trl_bits
 from cohort.check.rules.keys import Version
@@ -15,7 +15,7 @@ _EVALUATION += ["eval_on_start"]
 _MODEL_KEYS = {"attn_implementation", "dtype", "torch_dtype", "use_cache", "device_map"}  # of model_init_kwargs
 
 
-def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
+def from_trl(draft: TrlDraft, start: Start | None, version: Version) -> None:
     """Fill the draft with the settings of a run of this version of TRL."""
     settings = draft.settings
     model = settings.text("model_name_or_path") or settings.said("trainer.model")
@@ -45,7 +45,7 @@ def from_trl(draft: Draft, start: Start | None, version: Version) -> None:
     draft.skip_defaults()
 
 
-def _data(draft: Draft) -> object:
+def _data(draft: TrlDraft) -> object:
     """The name of the training data, or the names of those that are mixed."""
     settings = draft.settings
     mixture = settings.said("dataset_mixture")
@@ -56,7 +56,7 @@ def _data(draft: Draft) -> object:
     return mixed[0].get("path", mixed[0].get("id")) if isinstance(mixed[0], dict) else mixed[0]
 
 
-def _evaluation(draft: Draft) -> None:
+def _evaluation(draft: TrlDraft) -> None:
     settings = draft.settings
     strategy = settings.text("eval_strategy", settings.text("evaluation_strategy", "no"))
     found = draft.dataset("eval", "trainer.eval_dataset")
@@ -73,7 +73,7 @@ def _evaluation(draft: Draft) -> None:
         draft.todo.append(f"eval.every: the steps of eval_strategy {strategy}")
 
 
-def _algorithm(draft: Draft, version: Version) -> None:
+def _algorithm(draft: TrlDraft, version: Version) -> None:
     settings = draft.settings
     loss = settings.text("loss_type", trl_default("loss_type", version) or "grpo")
     if loss not in LOSSES:
@@ -102,7 +102,7 @@ def _algorithm(draft: Draft, version: Version) -> None:
     draft.reference(beta)
 
 
-def _precision(draft: Draft) -> None:
+def _precision(draft: TrlDraft) -> None:
     settings = draft.settings
     given = settings.said("model_init_kwargs")
     kwargs = given if isinstance(given, dict) else {}
@@ -120,7 +120,7 @@ def _precision(draft: Draft) -> None:
         draft.todo.append(f"model_init_kwargs: {rest or given} has no equivalent")
 
 
-def _engine(draft: Draft, version: Version) -> None:
+def _engine(draft: TrlDraft, version: Version) -> None:
     settings = draft.settings
     mode = sampling_mode(settings, version)
     if mode == "none":
