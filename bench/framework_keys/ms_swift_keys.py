@@ -15,20 +15,16 @@ import dataclasses
 import enum
 import importlib
 import json
-import re
 import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
+from key_tables import PARTS, Table, differences, expanded
 from transformers import Seq2SeqTrainingArguments
 
-Key = dict[str, Any]
-Table = dict[str, Key]
-
 SIMPLE = {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
-PARTS = {"added", "removed", "changed"}
 
 
 def main(path: Path) -> None:
@@ -79,42 +75,6 @@ def kind(hint: Any) -> str | list[Any]:
     names = [name for of, name in SIMPLE.items() if of in plain]
     several = [name for name in names if name != "str"]
     return several[0] if several else "str"
-
-
-def expanded(versions: dict[str, Any]) -> dict[str, Table]:
-    """The whole table of each version."""
-    tables: dict[str, Table] = {}
-    now: Table = {}
-    for version in sorted(versions, key=order):
-        entry = versions[version]
-        if entry.keys() <= PARTS:
-            kept = {name: told for name, told in now.items() if name not in entry.get("removed", ())}
-            now = kept | entry.get("added", {}) | entry.get("changed", {})
-        else:
-            now = entry
-        tables[version] = now
-    return tables
-
-
-def differences(tables: dict[str, Table]) -> dict[str, Any]:
-    """The oldest version's table, and what each later one changed."""
-    result: dict[str, Any] = {}
-    before: Table = {}
-    for version in sorted(tables, key=order):
-        now = tables[version]
-        entry: dict[str, Any] = {
-            "added": {name: now[name] for name in now.keys() - before.keys()},
-            "removed": sorted(before.keys() - now.keys()),
-            "changed": {name: now[name] for name in now.keys() & before.keys() if now[name] != before[name]},
-        }
-        result[version] = {part: told for part, told in entry.items() if told} if before else now
-        before = now
-    return result
-
-
-def order(version: str) -> tuple[int, ...]:
-    """`4.6.0` as (4, 6, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def written(versions: dict[str, Any]) -> str:

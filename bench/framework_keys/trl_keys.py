@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.commands.launch import launch_command_parser
+from key_tables import Key, Table, differences, expanded
 from transformers import TrainingArguments
-
-Key = dict[str, Any]
-Table = dict[str, Key]
 
 SCRIPT_CLASSES = (
     ("trl", "ScriptArguments"),
@@ -100,42 +98,6 @@ def kind(field: dataclasses.Field[Any]) -> str | list[Any]:
     names = [name for of, name in SIMPLE.items() if of in plain]
     several = [name for name in names if name != "str"]
     return several[0] if several else "str"
-
-
-def expanded(versions: dict[str, Any]) -> dict[str, Table]:
-    """The whole table of each version."""
-    tables: dict[str, Table] = {}
-    now: Table = {}
-    for version in sorted(versions, key=order):
-        entry = versions[version]
-        whole = not entry.keys() <= {"added", "removed", "changed"}
-        now = dict(entry) if whole else now | entry.get("added", {}) | entry.get("changed", {})
-        now = {name: told for name, told in now.items() if whole or name not in entry.get("removed", ())}
-        tables[version] = now
-    return tables
-
-
-def differences(tables: dict[str, Table]) -> dict[str, Any]:
-    """The oldest version's table, and what each later one changed; versions that changed nothing are left out."""
-    result: dict[str, Any] = {}
-    before: Table = {}
-    for version in sorted(tables, key=order):
-        now = tables[version]
-        entry: dict[str, Any] = {
-            "added": {name: now[name] for name in now.keys() - before.keys()},
-            "removed": sorted(before.keys() - now.keys()),
-            "changed": {name: now[name] for name in now.keys() & before.keys() if now[name] != before[name]},
-        }
-        entry = {part: told for part, told in entry.items() if told}
-        if entry or not before:
-            result[version] = entry if before else now
-        before = now
-    return result
-
-
-def order(version: str) -> tuple[int, ...]:
-    """`0.18.2` as (0, 18, 2)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def written(launcher: list[str], versions: dict[str, Any]) -> str:
