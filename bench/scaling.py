@@ -1,4 +1,4 @@
-"""Scaling of the training phase over processes, and what packing and moving data cost of a step.
+"""Scaling of the training phase over processes, and what packing and communication cost of a step.
 
     python bench/scaling.py [--repeats 5] [--processes 1 2] [--quick]
 
@@ -71,7 +71,7 @@ def main() -> None:
                 place = Path(folder) / f"{kind}-{processes}-{repeat}"
                 seconds.setdefault((kind, processes), []).append(measure(place, kind, processes, prompts))
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
-    print("| scaling | processes | completions | train, s | efficiency | rollout, s | packing | moving data |")
+    print("| scaling | processes | completions | train, s | efficiency | rollout, s | packing | communication |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     base = min((r["train"] for r in seconds.get(("one", 1), [])), default=math.nan)
     for kind, processes, prompts in cases:
@@ -80,7 +80,7 @@ def main() -> None:
         share = "-" if math.isnan(efficiency) else f"{efficiency:.0%}"
         print(
             f"| {kind} | {processes} | {prompts * 16} | {m['train']:.3f} | {share} | {m['rollout']:.3f} | "
-            f"{m['pack'] / m['step']:.1%} | {m['move'] / m['step']:.1%} |"
+            f"{m['pack'] / m['step']:.1%} | {m['communication'] / m['step']:.1%} |"
         )
 
 
