@@ -72,6 +72,7 @@ def test_a_folder_with_nothing_but_what_processes_printed_may_be_used(tmp_path):
     log = tmp_path / "logs" / "20250101-000000-0" / "1" / "stdout.log"  # the processes start before the run does
     log.parent.mkdir(parents=True)
     log.write_text("said")
+    (tmp_path / ".secret").touch()  # of a Slurm job's servers
     folder = open_folder(tmp_path, "hardware.processes=2")
     folder.rewind(0)
     folder.close()

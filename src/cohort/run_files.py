@@ -15,6 +15,7 @@ from cohort.config import CONFIG_HEADER
 
 STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
+SECRET_FILE = ".secret"  # of the servers of a Slurm job; created before the run starts
 DAMAGED = "damaged-"  # prefix of damaged checkpoints
 _THREADS = 4
 _CHUNK_BYTES = 4 << 20

@@ -21,7 +21,7 @@ from cohort.atomic_files import remove_leftovers, write_file_atomically
 from cohort.config import Config, load_config, to_yaml
 from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, ScoredGroup, TrainSequence, Trajectory, join_calls
-from cohort.run_files import format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
+from cohort.run_files import SECRET_FILE, format_line_numbers, has_progress, is_run_folder, read_metrics, read_summary
 
 # Keys that may change when a run resumes: they affect neither what is learned nor in which order.
 _MAY_CHANGE = (
@@ -34,7 +34,7 @@ _MAY_CHANGE = (
     "optim.offload",
     "model.parameter_offload",
     # a restarted job has its servers on other machines
-    *(f"rollout.{key}" for key in ("urls", "urls.", "vllm_python", "servers", "tensor_parallel")),
+    *(f"rollout.{key}" for key in ("urls", "urls.", "secret_file", "vllm_python", "servers", "tensor_parallel")),
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
     *(f"rollout.{key}" for key in ("max_server_failures", "parity_every", "parity_tolerance")),
 )
@@ -217,7 +217,9 @@ def check_folder(path: Path, *, resume: bool) -> None:
         raise UserError(f"run.dir: {str(path)!r} holds no run to resume; leave out --resume to start one")
     if not path.is_dir() or is_run_folder(path):
         return
-    contents = sorted(p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", LOGS))
+    contents = sorted(
+        p.name for p in path.iterdir() if p.name not in (".lock", ".config.yaml.partial", SECRET_FILE, LOGS)
+    )
     if contents:
         raise UserError(
             f"run.dir: {str(path)!r} is not empty and holds no run ({', '.join(contents[:5])}); use a new folder"

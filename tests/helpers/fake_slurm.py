@@ -46,12 +46,15 @@ for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 exit $status
 """
 
-# Stands in for cohort: a server that writes down what it is and stays, or that fails as SERVE_FAILS says.
+# Stands in for cohort: a server that writes down what it is and stays, or that fails as SERVE_FAILS says. It
+# writes the mode and the content of the job's secret file into `secrets`.
 FAKE_COHORT = """#!/bin/bash
 name=$SLURM_NODEID-${!#}
 echo started >> "$PROBE_DIR/$name.starts"
 [ -n "${SERVE_FAILS:-}" ] && exit "$SERVE_FAILS"
 if [ "$(wc -l < "$PROBE_DIR/$name.starts")" == 1 ] && [ "$name" == 0-8000 ]; then exit 1; fi
+secret=$PROBE_DIR/runs/a/.secret
+printf '%s %s\\n' "$(stat -c %a "$secret")" "$(cat "$secret")" >> "$PROBE_DIR/secrets"
 printf '%s\\n' "$NAMES" "${CUDA_VISIBLE_DEVICES:-}" "$@" > "$PROBE_DIR/servers/$name"
 exec sleep 300
 """

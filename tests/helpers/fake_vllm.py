@@ -23,6 +23,7 @@ from waiting import free_port
 
 VOCAB_SIZE = 50
 END = 1
+SECRET = "0123456789abcdef" * 2  # that every request must bring
 HANG_S = 60.0  # as good as for ever: the tests' deadlines are below a second
 
 
@@ -46,6 +47,7 @@ class FakeVllm:
         self.seconds = seconds  # that a request takes
         self.version = "default"  # of the weights
         self.vllm_version, self.num_workers = "0.32.0", 1
+        self.secret = SECRET
         self.meeting: dict[str, Any] = {}  # what it was told of the last one for weights
         self.asleep = False
         self.calls: Counter[str] = Counter()
@@ -196,12 +198,24 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def may_come_in(self) -> bool:
+        """Whether the request has the secret; otherwise it has its answer already."""
+        if self.headers["Authorization"] == f"Bearer {self.fake.secret}":
+            return True
+        self.fake.calls["without the secret"] += 1
+        self.reply({"error": "no secret"}, 401)
+        return False
+
     def do_GET(self) -> None:
+        if not self.may_come_in():
+            return
         self.fake.calls[self.path] += 1
         self.reply(self.fake.tell(self.path))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if not self.may_come_in():
+            return
         path = self.path.partition("?")[0]
         self.fake.calls[path] += 1
         if path == "/inference/v1/generate":

@@ -14,10 +14,11 @@ from cohort.rollout import RolloutCollector, SamplingParams, StepKey
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, ServerHandle
 from cohort.rollout.engines.servers.requests import ServerError, call_seed
+from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.engines.vllm.root_cause import root_cause
-from fake_vllm import END, VOCAB_SIZE, logprob_of, sampled
+from fake_vllm import END, SECRET, VOCAB_SIZE, logprob_of, sampled
 from tiny import make_tokenizer
 from waiting import PATIENCE_S
 
@@ -52,7 +53,7 @@ class Channel:
         self.is_open = True
 
     def post(self, path: str, body: Any) -> None:
-        request = Request(f"{self.url}{path}", json.dumps(body).encode())
+        request = Request(f"{self.url}{path}", json.dumps(body).encode(), request_headers(Secret(SECRET)))
         try:
             with urlopen(request, timeout=PATIENCE_S):
                 pass
@@ -102,7 +103,9 @@ class Run:
 
 
 def make_client(timeout_s: float) -> GenerateClient:
-    return GenerateClient(end_token_ids=frozenset({END}), vocab_size=VOCAB_SIZE, timeout_s=timeout_s)
+    return GenerateClient(
+        end_token_ids=frozenset({END}), vocab_size=VOCAB_SIZE, secret=Secret(SECRET), timeout_s=timeout_s
+    )
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from cohort.config import Config, config_from_dict, load_config
 from cohort.errors import TrainingError, UserError
 from cohort.launch.serve import as_shell, serve, serve_command
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.server_options import server_options
 from cohort.trainer.vllm_setup import VllmSetup
 from cohort.trainer.vllm_setup import _connect as connect
-from fake_vllm import FakeVllm, ThreadServer
+from fake_vllm import SECRET, FakeVllm, ThreadServer
 from forked import fork, run_module
 from waiting import until
 
@@ -48,12 +49,18 @@ time.sleep({stays_s})
 """
 
 
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The secret file is made in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 def raw_config(**rollout: Any) -> dict[str, Any]:
     return {
         "model": {"path": "some/model"},
         "data": {"path": "d.jsonl"},
         "rewards": [{"use": "math"}],
-        "rollout": {"engine": "vllm", **rollout},
+        "rollout": {"engine": "vllm", "secret_file": "secret", **rollout},
     }
 
 
@@ -262,7 +269,15 @@ def connect_to(**server: Any) -> FakeVllm:
     config = config_with("hardware.timeout_s=600", urls=[handle.url])
     try:
         with pytest.raises(ServerError, match="this one takes no weights"):
-            connect(config, torch.device("cpu"), handle.url, sleeps=False, ipc_gpus=frozenset(), notify=print)
+            connect(
+                config,
+                Secret(SECRET),
+                torch.device("cpu"),
+                handle.url,
+                sleeps=False,
+                ipc_gpus=frozenset(),
+                notify=print,
+            )
     finally:
         handle.stop()
     return fake
@@ -292,6 +307,6 @@ def test_another_vllm_elsewhere_is_refused():
 def test_a_server_elsewhere_computes_as_the_run_does(monkeypatch, overrides, num_gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-    config = config_with(*overrides, urls=["http://a:1"])
+    config = config_with(*overrides, urls=["http://a:1"], secret_file=None)
     servers = VllmSetup(config, SimpleNamespace(adapter=None))
     assert servers.dtype == expected and servers.placement is None

@@ -117,6 +117,16 @@ def test_ranks_are_not_told_how_to_start_servers():
     assert words[-1] == "rollout.urls=[$urls]"
     config = config_with(*words[:-1], "rollout.urls=[http://node-1:8000,http://node-1.a.b:8001]")
     assert config.rollout.urls == ("http://node-1:8000", "http://node-1.a.b:8001")
+    assert config.rollout.secret_file == "/runs/a/.secret"
+
+
+def test_a_path_with_any_characters_reaches_servers_and_ranks():
+    text = script(VLLM, "run.dir=\"/runs/it's: 'a' #1 \\u00e4\"", rollout_nodes=1)
+    of_ranks = next(line for line in text.splitlines() if line.startswith("training="))
+    of_servers = next(line for line in text.splitlines() if line.startswith("' serve-rollouts "))
+    for line in (of_ranks.removesuffix(")"), of_servers.removeprefix("'")):
+        (override,) = (word for word in shlex.split(line) if word.startswith("rollout.secret_file="))
+        assert config_with(VLLM, override).rollout.secret_file == "/runs/it's: 'a' #1 ä/.secret"
 
 
 def test_fewer_nodes_may_go_on():
@@ -269,6 +279,11 @@ VLLM = "rollout.engine=vllm"
             (VLLM, "rollout.urls=[http://a:1]"),
             {"rollout_nodes": 1},
             "rollout.urls: ['http://a:1'] conflicts with --rollout-nodes: 1, whose servers the run uses; remove one",
+        ),
+        (
+            (VLLM, "rollout.secret_file=/s"),
+            {"rollout_nodes": 1},
+            "rollout.secret_file: /s conflicts with --rollout-nodes: 1, whose servers the run uses; remove one",
         ),
         (
             (VLLM, "hardware.rollout_gpus=2"),

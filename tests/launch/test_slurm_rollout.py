@@ -78,7 +78,8 @@ def test_it_starts_servers_on_the_last_nodes_and_ends_them(cluster, rollout_scri
     result = run_script(rollout_script)
     assert result.returncode == 0, result.stdout
     serving = ["serve", str(cluster / "run.yaml"), "run.dir=runs/a", VLLM, "rollout.tensor_parallel=2"]
-    serving += ["data.system_prompt=it's", "--host", "0.0.0.0", "--port"]
+    secret_file = f'rollout.secret_file="{cluster}/runs/a/.secret"'
+    serving += ["data.system_prompt=it's", secret_file, "--host", "0.0.0.0", "--port"]
     found = {p.name: p.read_text().splitlines() for p in (cluster / "servers").iterdir()}
     assert found == {
         f"{node}-{port}": ["node3,node4", gpus, *serving, str(port)]
@@ -90,7 +91,11 @@ def test_it_starts_servers_on_the_last_nodes_and_ends_them(cluster, rollout_scri
     urls = ",".join(f"http://{node}:{port}" for node in ("node3", "node4") for port in (8000, 8001))
     ranks = [json.loads(p.read_text()) for p in (cluster / "found").iterdir()]
     assert len(ranks) == 2
-    assert all(words[-2:] == ["rollout.tensor_parallel=1", f"rollout.urls=[{urls}]"] for words in ranks)
+    assert all(words[-3:] == ["rollout.tensor_parallel=1", secret_file, f"rollout.urls=[{urls}]"] for words in ranks)
+    (line,) = set((cluster / "secrets").read_text().splitlines())  # of all servers
+    mode, secret = line.split(" ")
+    assert mode == "600" and len(bytes.fromhex(secret)) == 16
+    assert secret not in result.stdout and not (cluster / "runs/a/.secret").exists()
     assert not still_running(cluster)
 
 

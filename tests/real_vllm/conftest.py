@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cohort.rollout.engines.vllm.server import ServerProcess, check_vllm, server_command
-from serving import Server, options_for, processes_of, serving_folder, start
+from serving import SECRET, Server, options_for, processes_of, serving_folder, start
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -34,7 +34,9 @@ def vllm_python() -> str:
 
 def serve(folder: Path, python: str, *, tie: bool) -> Iterator[Server]:
     """A server of a tiny model."""
-    process = ServerProcess(options_for(python, serving_folder(folder, tie=tie)), log_file=folder / "server.log")
+    process = ServerProcess(
+        options_for(python, serving_folder(folder, tie=tie)), secret=SECRET, log_file=folder / "server.log"
+    )
     try:
         start(process)
         server = Server(process=process, tie=tie)

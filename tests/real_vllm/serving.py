@@ -17,6 +17,7 @@ import torch
 from cohort.models.saving.export_weights import stream_weights, weight_specs
 from cohort.records import TrainSequence
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import ServerOptions, ServerProcess
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
@@ -25,6 +26,8 @@ from tiny import VOCAB_SIZE, make_model, naive_logprobs, policy_of, save_model_f
 from waiting import until
 
 START_TIMEOUT_S = 180
+SECRET = Secret("0123456789abcdef" * 2)  # of the tests' own servers
+HEADERS = request_headers(SECRET)
 MAX_MODEL_LEN = 1024
 LONG_PROMPT = 300  # more than two of the blocks of 128 tokens in which vLLM caches prompts on CPU
 SIZES = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": MAX_MODEL_LEN}  # vLLM's kernels want 32
@@ -60,17 +63,25 @@ def start(process: ServerProcess) -> float:
     return time.monotonic() - began
 
 
-def healthy(url: str) -> bool:
+def healthy(url: str, secret: Secret = SECRET) -> bool:
     """Whether a server answers now, and its engine is alive."""
     try:
-        return httpx.get(f"{url}/health", timeout=2, verify=False).status_code == 200
+        return httpx.get(f"{url}/health", headers=request_headers(secret), timeout=2, verify=False).status_code == 200
     except httpx.HTTPError:
         return False
 
 
 def models(url: str) -> list[str]:
     """The names that requests can give as `model`: the served model's, and those of loaded adapters."""
-    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=10).json()["data"]]
+    return [model["id"] for model in httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=10).json()["data"]]
+
+
+def secret_file(folder: Path) -> str:
+    """A file with the secret of the tests, as `rollout.secret_file` has it."""
+    file = folder / "secret"
+    file.touch(mode=0o600)
+    file.write_text(SECRET.text)
+    return str(file)
 
 
 def processes_of(log_file: Path) -> list[psutil.Process]:
@@ -140,8 +151,10 @@ class Server:
         """Anew, as after a restart of the server or the trainer."""
         if self.channel is not None:
             self.close()
-        self.api = VllmApi(self.process.url, timeout_s=timeout_s)
-        self.channel = WeightChannel(self.api.url, device=torch.device("cpu"), num_workers=1, timeout_s=timeout_s)
+        self.api = VllmApi(self.process.url, secret=SECRET, timeout_s=timeout_s)
+        self.channel = WeightChannel(
+            self.api.url, secret=SECRET, device=torch.device("cpu"), num_workers=1, timeout_s=timeout_s
+        )
 
     def close(self) -> None:
         self.channel.close()
@@ -178,7 +191,7 @@ def generate(url: str, prompt: list[int], *, timeout_s: float = 120, model: str 
         "model": model,
         "sampling_params": {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, **sampling},
     }
-    answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=timeout_s)
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=HEADERS, timeout=timeout_s)
     if answer.status_code != 200:
         raise ServerError(answer.text)
     return [

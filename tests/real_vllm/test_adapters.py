@@ -19,11 +19,13 @@ from cohort.rollout.engines.vllm.server import ServerProcess
 from cohort.rollout.engines.vllm.server_options import server_options
 from serving import (
     LONG_PROMPT,
+    SECRET,
     Server,
     largest_difference,
     models,
     options_for,
     random_prompt,
+    secret_file,
     serving_folder,
     serving_model,
     start,
@@ -45,7 +47,9 @@ def adapted(seed: int) -> Any:
 
 def test_completions_are_those_of_the_adapter_that_was_published_last(tmp_path: Path, vllm_python: str):
     folder = serving_folder(tmp_path / "model", tie=True)
-    process = ServerProcess(options_for(vllm_python, folder, lora_rank=4), log_file=tmp_path / "server.log")
+    process = ServerProcess(
+        options_for(vllm_python, folder, lora_rank=4), secret=SECRET, log_file=tmp_path / "server.log"
+    )
     try:
         start(process)
         server = Server(process=process, tie=True)
@@ -83,22 +87,24 @@ def adapter_run(folder: Path, python: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def url(tmp_path: Path, vllm_python: str) -> Iterator[str]:
+def elsewhere(tmp_path: Path, vllm_python: str) -> Iterator[dict[str, Any]]:
     """A server as `cohort serve` starts it for such a run."""
     config = config_from_dict(adapter_run(tmp_path / "server", vllm_python))
-    process = ServerProcess(server_options(config, gpus=""), log_file=tmp_path / "server.log")
+    process = ServerProcess(server_options(config, gpus=""), secret=SECRET, log_file=tmp_path / "server.log")
     try:
         start(process)
-        yield process.url
+        yield {"urls": [process.url], "secret_file": secret_file(tmp_path)}
     finally:
         process.stop()
 
 
-def test_runs_of_an_adapter(tmp_path: Path, vllm_python: str, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_runs_of_an_adapter(
+    tmp_path: Path, vllm_python: str, elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     """Two processes, then one whose adapter is changed on its way: the gate sees that, and only that."""
     config = adapter_run(tmp_path / "run", vllm_python)
     own = VllmRolloutConfig.managed_server_keys
-    config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in own} | {"urls": [url]}
+    config["rollout"] = {k: v for k, v in config["rollout"].items() if k not in own} | elsewhere
     result = cohort.train(config | {"hardware": config["hardware"] | {"processes": 2}})
     steps = steps_of(result.run_dir)
     assert len(steps) == 3 and all(0 < step["sampling/parity/mean"] < 1e-5 for step in steps)

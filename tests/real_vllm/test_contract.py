@@ -1,12 +1,13 @@
 """What Cohort uses of vLLM's servers, endpoint by endpoint and field by field: a version without it fails here."""
 
+import re
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
 from cohort.rollout.engines.servers.requests import ServerError
-from serving import Server, healthy, models, random_prompt
+from serving import HEADERS, SECRET, Server, healthy, models, processes_of, random_prompt
 
 PARAMETERS = {
     ("get", "/health"): set(),
@@ -38,7 +39,7 @@ SAMPLING = {"n", "temperature", "top_p", "top_k", "max_tokens", "seed", "logprob
 
 @pytest.fixture(scope="module")
 def schema(untied: Server) -> Any:
-    return httpx.get(f"{untied.process.url}/openapi.json", timeout=60).json()
+    return httpx.get(f"{untied.process.url}/openapi.json", headers=HEADERS, timeout=60).json()
 
 
 def properties(schema: Any, endpoint: str) -> dict[str, Any]:
@@ -83,6 +84,27 @@ def test_the_lifecycle_answers_as_the_client_reads_it(untied: Server):
         api.load_lora_adapter("policy", "/nowhere")  # only where it was started with a rank
 
 
+def test_every_route_demands_the_secret(untied: Server):
+    """Of those that the server lists when it starts, which its schema does not all have."""
+    url, log_file = untied.process.url, untied.process.log_file
+    listed = re.findall(r"Route: (\S+), Methods: (.+)", untied.process.log())
+    routes = [(method, path) for path, methods in listed for method in methods.split(", ")]
+    assert {path for _, path in routes} >= {"/openapi.json", "/ping", *(path for _, path in PARAMETERS)}
+    before = untied.api.weight_version()
+    for method, path in [*routes, ("GET", "/metrics"), ("GET", "/nowhere"), ("OPTIONS", "/pause"), ("PUT", "/pause")]:
+        for headers in ({}, {"Authorization": "Bearer another"}, {"Origin": "http://a"}):
+            answer = httpx.request(method, f"{url}{path}", headers=headers, timeout=20)
+            assert answer.status_code == 401, (method, path, headers)
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    upgrade["Sec-WebSocket-Key"] = "MDEyMzQ1Njc4OWFiY2RlZg=="
+    assert httpx.get(f"{url}/v1/realtime", headers=upgrade, timeout=20).status_code == 403
+    assert healthy(url) and untied.api.weight_version() == before
+    assert httpx.get(f"{url}/metrics", headers=HEADERS, timeout=20).status_code == 200
+    for process in processes_of(log_file):
+        assert SECRET.text not in f"{process.environ()} {process.cmdline()}"
+    assert SECRET.text not in log_file.read_text()
+
+
 def test_generation_gives_tokens_logprobs_and_versions(untied: Server):
     untied.api.set_weight_version(42)
     body = {
@@ -91,7 +113,7 @@ def test_generation_gives_tokens_logprobs_and_versions(untied: Server):
         "request_id": "mine",
         "sampling_params": {"n": 3, "seed": 5, "max_tokens": 4, "temperature": 0.8, "logprobs": 0, "ignore_eos": True},
     }
-    answer = httpx.post(f"{untied.process.url}/inference/v1/generate", json=body, timeout=60).json()
+    answer = httpx.post(f"{untied.process.url}/inference/v1/generate", json=body, headers=HEADERS, timeout=60).json()
     assert answer["request_id"].endswith("mine")
     assert sorted(choice["index"] for choice in answer["choices"]) == [0, 1, 2]
     for choice in answer["choices"]:

@@ -19,7 +19,18 @@ from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.root_cause import root_cause
 from cohort.rollout.engines.vllm.server import ServerProcess
-from serving import Server, engine_of, generate, options_for, processes_of, send, serving_folder, serving_model, start
+from serving import (
+    SECRET,
+    Server,
+    engine_of,
+    generate,
+    options_for,
+    processes_of,
+    send,
+    serving_folder,
+    serving_model,
+    start,
+)
 from tiny import policy_of, save_model_folder
 from waiting import until
 
@@ -27,7 +38,7 @@ from waiting import until
 @pytest.fixture
 def process(tmp_path: Path, vllm_python: str) -> Iterator[ServerProcess]:
     folder = serving_folder(tmp_path, tie=False)
-    process = ServerProcess(options_for(vllm_python, folder), log_file=tmp_path / "server.log")
+    process = ServerProcess(options_for(vllm_python, folder), secret=SECRET, log_file=tmp_path / "server.log")
     yield process
     process.stop()
 
@@ -75,7 +86,7 @@ def test_a_port_in_use_is_a_failed_start(process: ServerProcess, monkeypatch: py
 def test_the_cause_of_an_end_is_found_in_the_log(tmp_path: Path, vllm_python: str):
     """vLLM's kernels on CPUs take no heads of 16; it finds that out when it is first asked."""
     folder = save_model_folder(tmp_path, "qwen3", head_dim=16, max_position_embeddings=1024)
-    process = ServerProcess(options_for(vllm_python, folder), log_file=tmp_path / "server.log")
+    process = ServerProcess(options_for(vllm_python, folder), secret=SECRET, log_file=tmp_path / "server.log")
     try:
         start(process)
         assert root_cause(process.log()) is None
@@ -95,8 +106,9 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from cohort.rollout.engines.vllm.server import ServerProcess
-from serving import options_for, start
-process = ServerProcess(options_for(sys.argv[1], Path(sys.argv[2])), log_file=Path(sys.argv[2]) / "server.log")
+from serving import SECRET, options_for, start
+folder = Path(sys.argv[2])
+process = ServerProcess(options_for(sys.argv[1], folder), secret=SECRET, log_file=folder / "server.log")
 start(process)
 print("ready", flush=True)
 time.sleep(600)

@@ -29,7 +29,7 @@ from cohort.trainer import worker
 from cohort.trainer.run_inputs import read_inputs
 from cohort.trainer.vllm_setup import VllmSetup
 from selection import slow
-from serving import engine_of, processes_of, start
+from serving import SECRET, engine_of, processes_of, secret_file, start
 from waiting import until
 
 STEPS, PROMPTS, GENERATIONS = 16, 16, 8
@@ -64,18 +64,18 @@ def config(tmp_path: Path, vllm_python: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[str]:
-    """A server for several runs, one after the other, as `rollout.urls` has it."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Iterator[dict[str, Any]]:
+    """The keys of a server for several runs, one after the other."""
     folder = tmp_path_factory.mktemp("server")
     raw = run_config(folder)
-    raw["rollout"] |= {"engine": "vllm", "vllm_python": vllm_python}
+    raw["rollout"] |= {"engine": "vllm", "vllm_python": vllm_python, "secret_file": secret_file(folder)}
     config = config_from_dict(raw)
     setup = VllmSetup(config, read_inputs(config))
     assert setup.placement is not None
     process = setup.make_server(setup.placement.gpus[0], folder / "server.log")
     try:
         start(process)
-        yield process.url
+        yield {"urls": [process.url], "secret_file": config.rollout.secret_file}
     finally:
         process.stop()
 
@@ -142,7 +142,9 @@ def test_three_processes_and_a_server_that_is_killed_learn_as_the_local_engine_d
     assert not processes_of(log)
 
 
-def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_weights_that_were_tampered_with_stop_the_run(
+    tmp_path: Path, elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     def tampered(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         updates.append(1)
         for name, tensor in stream_weights(policy, dtype):
@@ -151,16 +153,18 @@ def test_weights_that_were_tampered_with_stop_the_run(tmp_path: Path, url: str, 
     updates: list[int] = []
     monkeypatch.setattr(worker, "stream_weights", tampered)
     config = run_config(tmp_path) | {"eval": None}
-    config["rollout"] |= {"engine": "vllm", "urls": [url], "parity_every": 1}
+    config["rollout"] |= elsewhere | {"engine": "vllm", "parity_every": 1}
     with pytest.raises(TrainingError, match=r"after step 2 the logprobs of http.* differ .* by 0\.\d+ nats on average"):
         cohort.train(config)
-    first, *_ = steps_of(Path(config["run"]["dir"]))
+    run = Path(config["run"]["dir"])
+    first, *_ = steps_of(run)
     assert 0 < first["sampling/parity/mean"] < 1e-5  # weights that are right pass the same gate
+    assert not [file for file in run.rglob("*") if file.is_file() and SECRET.text.encode() in file.read_bytes()]
 
 
 @slow("it takes the time of two runs, of which one has to be quicker")
 def test_sampling_ahead_learns_as_much_in_less_time(
-    tmp_path: Path, url: str, local_accuracy: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: dict[str, Any], local_accuracy: float, monkeypatch: pytest.MonkeyPatch
 ):
     """Sampling is made slow, so that training overtakes it: completions are of older weights, and corrected."""
 
@@ -172,7 +176,7 @@ def test_sampling_ahead_learns_as_much_in_less_time(
     seconds = {}
     for max_staleness in (0, 1):
         config = run_config(tmp_path / f"{max_staleness}")
-        config["rollout"] |= {"engine": "vllm", "urls": [url], "max_staleness": max_staleness}
+        config["rollout"] |= elsewhere | {"engine": "vllm", "max_staleness": max_staleness}
         result = cohort.train(config)
         steps = steps_of(result.run_dir)
         seconds[max_staleness] = sum(step["step_time"] for step in steps[2:])  # without those that get it going

@@ -10,7 +10,7 @@ import tiny
 from cohort.models import SaveOptions, save_policy
 from cohort.rollout.engines.vllm.server import ServerProcess
 from selection import mostly_slow
-from serving import SIZES, Server, options_for, serving_model, start
+from serving import SECRET, SIZES, Server, options_for, serving_model, start
 
 
 def experts() -> torch.nn.Module:
@@ -30,7 +30,7 @@ def test_its_logprobs_are_the_models_own(tmp_path: Path, vllm_python: str, kind:
     folder = tmp_path / "saved"
     save_policy(tiny.policy_of(model), tiny.make_tokenizer(), folder, save_options=SaveOptions(max_shard_bytes=50_000))
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
-    process = ServerProcess(options_for(vllm_python, folder), log_file=tmp_path / "server.log")
+    process = ServerProcess(options_for(vllm_python, folder), secret=SECRET, log_file=tmp_path / "server.log")
     try:
         start(process)
         server = Server(process=process, tie=kind == "tied")

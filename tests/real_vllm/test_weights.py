@@ -13,7 +13,18 @@ from cohort.models.saving.export_weights import TensorSpec, stream_weights, weig
 from cohort.rollout.engines.servers.requests import ServerError
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
-from serving import LONG_PROMPT, Server, engine_of, largest_difference, random_prompt, send, serving_model, slow_steps
+from serving import (
+    HEADERS,
+    LONG_PROMPT,
+    SECRET,
+    Server,
+    engine_of,
+    largest_difference,
+    random_prompt,
+    send,
+    serving_model,
+    slow_steps,
+)
 from tiny import policy_of
 from waiting import until
 
@@ -125,8 +136,10 @@ def test_a_trainer_that_falls_silent_is_given_up(untied: Server):
 
 KILLED = """
 import sys, torch
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.weight_channel import TensorSpec, WeightChannel
-channel = WeightChannel(sys.argv[1], device=torch.device("cpu"), num_workers=1, timeout_s=20)
+secret = Secret(sys.stdin.readline().strip())
+channel = WeightChannel(sys.argv[1], secret=secret, device=torch.device("cpu"), num_workers=1, timeout_s=20)
 specs = [TensorSpec(name, tuple(shape), torch.float32) for name, shape in eval(sys.argv[2])]
 channel.begin(specs)
 channel.post(specs[0].name, torch.zeros(specs[0].shape))
@@ -141,7 +154,9 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_the_old_weights(untied: Se
     specs = [(s.name, s.shape) for s in weight_specs(policy_of(new), FP32)]
     command = [sys.executable, "-c", KILLED, untied.process.url, repr(specs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None and trainer.stdout.readline() == "sent\n"
+        assert trainer.stdin is not None and trainer.stdout is not None
+        print(SECRET.text, file=trainer.stdin, flush=True)
+        assert trainer.stdout.readline() == "sent\n"
         trainer.kill()
     untied.connect()
     untied.api.resume()  # the killed one had held the requests
@@ -158,7 +173,7 @@ def test_a_server_that_is_gone_stops_neither_the_stream_nor_the_others(untied: S
             came.append(name)
             yield name, tensor
 
-    gone = WeightChannel("http://127.0.0.1:9", device=CPU, num_workers=1, timeout_s=5)
+    gone = WeightChannel("http://127.0.0.1:9", secret=SECRET, device=CPU, num_workers=1, timeout_s=5)
     specs = weight_specs(policy, FP32)
     failed = send_to_servers([gone, untied.channel], stream(), specs, 114)
     assert list(failed) == [gone] and "http://127.0.0.1:9" in str(failed[gone])
@@ -182,5 +197,5 @@ def test_an_error_in_the_stream_gives_the_update_up(untied: Server):
 
 def num_running(server: Server) -> int:
     """Completions that are being sampled now."""
-    lines = httpx.get(f"{server.process.url}/metrics", timeout=20).text.splitlines()
+    lines = httpx.get(f"{server.process.url}/metrics", headers=HEADERS, timeout=20).text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))

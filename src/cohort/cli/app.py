@@ -145,8 +145,8 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on; 0.0.0.0: all interfaces. There is no authentication, and clients can replace "
-            "the weights: use addresses other than 127.0.0.1 only on trusted networks."
+            help="Address to listen on; 0.0.0.0: all interfaces. Clients need the secret in rollout.secret_file, which "
+            "HTTP does not encrypt: use addresses other than 127.0.0.1 only on trusted networks."
         ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,

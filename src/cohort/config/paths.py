@@ -1,7 +1,7 @@
 """Types of keys that hold paths: found when a configuration is loaded, so that it works from any directory.
 
 `config_from_dict` gives the folders to search as pydantic's validation context. A name that none of them has stays as
-it is: a Hub id, or missing, which whoever reads it reports.
+it is: a Hub id, or missing, which whoever reads it reports. A `KeptPath` may be created later, in the first folder.
 """
 
 import os
@@ -18,6 +18,12 @@ def _find(path: str, info: ValidationInfo) -> str:
     return path
 
 
+def _find_or_place(path: str, info: ValidationInfo) -> str:
+    """Place a file that may be created later in the first folder."""
+    found = _find(path, info)
+    return next((str((folder / os.path.expanduser(found)).absolute()) for folder in info.context or ()), found)
+
+
 def find_function(use: str, info: ValidationInfo) -> str:
     """Make the file of `file.py:function` absolute."""
     file, colon, function = use.rpartition(":")
@@ -32,5 +38,6 @@ def _find_python(path: str, info: ValidationInfo) -> str:
 
 
 InputPath = Annotated[str, Field(min_length=1), AfterValidator(_find)]
+KeptPath = Annotated[str, Field(min_length=1), AfterValidator(_find_or_place)]
 FunctionPath = Annotated[str, Field(min_length=1), AfterValidator(find_function)]
 PythonPath = Annotated[str, AfterValidator(_find_python)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cohort.config.paths import PythonPath
+from cohort.config.paths import KeptPath, PythonPath
 from cohort.config.section import Section, number_or
 
 # vLLM silently raises lower temperatures to this one.
@@ -141,6 +141,12 @@ class ServersConfig(SamplingConfig):
         (),
         description="URLs of running servers to use (`cohort serve` starts one), such as [http://node7:8000]. Default: "
         "the run starts and stops its own servers.",
+    )
+    secret_file: KeptPath | None = Field(
+        None,
+        description="File with the secret that servers demand of every request. `cohort serve`, and a run that starts "
+        "its own servers, create it if it is missing, readable only by you; with `urls` the run reads it. Default: own "
+        "servers get a new secret, which is kept in memory; servers of `urls` are sent none.",
     )
     servers: Annotated[
         int | Literal["auto"],

@@ -10,7 +10,8 @@ from cohort.errors import TrainingError, UserError
 from cohort.placement import num_gpus, visible_devices
 from cohort.plan.rollout_engine import set_engine
 from cohort.rollout.engines.servers import guard
-from cohort.rollout.engines.vllm.server import check_vllm, server_command, start_guarded
+from cohort.rollout.engines.servers.secret import read_or_create_secret, read_secret
+from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, check_vllm, server_command, start_guarded
 from cohort.rollout.engines.vllm.server_options import server_options
 
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
@@ -19,10 +20,11 @@ _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Return the server's command line, and the environment variables that it adds.
 
-    The server gets the first `rollout.tensor_parallel` visible GPUs; without GPUs it runs on CPU.
+    The server gets the first `rollout.tensor_parallel` visible GPUs; without GPUs it runs on CPU. It demands the secret
+    in `rollout.secret_file`, which is created if it is missing.
 
     Raises:
-        UserError: the run does not sample with vLLM, or this machine has too few GPUs.
+        UserError: the run does not sample with vLLM, this machine has too few GPUs, or there is no secret file.
     """
     config = set_engine(config, "vllm")
     rollout = config.rollout
@@ -32,6 +34,11 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
         raise UserError(
             f"rollout.engine: {rollout.engine}: `cohort serve` cannot start a {rollout.server_name}; use vllm"
         )
+    if rollout.secret_file is None:
+        raise UserError(
+            "rollout.secret_file: not set, but a server of `cohort serve` demands a secret of every request; use "
+            "rollout.secret_file=server-secret (created if it is missing), here and for the run"
+        )
     found, needed = num_gpus(config), rollout.tensor_parallel
     if needed > max(1, found):
         raise UserError(
@@ -39,7 +46,9 @@ def serve_command(config: Config, *, host: str, port: int) -> tuple[list[str], d
         )
     gpus = ",".join(visible_devices(config)[:needed]) if found else ""
     options = server_options(config, gpus=gpus)
-    return server_command(replace(options, host=host), port)
+    command, environment = server_command(replace(options, host=host), port)
+    read_or_create_secret(rollout.secret_file)
+    return command, environment | {SECRET_VARIABLE: rollout.secret_file}
 
 
 def as_shell(command: list[str], environment: dict[str, str]) -> str:
@@ -64,7 +73,7 @@ def serve(config: Config, *, host: str, port: int) -> None:
     command, added = serve_command(config, host=host, port=port)
     check_vllm(command[0])
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    process = start_guarded(command, added, log=None)
+    process = start_guarded(command, added, secret=read_secret(added[SECRET_VARIABLE]), log=None)
     try:
         code = process.wait()
     finally:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from cohort.config import Config
 from cohort.errors import UserError
-from cohort.launch.slurm_rollout import RolloutNodes, plan_rollout_nodes, start_servers, training_overrides
+from cohort.launch.slurm_rollout import (
+    RolloutNodes,
+    plan_rollout_nodes,
+    secret_override,
+    start_servers,
+    training_overrides,
+)
 from cohort.plan.rollout_engine import plan_engine, set_engine
 from cohort.plan.split import count_processes, split_gpus
 from cohort.stopping import LAUNCHER_GRACE_S, SIGNALS
@@ -220,8 +226,9 @@ def _launch(
     words = ["-m cohort.train", '"$config"', *map(shlex.quote, arguments)]
     servers, end = "", ""
     if rollout is not None:
-        words += [*map(shlex.quote, training_overrides(config)), '"rollout.urls=[$urls]"']
-        servers = start_servers(rollout, num_training_nodes=options.nodes, overrides=arguments)
+        secret = secret_override(config)
+        words += [*map(shlex.quote, training_overrides(config)), shlex.quote(secret), '"rollout.urls=[$urls]"']
+        servers = start_servers(rollout, num_training_nodes=options.nodes, overrides=[*arguments, secret])
         step += f' --nodes={options.nodes} --ntasks={options.nodes} --nodelist="$training_nodes"'
         end = _END_OF_BOTH
     training = " ".join(words)

@@ -1,11 +1,14 @@
 """The part of the Slurm batch script that starts vLLM servers on rollout nodes."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cohort.config import Config, ServersConfig
 from cohort.errors import UserError
+from cohort.run_files import SECRET_FILE
 
 _FIRST_PORT = 8000
 _PAUSE_S = 10  # between the end of a server and its next start
@@ -68,6 +71,7 @@ def plan_rollout_nodes(config: Config, *, num_nodes: int, gpus_per_node: int, gp
         )
     for field, value, default in (
         ("rollout.urls", list(rollout.urls), []),
+        ("rollout.secret_file", rollout.secret_file, None),
         ("hardware.rollout_gpus", config.hardware.rollout_gpus, "auto"),
     ):
         if value != default:
@@ -111,13 +115,18 @@ def training_overrides(config: Config) -> list[str]:
     return [f"rollout.{key}={'null' if default is None else default}" for key, default in changed.items()]
 
 
+def secret_override(config: Config) -> str:
+    """Override that has servers and ranks use the secret file in the run folder, which `start_servers` creates."""
+    return f"rollout.secret_file={json.dumps(str(Path(config.run.dir).absolute() / SECRET_FILE))}"
+
+
 def start_servers(nodes: RolloutNodes, *, num_training_nodes: int, overrides: Sequence[str]) -> str:
     """Return the script lines that start the servers and set `urls`.
 
     Args:
         nodes: the rollout nodes.
         num_training_nodes: number of nodes before them.
-        overrides: `key.sub=value` arguments of the run.
+        overrides: `key.sub=value` arguments of the run, with `secret_override`.
     """
     arguments = " ".join(['"$config"', *map(shlex.quote, overrides)])
     return f"""\
@@ -126,7 +135,11 @@ rollout_nodes=$(tail -n {nodes.num_nodes} <<< "$nodes" | paste -sd,)
 
 # vLLM servers on the last nodes; they end with the job. A server that exits is restarted and gets the current weights
 # from the trainer, which gives up after rollout.max_server_failures.
-# No authentication: anyone who can reach these nodes' ports from {_FIRST_PORT} on can replace the servers' weights.
+# Whoever reaches these nodes' ports from {_FIRST_PORT} on needs this secret, which is new for every start of the job.
+secret_file="$run_dir/{SECRET_FILE}"
+trap 'rm -f -- "$probe" "$secret_file"' EXIT
+rm -f -- "$secret_file"
+(umask 077; head -c 16 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > "$secret_file")
 urls=""
 for node in ${{rollout_nodes//,/ }}; do
     for (( i = 0; i < {nodes.servers_per_node}; i++ )); do

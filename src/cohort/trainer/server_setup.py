@@ -16,6 +16,7 @@ from cohort.plan.defaults import serving_dtype
 from cohort.rollout.engines.servers.fleet import Fleet
 from cohort.rollout.engines.servers.handles import FleetLimits, RemoteServer, ServerHandle
 from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret
 from cohort.rollout.engines.servers.server_engine import ServerEngine
 from cohort.run_folder import LOGS
 from cohort.trainer.parity import make_parity_gate
@@ -37,10 +38,11 @@ class ServersSetup(ABC):
     """
 
     def __init__(self, config: Config, inputs: Inputs):
-        """Choose the servers' GPUs and dtype.
+        """Choose the servers' GPUs, dtype and secret.
 
         Raises:
-            UserError: there is no GPU for the servers, or their GPUs do not allow sampling ahead.
+            UserError: there is no GPU for the servers, their GPUs do not allow sampling ahead, or the secret cannot be
+                read.
         """
         rollout = config.rollout
         assert isinstance(rollout, ServersConfig)
@@ -60,6 +62,7 @@ class ServersSetup(ABC):
                     f"set hardware.rollout_gpus"
                 )
         self.dtype: torch.dtype = getattr(torch, serving_dtype(config, on_gpu=on_gpu))
+        self.secret = _secret(rollout)
 
     @property
     def shares_gpus(self) -> bool:
@@ -73,7 +76,7 @@ class ServersSetup(ABC):
 
     @abstractmethod
     def make_server(self, gpus: str, log_file: Path) -> ServerHandle:
-        """Create the handle of a server that the run starts.
+        """Create the handle of a server that the run starts and that demands `secret` of every request.
 
         Args:
             gpus: CUDA_VISIBLE_DEVICES of the server; "" on CPU.
@@ -163,3 +166,14 @@ class ServersSetup(ABC):
             yield self.placement.reason
             count = len(self.placement.gpus)
             yield f"starting {count} {name}{'s' if count > 1 else ''}; logs: {logs}/{self.config.rollout.engine}-*.log"
+
+
+def _secret(rollout: ServersConfig) -> Secret | None:
+    """Return the secret of the run's servers; None for servers elsewhere that have none.
+
+    Raises:
+        UserError: `rollout.secret_file` cannot be read or created.
+    """
+    if rollout.secret_file is None:
+        return None if rollout.urls else Secret.new()
+    return read_secret(rollout.secret_file) if rollout.urls else read_or_create_secret(rollout.secret_file)

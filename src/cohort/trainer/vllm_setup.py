@@ -16,6 +16,7 @@ from cohort.models import end_token_ids, weight_specs
 from cohort.plan.adapter_shape import RequestedAdapter
 from cohort.plan.rollout_engine import vllm_sampling_limit
 from cohort.rollout.engines.servers.requests import Client, ServerError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.client import GenerateClient
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
@@ -53,7 +54,9 @@ class VllmSetup(ServersSetup):
     def make_server(self, gpus: str, log_file: Path) -> ServerProcess:
         """Create the handle of a vLLM server."""
         options = server_options(self.config, gpus=gpus, shared=self.shares_gpus)
-        return ServerProcess(replace(options, max_model_len=self.max_model_len), log_file=log_file)
+        assert self.secret is not None
+        options = replace(options, max_model_len=self.max_model_len)
+        return ServerProcess(options, secret=self.secret, log_file=log_file)
 
     def make_client(self, worker: Worker) -> Callable[[], Client]:
         """Return a function that creates a client of vLLM's token endpoint."""
@@ -61,6 +64,7 @@ class VllmSetup(ServersSetup):
             GenerateClient,
             end_token_ids=end_token_ids(worker.policy, self.inputs.tokenizer),
             vocab_size=worker.policy.model.config.get_text_config().vocab_size,
+            secret=self.secret,
             timeout_s=self.rollout.request_timeout_s,
         )
 
@@ -72,10 +76,10 @@ class VllmSetup(ServersSetup):
         if policy.adapter is not None:
             save = lambda path: workers.call(Worker.save_adapter, path)  # noqa: E731
             share = partial(send_adapter, save=save, folder=folder / ADAPTERS)
-            return partial(_connect_adapter, self.config), share
+            return partial(_connect_adapter, self.config, self.secret), share
         ipc_gpus = frozenset(gpu for gpu in workers.call(Worker.gpu) if gpu) if self.shares_gpus else frozenset()
         connect = partial(
-            _connect, self.config, policy.device, sleeps=self.shares_gpus, ipc_gpus=ipc_gpus, notify=notify
+            _connect, self.config, self.secret, policy.device, sleeps=self.shares_gpus, ipc_gpus=ipc_gpus, notify=notify
         )
         return connect, partial(_publish, workers, self.dtype, notify)
 
@@ -85,7 +89,14 @@ class VllmSetup(ServersSetup):
 
 
 def _connect(
-    config: Config, device: torch.device, url: str, *, sleeps: bool, ipc_gpus: Set[str], notify: Callable[[str], None]
+    config: Config,
+    secret: Secret | None,
+    device: torch.device,
+    url: str,
+    *,
+    sleeps: bool,
+    ipc_gpus: Set[str],
+    notify: Callable[[str], None],
 ) -> WeightChannel:
     """Open a channel that sends weights from rank 0 to a running server.
 
@@ -94,11 +105,17 @@ def _connect(
         ServerError: the server or its workers do not answer.
     """
     timeout_s = config.hardware.timeout_s / 8  # a hanging server uses up several, while the other ranks wait
-    with closing(VllmApi(url, timeout_s=timeout_s)) as api:
+    with closing(VllmApi(url, secret=secret, timeout_s=timeout_s)) as api:
         check_version(api.version(), f"rollout.urls: {url}")  # known already for the run's own servers
         num_workers = api.world_size()
     channel = WeightChannel(
-        url, device=device, num_workers=num_workers, timeout_s=timeout_s, sleeps=sleeps, ipc_gpus=ipc_gpus
+        url,
+        secret=secret,
+        device=device,
+        num_workers=num_workers,
+        timeout_s=timeout_s,
+        sleeps=sleeps,
+        ipc_gpus=ipc_gpus,
     )
     try:
         channel.open()
@@ -109,14 +126,14 @@ def _connect(
     return channel
 
 
-def _connect_adapter(config: Config, url: str) -> AdapterChannel:
+def _connect_adapter(config: Config, secret: Secret | None, url: str) -> AdapterChannel:
     """Open a channel that sends adapters to a running server.
 
     Raises:
         UserError: the server's version of vLLM is not supported, or it was started without adapters.
         ServerError: the server does not answer.
     """
-    api = VllmApi(url, timeout_s=config.hardware.timeout_s / 8)
+    api = VllmApi(url, secret=secret, timeout_s=config.hardware.timeout_s / 8)
     try:
         check_version(api.version(), f"rollout.urls: {url}")
         if POLICY_NAME in (names := api.model_names()) and f"{POLICY_NAME}-base" not in names:

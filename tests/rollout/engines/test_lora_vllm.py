@@ -12,11 +12,12 @@ from cohort.errors import UserError
 from cohort.launch.serve import serve_command
 from cohort.plan.rollout_engine import plan_engine
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.lora_transfer import AdapterChannel, send_adapter
 from cohort.trainer import vllm_setup
 from cohort.trainer.run_inputs import read_inputs
 from configs import MINIMAL
-from fake_vllm import ThreadServer
+from fake_vllm import SECRET, ThreadServer
 from runs import changed, make_inputs
 
 Find = Callable[..., vllm_setup.VllmSetup]
@@ -95,6 +96,7 @@ def test_servers_have_room_for_the_rank(find: Find, tmp_path: Path):
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(saved))
     for adapter, room in (({"rank": 12}, "16"), ({"path": str(tmp_path / "adapter")}, "64")):
         raw = changed(make_inputs(tmp_path), model={"adapter": adapter}, rollout={"engine": "vllm"})
+        raw = changed(raw, rollout={"secret_file": str(tmp_path / "secret")})
         command, _ = serve_command(config_from_dict(raw), host="127.0.0.1", port=8000)
         assert command[command.index("--max-lora-rank") + 1] == room
 
@@ -105,7 +107,7 @@ def test_a_server_without_room_for_an_adapter_is_refused(tmp_path: Path):
     server.start()
     try:
         with pytest.raises(UserError, match=r"rollout.urls: http\S+ serves the model without an adapter"):
-            vllm_setup._connect_adapter(config, server.url)
+            vllm_setup._connect_adapter(config, Secret(SECRET), server.url)
     finally:
         server.stop()
 

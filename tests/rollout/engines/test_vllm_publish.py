@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import cohort
 from cohort.rollout.engines.vllm.worker.cohort_weight_group import WeightGroup, describe_device
-from fake_vllm import HANG_S, FakeVllm, ThreadServer
+from fake_vllm import HANG_S, SECRET, FakeVllm, ThreadServer
 from runs import changed, make_inputs, metric
 from selection import slow
 
@@ -61,9 +61,11 @@ def test_the_other_ranks_do_not_give_up_while_a_server_hangs(tmp_path: Path):
     """They wait inside of the gathering of weights, for as long as rank 0 waits for the server, and not longer."""
     server = ThreadServer(make=WeightTaker)
     server.start()
+    (tmp_path / "secret").touch(mode=0o600)
+    (tmp_path / "secret").write_text(SECRET)
     config = changed(
         make_inputs(tmp_path),
-        rollout={"engine": "vllm", "urls": [server.url], "parity_every": 0},
+        rollout={"engine": "vllm", "urls": [server.url], "secret_file": str(tmp_path / "secret"), "parity_every": 0},
         hardware={"processes": 2, "timeout_s": 16, "device": "cpu"},
         train={"steps": 3},
         eval={"every": 0},

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ import pytest
 
 from cohort.errors import UserError
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.server import WORKER_FOLDER, ServerOptions, ServerProcess, check_vllm, server_command
@@ -64,6 +66,7 @@ def test_the_command_on_a_cpu():
         "--kv-cache-memory-bytes": str(2**28),
         "--no-enable-chunked-prefill": None,
         "--max-num-batched-tokens": "2048",
+        "--middleware": "cohort_vllm_auth.RequireSecret",
     }
     long, _ = flags(device="cpu", max_model_len=5000)
     assert long["--max-num-batched-tokens"] == "5000"  # a prompt is computed at once
@@ -96,6 +99,12 @@ def test_options_of_the_user_come_last():
     assert "--enforce-eager" not in given
 
 
+def test_the_secret_is_demanded_before_the_users_middleware():
+    command, _ = server_command(ServerOptions(**OPTIONS, device="cpu", extra={"middleware": "mine.Middleware"}), 8123)
+    given = [value for flag, value in pairwise(command) if flag == "--middleware"]
+    assert given == ["mine.Middleware", "cohort_vllm_auth.RequireSecret"]  # vLLM wraps one around the other
+
+
 def test_a_python_without_vllm_is_the_users_to_mend(tmp_path: Path):
     with pytest.raises(UserError, match=r"rollout\.vllm_python: .* has no vLLM.*pip install 'vllm==0\.32\.\*'"):
         check_vllm(sys.executable)
@@ -123,7 +132,8 @@ import os, signal, sys, time
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
-inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ]
+inherited = [name for name in ("RANK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_API_KEY")
+             if name in os.environ]
 print("port", sys.argv[1], inherited, flush=True)
 {then}
 """
@@ -142,7 +152,8 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
         monkeypatch.setattr(server_module, "server_command", command)
         monkeypatch.setattr(server_module.guard, "GRACE_S", 0.3)
-        made.append(ServerProcess(ServerOptions(**OPTIONS, device="cpu"), log_file=tmp_path / "logs" / "server.log"))
+        options = ServerOptions(**OPTIONS, device="cpu")
+        made.append(ServerProcess(options, secret=Secret.new(), log_file=tmp_path / "logs" / "server.log"))
         return made[-1]
 
     yield make
@@ -183,6 +194,7 @@ def test_every_end_is_a_failure_and_leaves_nothing_behind(standin, then: str, sa
 
 def test_stop_ends_what_ignores_sigterm_and_a_start_has_a_new_port(standin, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")  # of torchrun; a server has no rank
+    monkeypatch.setenv("VLLM_API_KEY", "mine")  # it would be demanded in place of the secret
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # of training; weights that sleep lie otherwise
         monkeypatch.setenv(name, "expandable_segments:True")
     process = standin("time.sleep(600)")
@@ -267,7 +279,7 @@ def test_errors_name_the_server_the_endpoint_and_what_came_back():
     with HTTPServer(("127.0.0.1", 0), Answers) as http:
         Thread(target=http.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{http.server_port}"
-        api = VllmApi(url, timeout_s=600)
+        api = VllmApi(url, secret=None, timeout_s=600)
         assert api.weight_version() is None
         for call, said in (
             (api.resume, f"{url}/resume: HTTP 500: first line"),
@@ -280,4 +292,4 @@ def test_errors_name_the_server_the_endpoint_and_what_came_back():
         api.close()
         http.shutdown()
     with pytest.raises(ServerError, match=rf"^{url}/resume: ConnectError"):
-        VllmApi(url, timeout_s=600).resume()
+        VllmApi(url, secret=None, timeout_s=600).resume()

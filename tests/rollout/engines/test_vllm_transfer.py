@@ -18,12 +18,13 @@ from cohort.distributed import SINGLE_PROCESS
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers import cuda_ipc
 from cohort.rollout.engines.servers.cuda_ipc import IpcBuffer, allocate, ipc_handle, make_buckets
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import weight_channel
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from cohort.trainer import vllm_setup
 from cohort.trainer.worker_group import WorkerGroup
-from fake_vllm import ThreadServer
+from fake_vllm import SECRET, ThreadServer
 from waiting import PATIENCE_S
 from weight_servers import EngineServer, FakeNccl, load_worker
 
@@ -170,6 +171,7 @@ class Machine:
         self.channels = [
             WeightChannel(
                 handle.url,
+                secret=Secret(SECRET),
                 device=DEVICES[0],
                 num_workers=1,
                 timeout_s=PATIENCE_S,

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm import weight_channel
 from cohort.rollout.engines.vllm.weight_channel import WeightChannel
 from cohort.rollout.engines.vllm.weight_stream import send_to_servers
 from cohort.rollout.engines.vllm.weight_transfer import GroupTransfer
 from cohort.rollout.engines.vllm.worker import cohort_weight_group
-from fake_vllm import ThreadServer
+from fake_vllm import SECRET, ThreadServer
 from selection import slow
 from waiting import PATIENCE_S, until
 from weight_servers import (
@@ -79,7 +80,7 @@ class Place:
         return fake
 
     def channel(self, url: str, *, deadline_s: float = PATIENCE_S) -> WeightChannel:
-        made = WeightChannel(url, device=GPU, num_workers=1, timeout_s=deadline_s)
+        made = WeightChannel(url, secret=Secret(SECRET), device=GPU, num_workers=1, timeout_s=deadline_s)
         self.channels.append(made)
         return made
 

@@ -20,7 +20,13 @@ _POLL_INTERVAL_S = 0.2
 def main(command: list[str]) -> int:
     """Run `command` until it exits or its parent is gone."""
     parent = os.getppid()
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,
+        close_fds=False,  # it gets the files that the parent passed on to it
+    )
     print(server.pid, flush=True)
     try:
         while server.poll() is None and os.getppid() == parent:

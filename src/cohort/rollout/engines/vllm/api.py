@@ -14,16 +14,18 @@ from typing import Any, cast
 import httpx2 as httpx
 
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret, request_headers
 
 
 class VllmApi:
     """The control endpoints of one server. Thread-safe."""
 
-    def __init__(self, url: str, *, timeout_s: float | None):
+    def __init__(self, url: str, *, secret: Secret | None, timeout_s: float | None):
         """Create a client without connecting.
 
         Args:
             url: address of the server, such as http://127.0.0.1:8000.
+            secret: sent with every request; None for a server without a secret.
             timeout_s: maximum time per call; None to wait until the server exits or `close` is called.
         """
         self.url = url.rstrip("/")
@@ -31,6 +33,7 @@ class VllmApi:
         # servers are on the local network: ignore proxies from the environment
         self._client = httpx.Client(
             base_url=self.url,
+            headers=request_headers(secret),
             timeout=timeout_s,
             verify=self.url.startswith("https:"),  # loading certificates takes longer than most calls
             trust_env=False,

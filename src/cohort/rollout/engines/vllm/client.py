@@ -13,12 +13,14 @@ import numpy as np
 from cohort.errors import UserError
 from cohort.records import FinishReason, FloatArray, ModelCall
 from cohort.rollout.engines.servers.requests import BusyError, GenerateRequest, ServerError
+from cohort.rollout.engines.servers.secret import Secret, request_headers
 from cohort.rollout.engines.vllm.server import POLICY_NAME
 
 _CONNECT_TIMEOUT_S = 10.0
 _QUICK_TIMEOUT_S = 10.0  # for endpoints that answer at once
 _REJECTED = (400, 413, 422)
 _BUSY = (429, 503)
+_UNAUTHORIZED = 401
 # vLLM returns this for NaN and missing logprobs.
 _NO_LOGPROB = -9999.0
 # Rounding may push a probability slightly above 1.
@@ -28,16 +30,18 @@ _LOGPROB_TOLERANCE = 1e-4
 class GenerateClient:
     """Requests completions from vLLM servers. For one event loop."""
 
-    def __init__(self, *, end_token_ids: frozenset[int], vocab_size: int, timeout_s: float):
+    def __init__(self, *, end_token_ids: frozenset[int], vocab_size: int, secret: Secret | None, timeout_s: float):
         """Create a client; connections are opened per request.
 
         Args:
             end_token_ids: tokens that end a completion. Nothing else does, except the token limit.
             vocab_size: token ids must be smaller.
+            secret: sent with every request; None for servers without a secret.
             timeout_s: maximum time per request.
         """
         self._end_token_ids = end_token_ids
         self._vocab_size = vocab_size
+        self._headers = request_headers(secret)
         self._timeout_s = timeout_s
         self._http: dict[bool, httpx2.AsyncClient] = {}  # key: whether certificates are verified
 
@@ -49,12 +53,18 @@ class GenerateClient:
             await http.aclose()
 
     async def healthy(self, url: str) -> bool:
-        """Whether the server answers and its engine is alive."""
+        """Whether the server answers and its engine is alive.
+
+        Raises:
+            ServerError: it demands another secret.
+        """
         try:
             async with asyncio.timeout(_QUICK_TIMEOUT_S):
-                return (await self._client(url).get(f"{url}/health")).status_code == 200
+                response = await self._client(url).get(f"{url}/health")
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
             return False
+        _check_secret(response)
+        return response.status_code == 200
 
     async def max_model_len(self, url: str) -> int:
         """Return the server's maximum tokens of prompt and completion.
@@ -90,6 +100,7 @@ class GenerateClient:
         if verify not in self._http:
             self._http[verify] = httpx2.AsyncClient(
                 verify=verify,
+                headers=self._headers,
                 timeout=httpx2.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
                 # One connection per request: servers close idle ones after some seconds, and a request on such a
                 # connection would look like a crashed server.
@@ -126,6 +137,7 @@ class GenerateClient:
             raise ServerError(f"{url}{path}: no answer within {timeout_s:g} s") from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ServerError(f"{url}{path}: {type(error).__name__}: {error}") from error
+        _check_secret(response)
         if response.status_code != 200:
             said = f"{response.status_code} {' '.join(response.text.split()):.300}"
             if response.status_code in _REJECTED:
@@ -173,6 +185,14 @@ class GenerateClient:
             sampling_logprobs=_logprobs([entry["logprob"] for entry in content]),
             finish_reason=finish_reason,
             policy_version=_oldest_version(choice["weight_versions"], len(token_ids), allows),
+        )
+
+
+def _check_secret(response: httpx2.Response) -> None:
+    if response.status_code == _UNAUTHORIZED:
+        raise ServerError(
+            f"{response.url}: the server demands another secret (HTTP {_UNAUTHORIZED}); rollout.secret_file must be "
+            f"the file with which it was started"
         )
 
 

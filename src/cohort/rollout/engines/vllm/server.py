@@ -15,21 +15,23 @@ from typing import IO, Any, Literal
 
 from cohort.errors import UserError
 from cohort.rollout.engines.servers import guard
+from cohort.rollout.engines.servers.secret import Secret
 
 VLLM_LINE = "0.32"
 POLICY_NAME = "policy"  # the `model` of requests
 WORKER_FOLDER = Path(__file__).parent / "worker"
+SECRET_VARIABLE = "COHORT_SECRET_FILE"  # file from which a server reads the secret that it demands
 _STOP_TIMEOUT_S = guard.GRACE_S + 5.0
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BATCHED_TOKENS = 2048  # vLLM's default with chunked prefill
 _MAX_LOG_BYTES = 4 << 20
 _ADVICE = f"use the python of an environment of vLLM's own (pip install 'vllm=={VLLM_LINE}.*')"
 # Variables of torchrun, of Cohort's own Python environment, and of its CUDA allocator: sleep mode does not support
-# expandable segments.
+# expandable segments. An API key would be demanded in place of the secret.
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT", "VLLM_API_KEY"),
 }
 
 
@@ -59,7 +61,7 @@ class ServerOptions:
 
 
 def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of a server and its additional environment variables."""
+    """Return the command line of a server and its additional environment variables, except `SECRET_VARIABLE`."""
     arguments: dict[str, Any] = {
         "model": options.model,
         "served_model_name": options.base_name,
@@ -105,6 +107,8 @@ def server_command(options: ServerOptions, port: int) -> tuple[list[str], dict[s
     command = [options.python, "-m", "vllm.entrypoints.openai.api_server"]
     for key, value in arguments.items():
         command += _option(key, value)
+    # repeated options add up, and the last one sees requests first
+    command += ["--middleware", "cohort_vllm_auth.RequireSecret"]
     return command, environment
 
 
@@ -162,39 +166,52 @@ def check_version(version: str, where: str) -> None:
         raise UserError(f"{where} has vLLM {version}, but Cohort supports only {VLLM_LINE}.*; {_ADVICE}")
 
 
-def start_guarded(command: Sequence[str], added: Mapping[str, str], *, log: IO[bytes] | None) -> subprocess.Popen[str]:
+def start_guarded(
+    command: Sequence[str], added: Mapping[str, str], *, secret: Secret, log: IO[bytes] | None
+) -> subprocess.Popen[str]:
     """Start a server that stops when this process dies, or when the standard input of its guard is closed.
 
     Args:
         command: the server's command line.
         added: additional environment variables.
+        secret: what the server demands of every request. It is passed through a pipe, which is empty once it is read.
         log: file for the server's output; None for this process's standard error.
 
     Returns:
         the guard process. Its first line of output is the server's process group; it exits with the server.
     """
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED} | dict(added),
-        start_new_session=True,  # Ctrl-C only reaches this process, which then stops the server
-        text=True,
-    )
+    environment = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED} | dict(added)
+    source, sink = os.pipe()
+    try:
+        with open(sink, "w", encoding="ascii") as pipe:
+            pipe.write(f"{secret.text}\n")
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment | {SECRET_VARIABLE: f"/dev/fd/{source}"},
+            pass_fds=(source,),
+            start_new_session=True,  # Ctrl-C only reaches this process, which then stops the server
+            text=True,
+        )
+    finally:
+        os.close(source)
 
 
 class ServerProcess:
     """A vLLM server whose processes never outlive this one. Not thread-safe."""
 
-    def __init__(self, options: ServerOptions, *, log_file: Path):
+    def __init__(self, options: ServerOptions, *, secret: Secret, log_file: Path):
         """Create a server without starting it.
 
         Args:
             options: options of the server.
+            secret: what it demands of every request.
             log_file: receives the server's output, appended.
         """
         self.options = options
+        self.secret = secret
         self.log_file = log_file
         self.url = ""
         self._guard: subprocess.Popen[str] | None = None
@@ -209,7 +226,7 @@ class ServerProcess:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
             self._log_start = log.tell()
-            self._guard = start_guarded(command, added, log=log)
+            self._guard = start_guarded(command, added, secret=self.secret, log=log)
         self.url = f"http://127.0.0.1:{port}"
         assert self._guard.stdout is not None
         self._group = int(self._guard.stdout.readline() or 0)

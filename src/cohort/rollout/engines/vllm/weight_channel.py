@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from cohort.models import TensorSpec
 from cohort.rollout.engines.servers.requests import ServerError
+from cohort.rollout.engines.servers.secret import Secret
 from cohort.rollout.engines.vllm.api import VllmApi
 from cohort.rollout.engines.vllm.weight_transfer import (
     GroupTransfer,
@@ -50,6 +52,7 @@ class WeightChannel:
         self,
         url: str,
         *,
+        secret: Secret | None,
         device: torch.device,
         num_workers: int,
         timeout_s: float,
@@ -60,6 +63,7 @@ class WeightChannel:
 
         Args:
             url: address of the server.
+            secret: sent with every request; None for a server without a secret.
             device: this process's GPU with its index, or the CPU.
             num_workers: number of the server's workers, one per GPU.
             timeout_s: maximum time per call and per tensor.
@@ -70,7 +74,8 @@ class WeightChannel:
         self.version: int | None = None  # last version committed by this channel
         self.notes: list[str] = []  # messages for the user; cleared once they are shown
         self._last_note = ""  # last note of `choose_transport`
-        self._api = VllmApi(url, timeout_s=timeout_s)
+        self._new_api = partial(VllmApi, url, secret=secret)
+        self._api = self._new_api(timeout_s=timeout_s)
         self._device = device
         self._num_workers = num_workers
         self._timeout_s = timeout_s
@@ -217,7 +222,7 @@ class WeightChannel:
         # while the trainer waits for another, hung server, these workers wait for their next tensor
         worker_timeout_s = _WORKER_TIMEOUT_FACTOR * self._timeout_s
         deadlines = {"timeout_s": worker_timeout_s, "rendezvous_timeout_s": self._meet_timeout_s}
-        api = VllmApi(self.url, timeout_s=self._meet_timeout_s)
+        api = self._new_api(timeout_s=self._meet_timeout_s)
         joined = in_thread(api.init_weight_transfer, {**address, **deadlines})
         joined.add_done_callback(lambda _: api.close())
         ranks = [f"here/{rank}" for rank in range(1, size)]
@@ -237,7 +242,7 @@ class WeightChannel:
             device = self._device if transport == "nccl" else torch.device("cpu")
             longest_s = max(worker_timeout_s, self._meet_timeout_s)
             group = WeightGroup(transport, store, rank=0, size=size, device=device, host=host, timeout_s=longest_s)
-            self._transfer = GroupTransfer(transport, group, self.url, timeout_s=self._timeout_s)
+            self._transfer = GroupTransfer(transport, group, self._new_api(timeout_s=None), timeout_s=self._timeout_s)
             wait_for_both(group.connect(), joined, self._meet_timeout_s, self.url)
         result_within(joined, self._meet_timeout_s, f"{self.url}: weight transfer rendezvous")
 
@@ -286,7 +291,7 @@ class WeightChannel:
 
     @contextmanager
     def _short_timeout_api(self) -> Iterator[VllmApi]:
-        api = VllmApi(self.url, timeout_s=min(self._timeout_s, _ABORT_TIMEOUT_S))
+        api = self._new_api(timeout_s=min(self._timeout_s, _ABORT_TIMEOUT_S))
         try:
             yield api
         finally:

@@ -57,12 +57,19 @@ class WeightTransfer(Protocol):
 class GroupTransfer:
     """Broadcasts in a process group (gloo or NCCL) with the server's workers, which receive in one HTTP call."""
 
-    def __init__(self, transport: Literal["gloo", "nccl"], group: WeightGroup, url: str, *, timeout_s: float):
-        """Create a transfer over a connected group, with a timeout per tensor."""
+    def __init__(self, transport: Literal["gloo", "nccl"], group: WeightGroup, api: VllmApi, *, timeout_s: float):
+        """Create a transfer over a connected group.
+
+        Args:
+            transport: the group's.
+            group: connects this process with the workers.
+            api: without a timeout, since a call lasts until all tensors are sent, or `close`, which also closes it. A
+                hung server is noticed at its next tensor.
+            timeout_s: maximum time per tensor.
+        """
         self.transport: Transport = transport
         self._group = group
-        # no timeout: the call lasts until all tensors are sent, or `close`; a hung server is noticed at its next tensor
-        self._api = VllmApi(url, timeout_s=None)
+        self._api = api
         self._timeout_s = timeout_s
         self._received: Future[None] | None = None
         self._sent: Future[None] | None = None

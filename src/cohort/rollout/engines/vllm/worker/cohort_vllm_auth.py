@@ -1,0 +1,54 @@
+"""Middleware for vLLM's API server (`--middleware`): reject requests without the run's secret.
+
+vLLM's own `--api-key` leaves the routes that replace weights and pause the server open to everyone. The file
+$COHORT_SECRET_FILE, which may be a pipe, is read when the server imports this module: without a secret it does not
+start. Standard library only, since vLLM's environment does not have Cohort.
+"""
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_BODY = b'{"error": "this server demands the secret of its run"}'
+_POLICY_VIOLATION = 1008  # close code of WebSockets
+
+
+def _read_secret() -> bytes:
+    with open(os.environ["COHORT_SECRET_FILE"], "rb") as file:
+        secret = file.readline().strip()  # not to the end: another process may hold the pipe open
+    if not secret:
+        raise ValueError("$COHORT_SECRET_FILE holds no secret")
+    return secret
+
+
+_EXPECTED = b"Bearer " + _read_secret()
+
+
+class RequireSecret:
+    """ASGI middleware that demands `Authorization: Bearer SECRET` on every route, also of WebSockets."""
+
+    def __init__(self, app: App):
+        """Wrap an application."""
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what has the secret, and the server's own lifespan events."""
+        if scope["type"] == "lifespan" or _is_authorized(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": _BODY})
+
+
+def _is_authorized(scope: Scope) -> bool:
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    return len(given) == 1 and hmac.compare_digest(given[0], _EXPECTED)

@@ -1,0 +1,251 @@
+"""The secret that servers demand: how they get it, what they let in, and that nobody else learns it."""
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cohort.config import config_from_dict, load_config
+from cohort.errors import TrainingError, UserError
+from cohort.rollout.engines.servers.handles import RemoteServer
+from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret, request_headers
+from cohort.rollout.engines.vllm import server as server_module
+from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, WORKER_FOLDER, ServerOptions, ServerProcess
+from cohort.trainer import vllm_setup
+from cohort.trainer.run_inputs import read_inputs
+from fake_vllm import SECRET, ThreadServer
+from runs import changed, make_inputs
+from vllm_runs import assert_right, run_with
+from waiting import until
+
+# What a server lets in
+
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Loads the middleware as vLLM does, with a secret file."""
+
+    def load(content: str) -> Any:
+        (tmp_path / "secret").write_text(content)
+        monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "secret"))
+        spec = importlib.util.spec_from_file_location("cohort_vllm_auth", WORKER_FOLDER / "cohort_vllm_auth.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def call(middleware: Any, kind: str, *authorization: str, **scope: Any) -> tuple[bool, Messages]:
+    """Whether the application got the request, and what the middleware itself answered."""
+    sent: Messages = []
+    came: Messages = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the request is not read")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def application(*given: Any) -> None:
+        came.append(given[0])
+        assert given[1:] == (receive, send)
+
+    if kind != "lifespan":
+        scope["headers"] = [(b"host", b"a"), *((b"authorization", value.encode("latin-1")) for value in authorization)]
+    asyncio.run(middleware(application)({"type": kind, **scope}, receive, send))
+    return bool(came), sent
+
+
+def test_whoever_has_the_secret_comes_in(load):
+    middleware = load("abc123\n").RequireSecret
+    for kind in ("http", "websocket"):
+        assert call(middleware, kind, "Bearer abc123", path="/update_weights") == (True, [])
+    assert call(middleware, "lifespan") == (True, [])  # the server's own start and stop
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        (),
+        ("",),
+        ("abc123",),
+        ("Bearer ",),
+        ("Bearer abc12",),
+        ("Bearer abc1234",),
+        ("Bearer ABC123",),
+        ("Basic abc123",),
+        ("Bearer \xff",),
+        ("Bearer wrong", "Bearer abc123"),
+    ],
+)
+def test_nobody_else_does(load, authorization: tuple[str, ...]):
+    middleware = load("abc123").RequireSecret
+    for method, path in (("GET", "/health"), ("POST", "/pause"), ("OPTIONS", "/v1/models"), ("GET", "/metrics/")):
+        came, (start, body) = call(middleware, "http", *authorization, method=method, path=path)
+        assert not came and start["status"] == 401 and b"abc123" not in body["body"]
+    assert call(middleware, "websocket", *authorization) == (False, [{"type": "websocket.close", "code": 1008}])
+
+
+@pytest.mark.parametrize("content", ["", "\n"])
+def test_a_server_without_a_secret_does_not_start(load, monkeypatch: pytest.MonkeyPatch, content: str):
+    with pytest.raises(ValueError, match="holds no secret"):
+        load(content)
+
+
+# How it gets there
+
+# Stands in for a server: it imports the middleware as vLLM does, and lives on. `told` is what it has learned.
+SERVER = f"""
+import os, sys, time
+sys.path.insert(0, {str(WORKER_FOLDER)!r})
+import cohort_vllm_auth
+from pathlib import Path
+Path(sys.argv[1]).write_bytes(cohort_vllm_auth._EXPECTED)
+os.rename(sys.argv[1], sys.argv[1] + ".told")
+print("up", os.environ, sys.argv, flush=True)
+time.sleep(600)
+"""
+
+
+def test_only_the_server_learns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not by command lines, environments or logs; a server that is restarted gets it again."""
+    secret = Secret.new()
+    told = tmp_path / "it.told"
+    monkeypatch.setattr(
+        server_module, "server_command", lambda *_: ([sys.executable, "-c", SERVER, str(tmp_path / "it")], {})
+    )
+    options = ServerOptions(python="", model="", device="cpu", dtype="float32", max_model_len=8, max_num_seqs=1)
+    process = ServerProcess(options, secret=secret, log_file=tmp_path / "logs" / "server.log")
+    own_files = set(os.listdir("/proc/self/fd"))
+    try:
+        for _ in range(2):
+            process.start()
+            until(lambda: "up" in process.log() or process.poll() is not None)
+            assert told.read_bytes() == f"Bearer {secret.text}".encode()
+            told.unlink()
+            children = psutil.Process().children(recursive=True)
+            assert len(children) >= 2  # guard and server
+            for seen in (psutil.Process(), *children):
+                assert secret.text not in str(seen.environ()) and secret.text not in str(seen.cmdline())
+            assert secret.text not in str(dict(os.environ))
+        assert SECRET_VARIABLE not in os.environ
+        assert secret.text not in (tmp_path / "logs" / "server.log").read_text()
+    finally:
+        process.stop()
+    assert set(os.listdir("/proc/self/fd")) <= own_files  # no pipe is left open
+    assert secret.text not in f"{secret} {secret!r} {process.__dict__}"
+
+
+# Secret files
+
+
+def test_a_file_is_created_once_and_for_its_owner_alone(tmp_path: Path):
+    file = tmp_path / "secret"
+    before = os.umask(0)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(read_or_create_secret, [str(file)] * 32))
+    finally:
+        os.umask(before)
+    assert len({secret.text for secret in read}) == 1 and len(bytes.fromhex(read[0].text)) == 16
+    assert file.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["secret"]
+    assert read_secret(str(file)) == read[0] != Secret.new() != Secret.new()
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        (None, 0, "does not exist; `cohort serve` creates it"),
+        ("abc", 0o604, r"is open to all users \(mode 0604\); use `chmod 600`"),
+        ("", 0o600, "must hold one word of ASCII characters"),
+        ("hidden words", 0o600, "must hold one word of ASCII characters"),
+        ("hidden\xe9", 0o600, "must hold one word of ASCII characters"),
+    ],
+)
+def test_files_that_hold_no_secret(tmp_path: Path, content: str | None, mode: int, said: str):
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+        file.chmod(mode)
+    with pytest.raises(UserError, match=f"^rollout.secret_file: '{file}' {said}") as caught:
+        read_secret(str(file))
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_created(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^rollout.secret_file: '.*' cannot be created: No such file or directory$"):
+        read_or_create_secret(str(tmp_path / "nowhere" / "secret"))
+    with pytest.raises(UserError, match=r"^rollout.secret_file: '.*' cannot be read: Is a directory$"):
+        read_or_create_secret(str(tmp_path))
+
+
+def test_a_missing_file_belongs_next_to_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where `cohort serve` and the run both find it, whatever their working directories."""
+    (tmp_path / "configs").mkdir()
+    config = tmp_path / "configs" / "run.yaml"
+    config.write_text(
+        "{model: {path: m}, data: {path: d}, rewards: [{use: math}], rollout: {engine: vllm, secret_file: s}}"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/run.yaml").rollout.secret_file == str(tmp_path / "configs" / "s")
+    (tmp_path / "s").touch()
+    assert load_config("configs/run.yaml").rollout.secret_file == str(tmp_path / "s")  # it is there already
+
+
+# Of a run
+
+
+def test_which_secret_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm_setup, "check_vllm", lambda python: "0.32.0")
+    raw = changed(make_inputs(tmp_path), rollout={"engine": "vllm"}, hardware={"device": "cpu"})
+    file = str(tmp_path / "secret")
+
+    def secret_of(**rollout: Any) -> Secret | None:
+        config = config_from_dict(changed(raw, rollout=rollout))
+        return vllm_setup.VllmSetup(config, read_inputs(config)).secret
+
+    elsewhere = {"urls": ["http://a:1"]}
+    first, second = secret_of(), secret_of()
+    assert first is not None and second is not None and first != second  # in memory alone
+    assert secret_of(**elsewhere) is None
+    with pytest.raises(UserError, match="does not exist"):
+        secret_of(**elsewhere, secret_file=file)
+    created = secret_of(secret_file=file)  # so that others can look at the run's own servers
+    assert created is not None and created == secret_of(**elsewhere, secret_file=file) == read_secret(file)
+
+
+def test_another_secret_ends_the_run_and_says_which_key_to_set():
+    handle = ThreadServer()
+    handle.start()
+    (fake,) = handle.fakes
+    fake.secret = "another"
+    try:
+        with run_with(RemoteServer(handle.url)) as run, pytest.raises(TrainingError) as error:
+            run.generate(1)
+    finally:
+        handle.stop()
+    assert f"{handle.url}/health: the server demands another secret (HTTP 401); rollout.secret_file" in str(error.value)
+    assert SECRET not in f"{error.value} {run.notes}"
+    assert fake.calls.keys() == {"without the secret"}
+
+
+def test_every_request_has_the_secret():
+    servers = ThreadServer(), ThreadServer()
+    with run_with(*servers) as run:
+        assert_right(run.generate(4))
+    for server in servers:
+        calls = server.fakes[0].calls
+        assert calls["/health"] and calls["/v1/models"] and not calls["without the secret"]
+    assert sum(server.fakes[0].calls["/inference/v1/generate"] for server in servers) == 4
+    assert request_headers(None) == {}
