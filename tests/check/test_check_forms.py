@@ -6,7 +6,6 @@ import pytest
 
 from checks import read
 from cohort.check import FileReport, check_file, convert_file
-from cohort.check.readers import read_launch
 
 RECIPE = (
     "model_name_or_path: Qwen/Qwen2.5-1.5B\nnum_generations: {}\nper_device_train_batch_size: 16\nsystem_prompt: x\n"
@@ -66,7 +65,7 @@ VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 actor_rollout_r
         ("run.sh", VERL.format("model_engine=veomni"), "verl", "verl's engine veomni"),
         ("run.sh", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --x 1\n", "ms-swift", "Megatron"),
         ("run.sh", "megatron rlhf --use_ray true --config $DIR/r.yaml\n", "ms-swift", "Megatron"),
-        ("run.yaml", "rlhf_type: grpo\ntrain: {gpus: 4}\n", "ms-swift", "ms-swift on Ray, which trains with Megatron,"),
+        ("run.yaml", "rlhf_type: grpo\ntrain: {gpus: 4}\n", "ms-swift", "ms-swift on Ray, which trains with Megatron"),
     ],
 )
 def test_what_is_only_recognized_is_told_and_no_error(
@@ -160,16 +159,6 @@ def test_a_placeholder_is_a_word(tmp_path: Path) -> None:
     assert launch.others[0].settings["system"].value == "a <b> c"
 
 
-def test_trl_grpo_takes_its_processes_from_the_recipe(tmp_path: Path) -> None:
-    launch = read(tmp_path, "num_generations: 8\nnum_processes: 4\n", "r.yaml")
-    assert launch.processes is None
-    for launch in (
-        read_launch(tmp_path / "r.yaml", launched_with="trl grpo --config r.yaml"),
-        read(tmp_path, "trl grpo --config r.yaml\n", "run.sh"),
-    ):
-        assert launch.processes and (launch.processes.value, launch.processes.where) == (4, "r.yaml:2")
-
-
 def test_a_script_beside_its_sampling_server_is_not_checked_and_no_error(tmp_path: Path) -> None:
     text = "CUDA_VISIBLE_DEVICES=0 trl vllm-serve --model m &\nCUDA_VISIBLE_DEVICES=1 accelerate launch train.py\n"
     found = report(tmp_path, text)
@@ -187,20 +176,15 @@ GRPOTrainer(model, args=GRPOConfig("out"), reward_funcs=[r]{})
 
 
 @pytest.mark.parametrize(
-    ("text", "weights"),
+    "text",
     [
-        (QUANTIZED, "5.5 weights"),  # what is not quantized in bfloat16; below in float32
-        ('GRPOTrainer("Qwen/Qwen2.5-7B", args=GRPOConfig("o"), quantization_config=Q{})\n' + BITS, "7.7 weights"),
-        (
-            'GRPOTrainer("Qwen/Qwen2.5-7B", args=GRPOConfig("o", model_init_kwargs=dict(quantization_config=Q)){})\n'
-            + BITS,
-            "7.7 weights",
-        ),
+        QUANTIZED,
+        'GRPOTrainer("m", args=GRPOConfig("o"), quantization_config=Q{})\n' + BITS,
+        'GRPOTrainer("m", args=GRPOConfig("o", model_init_kwargs=dict(quantization_config=Q)){})\n' + BITS,
     ],
 )
-def test_python_is_read_for_bitsandbytes_wherever_it_stands(text: str, weights: str, tmp_path: Path) -> None:
-    found = report(tmp_path, text.format(", peft_config=LoraConfig(r=8)"), "a.py", gpu_memory="80GB")
-    assert weights in str(found.memory)
+def test_python_is_read_for_bitsandbytes_wherever_it_stands(text: str, tmp_path: Path) -> None:
+    assert not report(tmp_path, text.format(", peft_config=LoraConfig(r=8)"), "a.py").failed
     alone = report(tmp_path, text.format(""), "a.py")
     (refusal,) = [finding for finding in alone.findings if finding.code == "CHK008"]
     assert "purely quantized models" in str(refusal.says) and not alone.starts[8].starts
@@ -229,7 +213,7 @@ def test_the_script_of_trl_quantizes_from_a_version_on(version: str, ignored: bo
 def test_the_old_name_of_ms_swifts_tuner_leads_to_the_new_one(tmp_path: Path) -> None:
     found = report(tmp_path, "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m --dataset d --train_type full\n")
     (finding,) = [finding for finding in found.findings if finding.code == "CHK006"]
-    assert finding.nearest == ("tuner_type",) and "called tuner_type from 4.0 on" in finding.message
+    assert finding.nearest == ("tuner_type",) and "called tuner_type now" in finding.message
     assert found.starts[8].starts and not found.starts[1].starts and not found.starts[4].starts
 
 
@@ -271,19 +255,3 @@ def test_what_verl_needs_and_nobody_set_is_proposed_and_works(tmp_path: Path) ->
     (found,) = [finding for finding in report(tmp_path, text).findings if finding.code == "CHK002"]
     assert "ppo_micro_batch_size_per_gpu=8" in found.nearest[0]
     assert report(tmp_path, text + found.nearest[0].replace(" and ", " ")).starts[8].starts
-
-
-def test_without_a_gpu_only_what_none_holds_is_told(tmp_path: Path) -> None:
-    swift = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --tuner_type full --dataset d --model Qwen/{}\n"
-    (found,) = [f for f in report(tmp_path, swift.format("Qwen2.5-32B")).findings if f.code == "CHK019"]
-    assert "they have 191.0 GB" in found.message and found.nearest
-    small = report(tmp_path, swift.format("Qwen2.5-7B"))
-    assert small.memory is None and not messages(small, "CHK019")
-
-
-def test_evaluation_batches_are_checked_where_the_file_speaks_of_them(tmp_path: Path) -> None:
-    recipe = "reward_funcs: [r]\nnum_generations: 14\nper_device_train_batch_size: 14\n"
-    assert not messages(report(tmp_path, recipe, "r.yaml"), "CHK009")
-    found = report(tmp_path, recipe + "per_device_eval_batch_size: 7\n", "r.yaml")
-    (told,) = [finding for finding in found.findings if finding.code == "CHK009"]  # 7 x 8, 7 x 4, 7 x 2 hold groups
-    assert "would refuse it with 1 process" in told.message and "(7 * 1)" in str(told.says)

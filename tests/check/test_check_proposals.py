@@ -20,11 +20,6 @@ VERL = (
     "{more}"
 )
 SWIFT = "NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct --num_generations 8 "
-SEVEN = (
-    "model: {path: Qwen/Qwen2.5-7B-Instruct}\ndata: {path: d.jsonl}\nrewards: [{use: math}]\n"
-    "rollout: {engine: local, max_prompt_tokens: 512, max_completion_tokens: 4096, num_generations: 8}\n"
-    "train: {prompts_per_step: 16, micro_batch_tokens: auto}\n"
-)
 TRL = "reward_funcs: [accuracy]\nmodel_name_or_path: m\n"
 
 
@@ -86,59 +81,9 @@ def test_an_evaluation_batch_that_is_refused_is_named_and_changed(version: str, 
 
 
 def test_training_is_judged_where_only_evaluation_is_unread(tmp_path: Path) -> None:
-    result = report(tmp_path, SWIFT + "--per_device_eval_batch_size $BS --val_dataset v", gpu="h100")
+    result = report(tmp_path, SWIFT + "--per_device_eval_batch_size $BS --val_dataset v")
     assert not result.starts[4].starts and result.starts[8].starts
-    findings = by_code(result)
-    assert "evaluation is not checked" in findings["CHK004"].message
-    assert "CHK009" not in findings and result.memory is not None and "not judged" not in result.memory
-
-
-def test_that_memory_is_not_judged_is_told(tmp_path: Path) -> None:
-    result = report(tmp_path, SWIFT + "--per_device_train_batch_size $BS", gpu="h100")
-    assert result.starts == {}
-    assert "memory not checked: per_device_train_batch_size could not be read" in shown(result, width=200)
-
-
-def test_the_output_of_a_command_is_told_as_one(tmp_path: Path) -> None:
-    text = "N=$(nvidia-smi -L | wc -l)\n" + SWIFT + "--gradient_accumulation_steps $N --num_iterations $M"
-    told = {f.field: f.message for f in report(tmp_path, text).findings if f.code == "CHK004"}
-    steps = told["gradient_accumulation_steps"]
-    assert "$(nvidia-smi -L | wc -l) is the output of a command" in steps
-    assert "$M is set outside of this file" in told["num_iterations"]
-
-
-def test_a_key_without_effect_is_told_once(tmp_path: Path) -> None:
-    text = TRL + "use_vllm: true\nvllm_mode: server\nvllm_max_model_length: 2048\n"
-    found = [f for f in report(tmp_path, text, "r.yaml", framework_version="0.18").findings if f.code == "CHK005"]
-    assert [f.field for f in found] == ["vllm_max_model_length"]
-
-
-# --- memory of Cohort's files
-
-
-@pytest.mark.parametrize(
-    ("more", "options", "told"),
-    [
-        (
-            "hardware: {processes: 1}\n",
-            {},
-            "is not enough: 172.2 GB of each GPU in backward with 1 process (run.yaml:",
-        ),
-        ("", {"world_sizes": (8,)}, "on 8 GPUs (--world-sizes)"),
-        ("", {"launched_with": "accelerate launch --num_processes 8"}, "with 8 processes (--launch)"),
-        ("", {}, "with hardware.processes: auto on 8 GPUs by"),
-        ("hardware: {processes: 8}\n", {"world_sizes": (1,)}, "with 8 processes (run.yaml:6)"),
-    ],
-)
-def test_memory_is_that_of_the_processes_that_are_named(
-    more: str, options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    result = report(tmp_path, SEVEN + more, "run.yaml", gpu="h100", **options)
-    assert result.memory is not None and told in result.memory
-    alone = "1 process (" in told
-    assert ("CHK019" in by_code(result)) == alone and result.memory.startswith("is not enough") == alone
-    if alone:
-        assert by_code(result)["CHK019"].nearest[0] == "optim.offload=true"
+    assert "evaluation is not checked" in by_code(result)["CHK004"].message
 
 
 # --- the table
@@ -149,7 +94,7 @@ def test_equal_batches_share_a_line(tmp_path: Path) -> None:
     assert "  1 to 16, 24, 32, 64 GPUs: 128 completions per optimizer step, 16 prompts" in lines
     many = shown(report(tmp_path, TRL, "r.yaml")).splitlines()
     assert "  1 GPU: 8 completions per optimizer step, 1 prompt" in many
-    assert "  7 to 16, 24, 32, 64 GPUs start too; --json has their batches" in many
+    assert "  and 13 other batch sizes; --json has all" in many
 
 
 def test_the_verdict_comes_first(tmp_path: Path) -> None:
@@ -200,7 +145,7 @@ def test_quantized_weights_are_converted(bits: int, name: str, tmp_path: Path) -
     (tmp_path / "r.yaml").write_text(QUANTIZED + f"load_in_{bits}bit: true\nbnb_4bit_quant_type: nf4\n")
     text = convert_file(tmp_path / "r.yaml")
     assert config_from_dict(yaml.safe_load(text)).model.quantization == name
-    assert ("torchao" in text) == (bits == 8) and ("bnb_4bit_quant_type" in text) == (bits == 8)
+    assert ("torchao" in text) == (bits == 8)
 
 
 @pytest.mark.parametrize(

@@ -84,38 +84,27 @@ def test_arguments_of_a_dictionary_are_read_one_by_one(tmp_path: Path):
     assert check_file(tmp_path / "a.py").starts == {}  # more may be anything
 
 
-def test_straight_lines_of_functions_and_classes_of_its_own(tmp_path: Path):
+def test_straight_lines_of_functions(tmp_path: Path):
     text = """
-from trl import GRPOConfig as Base, GRPOTrainer
-class Mine(Base):
-    num_generations: int = 6
-    my_own: int = field(default=1)
 def main(batch=4):
-    size = 8
-    args = Mine("out", per_device_train_batch_size=size, gradient_accumulation_steps=batch, my_own=2)
+    size: int = 8
+    again = again + 1
+    run.batch = 4
+    args = GRPOConfig("out", per_device_train_batch_size=size, gradient_accumulation_steps=batch, beta=again)
+class Other(PretrainedConfig): pass
+Other()
 """
     launch = read(tmp_path, text, "a.py")
-    assert values(launch) == {
-        "output_dir": "out",
-        "num_generations": 6,
-        "my_own": 2,
-        "per_device_train_batch_size": 8,
-    }
-    assert launch.settings["my_own"].added and not launch.settings["per_device_train_batch_size"].added
-    assert unread(launch) == [("gradient_accumulation_steps", "computed: batch")]  # a caller sets it
-
-
-def test_a_default_of_ones_own_class_that_a_call_computes_is_unknown(tmp_path: Path):
-    text = "class Mine(GRPOConfig):\n    num_generations: int = 6\nMine('out', num_generations=f())\n"
-    launch = read(tmp_path, text, "a.py")
-    assert values(launch) == {"output_dir": "out"} and unread(launch) == [("num_generations", "computed: f()")]
+    assert values(launch) == {"output_dir": "out", "per_device_train_batch_size": 8} and not launch.others
+    # a caller sets the one, and the other refers to itself
+    assert unread(launch) == [("gradient_accumulation_steps", "computed: batch"), ("beta", "computed: again")]
 
 
 def test_a_trainer_whose_configuration_is_made_elsewhere_is_not_checked_and_no_error(tmp_path: Path):
     text = "args = vf.grpo_defaults()\nargs.my_own = 1\nvf.GRPOTrainer('org/model', args=args)\n"
     launch = read(tmp_path, text, "a.py")
     assert launch.settings["my_own"].added
-    assert unread(launch) == [("(recipe)", "the trainer's configuration is made elsewhere")]
+    assert unread(launch) == [("(recipe)", "the configuration is made elsewhere")]
     assert not check_file(tmp_path / "a.py").failed
 
 
@@ -206,6 +195,11 @@ trainer = GRPOTrainer(
 """
 
 
+def test_a_class_by_another_name_is_not_checked_and_no_error(tmp_path: Path):
+    launch = read(tmp_path, "from trl import GRPOConfig as Base\nBase(beta=0.1)\n", "a.py")
+    assert [entry.key for entry in launch.unread] == ["(recipe)"] and not check_file(tmp_path / "a.py").failed
+
+
 def test_what_the_trainer_is_given_is_kept_for_convert(tmp_path: Path):
     launch = read(tmp_path, TRAINER, "a.py")
     data = {"path": "json", "name": "main", "data_files": "train.jsonl", "split": ["train", "test"]}
@@ -246,7 +240,13 @@ def test_a_notebook_is_read_by_its_code(tmp_path: Path) -> None:
     [
         ("RLOOConfig('out')\n", "trl", 2, None),  # its own default
         ("RLHFArguments(rlhf_type='grpo', num_generations=4)\n", "ms-swift", 4, None),
-        ("AsyncGRPOConfig(num_generations=4)\n", "trl", 4, "AsyncGRPOConfig is not checked"),
+        ("AsyncGRPOConfig(num_generations=4)\n", "trl", 4, "AsyncGRPOConfig, whose defaults are not known here"),
+        (
+            "class Mine(GRPOConfig):\n    beta: float = 0.1\nMine(num_generations=4)\n",
+            "trl",
+            4,
+            "Mine, whose defaults are not known here",
+        ),
     ],
 )
 def test_relatives_of_grpo_config(

@@ -20,7 +20,7 @@ from selection import examples
 
 def test_a_shell_script_brings_its_recipe_and_its_accelerate_file(tmp_path: Path):
     (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 6\n")
-    (tmp_path / "recipe.yaml").write_text("reward_funcs: [r]\nnum_generations: 12\nper_device_train_batch_size: 2\n")
+    (tmp_path / "recipe.yaml").write_text("reward_funcs: [r]\nnum_generations: 12\nuse_vllm: true\nvllm_mode: server\n")
     script = (
         "ACC=zero3.yaml\nCUDA_VISIBLE_DEVICES=0,1,2,3,4,5 accelerate launch --config_file=$ACC \\\n"
         "  src/grpo.py --config recipe.yaml --per_device_train_batch_size 4\n"
@@ -35,15 +35,12 @@ def test_a_shell_script_brings_its_recipe_and_its_accelerate_file(tmp_path: Path
     assert codes["CHK012"] == "GPU 5 is given to training and to the sampling server"
 
 
-def test_a_config_file_of_ms_swift_is_read_with_its_command(tmp_path: Path):
-    (tmp_path / "grpo.yaml").write_text("rlhf_type: grpo\nmodel: m\nnum_generations: 4\n")
-    launch = read(tmp_path, "NPROC_PER_NODE=4 swift rlhf grpo.yaml --beta 0.1\n", "run.sh")
-    assert {key: said.value for key, said in launch.settings.items()} == {
-        "rlhf_type": "grpo",
-        "model": "m",
-        "num_generations": 4,
-        "beta": "0.1",
-    }
+@pytest.mark.parametrize("arguments", ["grpo.yaml --beta 0.1", "--config grpo.yaml"])
+def test_a_config_file_of_ms_swift_is_to_be_checked_itself(arguments: str, tmp_path: Path):
+    (tmp_path / "run.sh").write_text(f"NPROC_PER_NODE=4 swift rlhf {arguments}\n")
+    report = check_file(tmp_path / "run.sh")
+    assert (report.outcome, report.failed) == ("not checked", False)
+    assert "check the configuration file that it names" in report.findings[0].message
 
 
 def test_the_last_value_of_an_option_counts(tmp_path: Path):
@@ -81,7 +78,6 @@ def test_what_does_not_decide_may_be_missing(tmp_path: Path):
         ("sbatch --nodes=3 slurm/train.slurm --model x --dp 4 --tp 2", 24),
         ("NNODES=2 NPROC_PER_NODE=8 swift rlhf", 16),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --multi_gpu train.py", 2),
-        ("accelerate launch --config_file examples/accelerate_configs/deepspeed_zero3.yaml train.py", 8),
         ("python -m torch.distributed.run --nproc_per_node 4 train.py", 4),
         ("deepspeed --num_gpus=4 --num_nodes 2 train.py", 8),
         ("CUDA_VISIBLE_DEVICES=1,2,3 deepspeed train.py", 3),
@@ -96,12 +92,8 @@ def test_the_launch_command_says_how_many_processes(command: str, processes: int
 
 def test_open_r1_keeps_a_node_for_the_server(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("reward_funcs: [r]\nuse_vllm: true\nbenchmarks: []\n")
-    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm --dp 2")
+    two = read_launch(tmp_path / "r.yaml", launched_with="sbatch --nodes=2 slurm/train.slurm")
     assert two.processes and two.processes.value == 8
-    assert {key: said.value for key, said in two.server.items()} == {
-        "tensor_parallel_size": 1,
-        "data_parallel_size": "2",
-    }
     report = check_file(tmp_path / "r.yaml", launched_with="sbatch --nodes=1 slurm/train.slurm")
     assert "0 nodes and 0 processes" in next(f.message for f in report.findings if f.code == "CHK002")
 
@@ -126,17 +118,8 @@ def test_a_run_is_known_by_its_options_too(command: str, processes: int | None, 
     launch = read(tmp_path, command + "\n", "run.sh")
     assert launch.settings["num_generations"].value == "8"
     assert (launch.processes and launch.processes.value) == processes
-    assert (launch.sharding.stage if launch.sharding else None) == (2 if "zero2" in command else None)
     with pytest.raises(UserError, match="none of the formats"):  # another way of training
         read(tmp_path, "accelerate launch --num_processes 4 train.py --max_length 8\n", "sft.sh")
-
-
-@pytest.mark.parametrize(("accelerator", "stage"), [("zero2", 2), ("zero3", 3), ("fsdp", 3), ("ddp", 0)])
-def test_the_accelerator_of_a_job_is_what_shards(accelerator: str, stage: int, tmp_path: Path):
-    (tmp_path / "r.yaml").write_text("reward_funcs: [r]\n")
-    command = f"sbatch --nodes=2 slurm/train.slurm --accelerator {accelerator}"
-    sharding = read_launch(tmp_path / "r.yaml", launched_with=command).sharding
-    assert (sharding.stage if sharding else None) == stage
 
 
 # --- YAML and bad input
@@ -153,13 +136,15 @@ def test_yaml_merges_anchors_and_tells_lines_and_duplicates():
         "list": [{"x": 1, "y": 2}, 2],
     }
     assert tree.values["run.y"].where == "a.yaml:6"
-    assert tree.twice == (("run.y", 6),)
+    assert [(finding.field, finding.message) for finding in tree.findings] == [
+        ("run.y", "run.y is there twice; the value on line 6 counts and the earlier one is dropped")
+    ]
 
 
 def test_a_key_with_a_value_and_a_section_is_the_later_one():
     for text, value in (("a: 1\na: {b: 2}\n", {"b": 2}), ("a: {b: 2}\na: 1\n", 1)):
         tree = read_yaml_tree(text, "a.yaml")
-        assert tree is not None and {key: said.value for key, said in tree.nested_once().items()} == {"a": value}
+        assert tree is not None and {key: said.value for key, said in tree.top.items()} == {"a": value}
 
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))
@@ -175,25 +160,24 @@ SHELL_BOMB = "a='x x x x'\n" + 'a="$a $a"\n' * 9 + "run $a\n" * 2000
         ("a.yaml", BOMB.encode(), "more than 100,000 values"),
         ("a.yaml", b"[" * 5000, "nested too deeply"),
         ("a.yaml", b"- 1\n- 2\n", "none of the formats"),
-        ("a.yaml", b"", "is empty"),
+        ("a.yaml", b"", "none of the formats"),
         ("a.yaml", b"learning_rate: 1\n", "none of the formats"),
         ("a.yaml", b"a: !!python/object/apply:os.system [x]\n", "none of the formats"),
-        ("a.yaml", b"\xff\xfe\x00", "binary"),
+        ("a.yaml", b"\xff\xfe\x00", "not UTF-8"),
         ("a.yaml", b"caf\xe9: 1\n", "not UTF-8"),
         ("a.yaml", b"a: 1\n" * 500_000, "larger than"),
-        ("acc.yaml", b"compute_environment: LOCAL_MACHINE\nnum_processes: 8\n", "a configuration of accelerate"),
         ("a.py", b"GRPOConfig(", "not valid Python"),
         ("a.py", b"print('no configuration')\n", "none of the formats"),
         ("a.py", b"GRPOConfig(" + b"(" * 5000 + b")" * 5000 + b")", "Python"),
         ("a.sh", b"echo hello\n", "none of the formats"),
-        ("a.sh", b" \n", "is empty"),
+        ("a.sh", b" \n", "none of the formats"),
         ("a.sh", SHELL_BOMB.encode(), "variables expand to more than"),
         ("a.sh", b"true && " * 3000 + b"false\n", "nested too deeply"),
         ("a.sh", b"swift rlhf --rlhf_type grpo\n" * 50, "more than 32 runs"),
         ("a.py", b"GRPOConfig()\n" * 50, "more than 32 runs"),
-        ("a.toml", b"a = " + b"[" * 5000, "nested too deeply"),
+        ("a.toml", b"a = " + b"[" * 5000, "none of the formats"),
         ("a.toml", b"a = 1\n", "none of the formats"),
-        ("sft.yaml", b"model_name_or_path: m\nper_device_train_batch_size: 4\n", "without any key of GRPO"),
+        ("sft.yaml", b"model_name_or_path: m\nper_device_train_batch_size: 4\n", "none of the formats"),
         ("a.json", json.dumps({"a": 1}).encode(), "none of the formats"),
     ],
 )
@@ -222,12 +206,11 @@ def test_a_count_that_is_none_is_told_and_nothing_is_judged(value: str, tmp_path
     assert report.starts == {}
 
 
-@pytest.mark.parametrize("gpu", [None, "h100"])
-def test_more_processes_than_anybody_has_are_told_and_not_computed(gpu: str | None, tmp_path: Path):
+def test_more_processes_than_anybody_has_are_told_and_not_computed(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(
         "{model: {path: m}, data: {path: d}, rewards: [{use: math}], hardware: {processes: 99999999999}}"
     )
-    finding = next(f for f in check_file(tmp_path / "run.yaml", gpu=gpu).findings if f.code == "CHK002")
+    finding = next(f for f in check_file(tmp_path / "run.yaml").findings if f.code == "CHK002")
     assert "hardware.processes: 99999999999: must be a whole number from 1 to 100000" in finding.message
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from checks import COHORT, SEVEN, by_code, report
-from cohort.check.rules.keys import key_history
-from cohort.check.rules.swift import SwiftBatch, swift_start
+from cohort.check.rules.keys import unknown_key
+from cohort.check.rules.swift import UNSET, swift_start
 from cohort.check.rules.verl import VerlBatch, verl_start
 
 # --- ms-swift
@@ -53,12 +53,12 @@ def test_the_defaults_of_ms_swift_fail_on_one_and_four_gpus_and_start_on_eight(t
     ],
 )
 def test_ms_swift(numbers: dict[str, Any], world_size: int, message: str | None):
-    start = swift_start(SwiftBatch(**numbers), world_size)
+    start = swift_start(replace(UNSET, **numbers), world_size)
     assert (start.starts, start.message) == (message is None, message)
 
 
 def test_older_versions_of_ms_swift_check_batches_as_trl_did():
-    batch = SwiftBatch(accumulation=8, evaluates=True)
+    batch = replace(UNSET, accumulation=8, evaluates=True)
     assert "The global train batch size (4 x 1) must be" in str(swift_start(batch, 4, (3, 3)).message)
     assert "The global eval batch size (1 * 4) must be" in str(swift_start(batch, 4, (3, 10)).message)
     assert swift_start(replace(batch, evaluates=False), 4, (3, 10)).starts
@@ -82,12 +82,8 @@ def test_a_server_script_of_ms_swift(tmp_path: Path):
         ("CHK005", "vllm_max_model_len"),
         ("CHK011", "CUDA_VISIBLE_DEVICES"),  # GPU 3 idle
         ("CHK011", "vllm_data_parallel_size"),  # the server uses one of two
-        ("CHK013", "max_completion_length"),
     ]
-    assert result.findings[-1].message == (
-        "max_length 1024 + max_completion_length 2048 = 3072 tokens exceed swift rollout's vllm_max_model_len 2048"
-    )
-    assert result.findings[-1].nearest == ("swift rollout's vllm_max_model_len=3072", "max_completion_length=1024")
+    assert result.findings[-1].nearest == ("vllm_data_parallel_size=2",)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +150,10 @@ def test_gpus_that_ms_swift_refuses(tmp_path: Path, start: str, said: str, versi
     assert (found.says.startswith(says) if found else None) == (None if says is None else True)
 
 
-def test_memory_that_vllm_keeps_and_the_bound_of_cispo_in_ms_swift(tmp_path: Path):
+def test_a_server_that_nobody_asks_and_the_bound_of_cispo_in_ms_swift(tmp_path: Path):
     start = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model m "
     found = by_code(report(tmp_path, start + "--use_vllm true --vllm_mode colocate --vllm_server_host 10.0.0.1\n"))
-    assert "90% of every GPU" in found["CHK018"].message and found["CHK005"].field == "vllm_server_host"
-    assert "CHK018" not in by_code(report(tmp_path, start + "--use_vllm true --vllm_mode colocate --sleep_level 1\n"))
+    assert found["CHK005"].field == "vllm_server_host"
     assert "CHK015" in by_code(report(tmp_path, start + "--loss_type cispo\n"))
 
 
@@ -229,7 +224,7 @@ def test_a_script_and_a_yaml_of_verl_are_checked_alike(tmp_path: Path):
         "  trainer.n_gpus_per_node=$N +data.val_batch_size=64 data.train_files=$FILES $@\n"
     )
     shell = report(tmp_path, script)
-    assert [finding.code for finding in shell.findings] == ["CHK006", "CHK004", "CHK004", "CHK005", "CHK013", "CHK014"]
+    assert [finding.code for finding in shell.findings] == ["CHK006", "CHK004", "CHK004", "CHK005", "CHK014"]
     assert shell.launch and shell.launch.processes and shell.launch.processes.value == 16
     assert [finding.field for finding in shell.findings if finding.code == "CHK004"] == ["data.train_files", None]
     yaml = (
@@ -327,8 +322,9 @@ def test_verls_keys_and_rules_are_those_of_its_version(tmp_path: Path) -> None:
     assert unnamed.says == "Missing mandatory value: actor_rollout_ref.rollout.name"
     unknown = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=512 actor_rollout_ref.rollout.name=vllm\n"
     found = by_code(report(tmp_path, text.replace("actor_rollout_ref.rollout.mode=sync\n", unknown)))["CHK006"]
-    assert found.message.endswith("it was there from 0.5.0 to 0.7.0")
-    assert key_history("verl", "actor_rollout_ref.profiler._target_") == "in 0.5.0"  # the only version that has it
+    assert found.message.endswith("which is there from 0.5.0 to 0.7.0")
+    text, _ = unknown_key("verl", (0, 9), "actor_rollout_ref.profiler._target_", {})
+    assert text.endswith("which is there from 0.5.0 to 0.5.0")  # the only version that has it
     own = text.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo").replace("mode=sync", "any=1")
     assert "CHK006" not in by_code(report(tmp_path, own))  # whose configuration may have the key
 

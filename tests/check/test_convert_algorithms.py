@@ -102,7 +102,7 @@ def test_swift_takes_the_kl_from_the_reward(tmp_path: Path):
 
 def test_a_loss_that_nobody_here_has(tmp_path: Path):
     algorithm, notes = converted(tmp_path, "swift.sh", SWIFT + "--loss_type fipo\n")
-    assert algorithm == AlgorithmConfig() and "no equivalent: loss fipo; grpo stands in its place" in notes
+    assert algorithm == AlgorithmConfig() and "no equivalent: loss_type fipo; grpo stands in its place" in notes
 
 
 @pytest.mark.parametrize(
@@ -278,6 +278,20 @@ def test_defaults_of_ms_swift_are_kept(tmp_path: Path):
     assert config["eval"] == {"path": "org/v", "every": 50}
     assert config["data"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert config["algorithm"]["mask_truncated_completions"] is True and "has no equivalent" not in notes
+
+
+def test_defaults_of_trl_are_kept(tmp_path: Path) -> None:
+    config, _ = whole(tmp_path, "t.yaml", "reward_funcs: [r]\nepsilon: 0.1\nepsilon_high: null\n")
+    assert config["model"]["gradient_checkpointing"] is True and config["run"]["checkpoint_every"] == 500
+    assert (config["train"]["seed"], config["train"]["epochs"], config["train"]["lr_schedule"]) == (42, 3.0, "linear")
+    assert (config["algorithm"]["clip_low"], config["algorithm"]["clip_high"]) == (0.1, 0.1)
+
+
+def test_keyword_arguments_of_the_model_are_settings_of_their_own(tmp_path: Path) -> None:
+    text = "reward_funcs: [r]\nmodel_init_kwargs: {dtype: bfloat16, use_cache: false, revision: main}\n"
+    config, notes = whole(tmp_path, "t.yaml", text)
+    assert config["model"]["dtype"] == "bfloat16" and "model_init_kwargs.dtype" not in notes
+    assert "model_init_kwargs.revision: 'main' (t.yaml:2) has no equivalent" in notes
 
 
 def test_servers_of_ms_swift_keep_their_gpus(tmp_path: Path):

@@ -7,21 +7,17 @@ from typing import Any, Literal
 
 from cohort.check.findings import Finding
 from cohort.check.launch import ANY_SETTING, Launch, Unread
-from cohort.check.nearest import GPUS, Proposal, nearest_starts
+from cohort.check.nearest import GPUS, nearest_starts
 from cohort.check.readers import read_launch
-from cohort.check.rules import MemoryVerdict, check_memory, run_rules
+from cohort.check.rules import run_rules
 from cohort.check.rules.cohort import missing_file_findings
-from cohort.check.rules.common import counted, node_gpu_findings
+from cohort.check.rules.common import counted
 from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start, refused
 from cohort.errors import UserError
 
 WORLD_SIZES = (*range(1, 17), 24, 32, 64)
 _USUAL_NODE = 8  # GPUs, for proposals if the file names no number of processes
 _NAMES = {"cohort": "Cohort", "trl": "TRL", "open-r1": "Open-R1, TRL"}
-_RECOGNIZED = {
-    "prime-rl": "a prime-rl file, whose rules are not known here; `uv run rl @ FILE --dry-run` validates it",
-    "openrlhf": "an OpenRLHF command, whose rules are not known here; OpenRLHF checks its arguments when it starts",
-}
 # keys of the number of processes; if only known at run time, larger numbers are tried too
 _COUNTS = frozenset(("nnodes", "nproc_per_node", "num_processes", "num_machines", "num_nodes", "num_gpus"))
 _MOST_PROCESSES = 64
@@ -41,7 +37,6 @@ class FileReport:
     # by number of training processes; empty if a deciding value could not be read
     starts: dict[int, Start] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
-    memory: str | None = None  # whether GPU memory is enough, in words; None if that was not checked
     others: "tuple[FileReport, ...]" = ()  # of further runs in the file
 
     @property
@@ -70,8 +65,6 @@ def check_file(
     world_sizes: Sequence[int] = WORLD_SIZES,
     framework_version: str | None = None,
     launched_with: str | None = None,
-    gpu: str | None = None,
-    gpu_memory: str | None = None,
 ) -> FileReport:
     """Read and check one file. An unreadable file is a finding too.
 
@@ -80,11 +73,9 @@ def check_file(
         world_sizes: numbers of training processes to check if the file names none.
         framework_version: version of the framework whose rules apply (for Open-R1: of TRL).
         launched_with: the launch command, if the file does not contain it.
-        gpu: GPU type by its name in `cohort plan`; memory is checked then.
-        gpu_memory: memory of each GPU, such as 80GB.
 
     Raises:
-        UserError: `launched_with` cannot be read, or `gpu` or `gpu_memory` is unknown.
+        UserError: `launched_with` cannot be read.
     """
     try:
         launch = read_launch(path)
@@ -95,77 +86,76 @@ def check_file(
     if launched_with:
         launch = read_launch(path, launched_with=launched_with)
     runs = (launch, *launch.others)
-    first, *others = (_report(path, run, world_sizes, framework_version, gpu, gpu_memory) for run in runs)
+    first, *others = (_report(path, run, world_sizes, framework_version) for run in runs)
     return replace(first, others=tuple(others))
 
 
-def _report(
-    path: Path, launch: Launch, sizes: Sequence[int], version: str | None, gpu: str | None, gpu_memory: str | None
-) -> FileReport:
+def _report(path: Path, launch: Launch, sizes: Sequence[int], version: str | None) -> FileReport:
     """Check one run of a file."""
     if launch.not_checked is not None:
-        why = _RECOGNIZED.get(launch.framework, launch.not_checked)
-        verdict = f"not checked: {why.removesuffix(' is not checked')}"
-        findings = launch.findings
-        return FileReport(file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=findings)
+        verdict = f"not checked: {launch.not_checked}"
+        return FileReport(
+            file=str(path), outcome="not checked", verdict=verdict, launch=launch, findings=launch.findings
+        )
     rules = run_rules(launch, framework_version=version)
     found = [*(_unread(unread, rules.decides) for unread in launch.unread), *launch.findings, *rules.findings]
     if launch.framework == "cohort" and rules.blocked is None:
         found += missing_file_findings(launch, path.parent)
-    found += node_gpu_findings(launch, server_elsewhere="server" in rules.sampling)
     unknown = {u.key for u in launch.unread} - EVALUATION | {str(f.field) for f in found if f.code == "CHK010"}
-    lacking = unknown & (rules.decides | ANY_SETTING)
+    lacking = sorted(unknown & (rules.decides | ANY_SETTING))
+    name = f"{_NAMES.get(launch.framework, launch.framework)} {rules.version}"
+    name += f" with {counted(int(launch.processes.value))}" if launch.processes else ""
     starts: dict[int, Start] = {}
-    memory = None
+    outcome: Outcome = "not checked"
     if lacking:  # the findings above say why
-        asked = gpu or gpu_memory
-        memory = MemoryVerdict(f"not checked: {', '.join(sorted(lacking))} could not be read") if asked else None
+        keys = ", ".join(key.strip("()") for key in lacking)
+        verdict = f", {keys} {'is' if len(lacking) == 1 else 'are'} only known at run time"
     else:
         starts = {size: rules.start(size, rules.sizes) for size in sizes}
-        found += _start_findings(launch, rules, starts)
+        outcome, verdict, refusals = _outcome(launch, rules, starts)
         if rules.blocked is not None:
             stopped = refused(rules.blocked)
             starts = {size: stopped if start.starts else start for size, start in starts.items()}
-        processes = sizes[0] if len(sizes) == 1 else None
-        memory = check_memory(launch, rules, gpu=gpu, gpu_memory=gpu_memory, processes=processes)
-        found += memory.findings if memory else ()
-    found = [_complete(finding, launch) for finding in found]
+        found += refusals
+    found = [_complete(finding, launch) for finding in dict.fromkeys(found)]
     found.sort(key=lambda finding: (finding.severity, finding.code))  # errors, then warnings
-    outcome, verdict = _verdict(launch, rules, starts, found, lacking)
+    if any(finding.code in _REFUSALS for finding in found):
+        outcome, verdict = "refused", ""
+    elif outcome != "not checked" and any(finding.severity == "error" for finding in found):
+        verdict += "; see the errors below"
     return FileReport(
         file=str(path),
         outcome=outcome,
-        verdict=verdict,
+        verdict=f"{outcome}: {name}{verdict}",
         launch=launch,
         rules=rules,
         starts=starts,
-        findings=tuple(dict.fromkeys(found)),
-        memory=memory.text if memory else None,
+        findings=tuple(found),
     )
 
 
-def _verdict(
-    launch: Launch, rules: RunRules, starts: dict[int, Start], findings: list[Finding], lacking: set[str]
-) -> tuple[Outcome, str]:
-    """The outcome, and the outcome in words."""
-    name = f"{_NAMES.get(launch.framework, launch.framework)} {rules.version}"
-    size = int(launch.processes.value) if launch.processes else None
-    run = name if size is None else f"{name} with {counted(size)}"
-    if any(finding.code in _REFUSALS for finding in findings):
-        return "refused", f"refused: {run}"
-    if lacking:
-        keys = ", ".join(sorted(key.strip("()") for key in lacking))
-        verb = "is" if len(lacking) == 1 else "are"
-        return "not checked", f"not checked: {run}, {keys} {verb} only known at run time"
-    but = "; see the errors below" if any(finding.severity == "error" for finding in findings) else ""
-    if size is not None:
-        start = starts.get(size) or rules.start(max(size, 1), rules.sizes)
-        return "starts", f"starts: {run}, {batches(start)}{but}"
-    failing = [size for size, start in starts.items() if not start.starts]
+def _outcome(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> tuple[Outcome, str, list[Finding]]:
+    """Whether the run starts with the processes that its file names or with any at all, in words, and why not."""
+    if launch.processes is not None:
+        size = int(launch.processes.value)
+        start = rules.start(max(size, 1), rules.sizes)
+        if start.starts or size < 1:  # for fewer than 1 the launcher has a finding of its own
+            return "starts", f", {batches(start)}", []
+        text = f"does not start with {counted(size)} ({launch.processes.where})"
+        return "refused", "", _refusal("CHK002", text, rules, size)
+    working = [size for size, start in starts.items() if start.starts]
+    failing = [size for size in starts if size not in working]
     if not failing:
-        return "starts", f"starts: {name} with {_gpus(list(starts))}{but}"
-    working = _working(launch, rules, starts)
-    return "depends", f"depends: {name} starts with {_gpus(working)}, not with {listed(failing)}{but}"
+        return "starts", f" with {_gpus(working)}", []
+    if not working and _COUNTS & {entry.key.lower() for entry in launch.unread}:
+        working = [size for size in range(1, _MOST_PROCESSES + 1) if rules.start(size, rules.sizes).starts]
+    size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
+    if not working:
+        text = f"does not start with {_gpus(failing)}; with {size}"
+        return "refused", "", _refusal("CHK002", text, rules, size)
+    text = f"starts with {_gpus(working)}, not with {_gpus(failing)}; with {size}"
+    verdict = f" starts with {_gpus(working)}, not with {listed(failing)}"
+    return "depends", verdict, _refusal("CHK003", text, rules, size)
 
 
 def batches(start: Start) -> str:
@@ -194,32 +184,6 @@ def _unread(unread: Unread, decides: frozenset[str]) -> Finding:
     return Finding("CHK004", None if unread.key.startswith("(") else unread.key, message, where=unread.where)
 
 
-def _start_findings(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> list[Finding]:
-    """Whether the run starts with the processes that its file names, or with any at all."""
-    if launch.processes is not None:
-        size = int(launch.processes.value)
-        if size < 1 or rules.start(size, rules.sizes).starts:
-            return []  # for fewer than 1 the launcher has a finding of its own
-        return _refusal("CHK002", f"does not start with {counted(size)} ({launch.processes.where})", rules, size)
-    failing = [size for size, start in starts.items() if not start.starts]
-    if not failing:
-        return []
-    size = _USUAL_NODE if _USUAL_NODE in failing else failing[-1]
-    working = _working(launch, rules, starts)
-    if not working:
-        return _refusal("CHK002", f"does not start with {_gpus(failing)}; with {size}", rules, size)
-    text = f"starts with {_gpus(working)}, not with {_gpus(failing)}; with {size}"
-    return _refusal("CHK003", text, rules, size)
-
-
-def _working(launch: Launch, rules: RunRules, starts: dict[int, Start]) -> list[int]:
-    """The numbers of processes that start; further ones are tried if the file's own is only known at run time."""
-    working = [size for size, start in starts.items() if start.starts]
-    if working or not _COUNTS & {entry.key.lower() for entry in launch.unread}:
-        return working
-    return [size for size in range(1, _MOST_PROCESSES + 1) if rules.start(size, rules.sizes).starts]
-
-
 def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
     """Report a refusal with `size` processes, with fixes: keys that must be set, nearest numbers, or both."""
     start = rules.start(size, rules.sizes)
@@ -228,7 +192,8 @@ def _refusal(code: str, text: str, rules: RunRules, size: int) -> list[Finding]:
     missing = rules.missing(size, rules.sizes)
     if missing:
         return [Finding(code, missing[0].partition("=")[0], text, missing, says=start.message)]
-    nearest = tuple(map(str, nearest_starts(rules.start, size, rules.sizes))) or _both(rules, size)
+    proposals = nearest_starts(rules.start, size, rules.sizes)
+    nearest = tuple(f"{name}={value}" for name, value in proposals) or _both(rules, size)
     return [Finding(code, start.field or rules.usual_field, text, nearest, says=start.message)]
 
 
@@ -239,12 +204,11 @@ def _both(rules: RunRules, size: int) -> tuple[str, ...]:
         result = rules.start(world_size, sizes)
         return replace(result, starts=True) if rules.missing(world_size, sizes) else result
 
-    def describe(proposal: Proposal) -> str:
-        changes = dict(proposal.changes)
-        missing = rules.missing(changes.pop(GPUS, size), {**rules.sizes, **changes})
-        return " and ".join((str(proposal), *missing))
+    def describe(name: str, value: int) -> str:
+        changed = {GPUS: size, **rules.sizes, name: value}
+        return " and ".join((f"{name}={value}", *rules.missing(changed.pop(GPUS), changed)))
 
-    return tuple(map(describe, nearest_starts(start, size, rules.sizes)))
+    return tuple(describe(*proposal) for proposal in nearest_starts(start, size, rules.sizes))
 
 
 def _gpus(sizes: Sequence[int]) -> str:

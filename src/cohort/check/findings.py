@@ -39,12 +39,5 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """The finding as `--json` prints it."""
-        return {
-            "code": self.code,
-            "severity": self.severity,
-            "where": self.where,
-            "field": self.field,
-            "message": self.message,
-            "says": self.says,
-            "nearest": list(self.nearest),
-        }
+        keys = ("code", "severity", "where", "field", "message", "says", "nearest")
+        return {key: getattr(self, key) for key in keys}

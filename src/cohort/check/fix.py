@@ -24,35 +24,27 @@ def fix_file(path: Path, findings: Sequence[Finding]) -> tuple[list[str], list[s
     by_hand: list[str] = []
     for finding in findings:
         if finding.severity == "error" and finding.nearest:
-            fixes = [fix for fix in map(_parse, finding.nearest) if fix]
-            changed = next((new for fix in fixes if (new := _apply(text, path.suffix, fix)) is not None), None)
-            if changed is None:
-                by_hand.append(f"{finding.code}: {finding.nearest[0]}")
-            else:
-                text, changes = changed
-                written += changes
+            applied = (_apply(text, path.suffix, proposal) for proposal in finding.nearest)
+            text, changes = next(filter(None, applied), (text, []))
+            written += changes
+            by_hand += [] if changes else [f"{finding.code}: {finding.nearest[0]}"]
     if written:
         path.write_text(text, encoding="utf-8")
     return written, by_hand
 
 
-def _parse(proposal: str) -> dict[str, str] | None:
-    """`a=1 and b=2` as a mapping; None if it is not only values of keys."""
-    parts = [part.partition("=") for part in proposal.split(" and ")]
-    plain = all(re.fullmatch(r"[\w.]+", key) and re.fullmatch(r"[\w.+-]+", value) for key, _, value in parts)
-    return {key: value for key, _, value in parts} if plain and GPUS not in {key for key, _, _ in parts} else None
-
-
-def _apply(text: str, suffix: str, fix: dict[str, str]) -> tuple[str, list[str]] | None:
-    """The text with all values of a fix, and a description of each change; None if one cannot be placed."""
+def _apply(text: str, suffix: str, proposal: str) -> tuple[str, list[str]] | None:
+    """The text with all values of `a=1 and b=2`, and a description of each change; None if one cannot be placed."""
     changes = []
-    for key, value in fix.items():
+    for part in proposal.split(" and "):
+        key, _, value = part.partition("=")
+        if key == GPUS or not (re.fullmatch(r"[\w.]+", key) and re.fullmatch(r"[\w.+-]+", value)):
+            return None
         place = _yaml_place(text, key) if suffix in (".yaml", ".yml") else _place(text, key)
         if place is None:
             return None
         start, end = place
-        line = text.count("\n", 0, start) + 1
-        changes.append(f"line {line}: {key} {text[start:end]} -> {value}")
+        changes.append(f"line {text.count(chr(10), 0, start) + 1}: {key} {text[start:end]} -> {value}")
         text = text[:start] + value + text[end:]
     return text, changes
 

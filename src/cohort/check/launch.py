@@ -33,16 +33,6 @@ class Unread:
     reason: str  # such as "$MODEL is set outside of this file"
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How processes shard the training state."""
-
-    stage: int  # ZeRO's: 0 to 3; FSDP is 3
-    by: Literal["deepspeed", "fsdp", "ddp"]
-    offloads_optimizer: bool = False  # its state, and the gradients for it, are in the host's memory
-    offloads_weights: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One run of a launch file.
@@ -71,11 +61,12 @@ class Launch:
     training_gpus: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES of the training command
     server_gpus: tuple[str, ...] | None = None  # of the command that starts the sampling server, in the same file
     server: Mapping[str, Setting] = field(default_factory=dict)  # that command's settings
-    node_gpus: Setting | None = None  # that the script asks Slurm for on each node
-    sharding: Sharding | None = None  # of what is trained; None: the file does not say
     version: Setting | None = None  # of the framework (for open-r1: of TRL), where the file says
     findings: tuple[Finding, ...] = ()  # what the reader itself noticed
     others: "tuple[Launch, ...]" = ()  # further runs of the same file
+
+
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class Settings:
@@ -108,10 +99,9 @@ class Settings:
         number = _as_number(value)
         if number is not None and number == int(number) and minimum <= number <= maximum:
             return int(number)
-        near = () if number is None else (math.floor(number), math.ceil(number))
-        bounded = dict.fromkeys(min(max(n, minimum), maximum) for n in near)
-        self._wrong(key, value, f"a whole number from {minimum} to {maximum:,}", tuple(bounded) or (default,))
-        return default
+        near = (default,) if number is None else (math.floor(number), math.ceil(number))
+        bounded = dict.fromkeys(one if one is None else min(max(one, minimum), maximum) for one in near)
+        return self._wrong(key, f"a whole number from {minimum} to {maximum:,}", tuple(bounded), default)
 
     def number(self, key: str, default: Any) -> Any:
         """A number, or the default (which may be None)."""
@@ -119,22 +109,15 @@ class Settings:
         if value is None:
             return default
         number = _as_number(value)
-        if number is None:
-            self._wrong(key, value, "a number", (default,))
-            return default
-        return number
+        return self._wrong(key, "a number", (default,), default) if number is None else number
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+    def flag(self, key: str, default: Any = False) -> Any:
+        """True or false, or the default (which may be None)."""
         value = self._given(key)
         if value is None:
             return default
-        known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        truth = value if isinstance(value, bool) else known.get(str(value).lower())
-        if truth is None:
-            self._wrong(key, value, "true or false", ("true", "false"))
-            return default
-        return truth
+        truth = _TRUTHS.get(str(value).lower())
+        return self._wrong(key, "true or false", ("true", "false"), default) if truth is None else truth
 
     def text(self, key: str, default: Any = None) -> Any:
         """Text, or the default (which may be None)."""
@@ -148,13 +131,14 @@ class Settings:
         value = self.said(key)
         return None if isinstance(value, str) and value.lower() in ("none", "null", "") else value
 
-    def _wrong(self, key: str, value: Any, rule: str, near: tuple[Any, ...]) -> None:
-        """Add a finding with the nearest valid values (None: remove the key)."""
-        where = self._launch.settings[key].where
+    def _wrong(self, key: str, rule: str, near: tuple[Any, ...], default: Any) -> Any:
+        """Add a finding with the nearest valid values (None: remove the key), and return the default."""
+        said = self._launch.settings[key]
         nearest = tuple(f"without {key}" if one is None else f"{key}={one}" for one in near)
-        finding = Finding("CHK010", key, f"{key}: {value!r:.60} ({where}): must be {rule}", nearest)
+        finding = Finding("CHK010", key, f"{key}: {said.value!r:.60} ({said.where}): must be {rule}", nearest)
         if finding not in self.findings:
             self.findings.append(finding)
+        return default
 
 
 def parse_number(value: Any) -> Any:

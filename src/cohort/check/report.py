@@ -62,7 +62,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _details(report: FileReport) -> Iterator[str]:
-    """What was read, the batches by number of GPUs, and memory."""
+    """What was read, and the batches by number of GPUs."""
     launch, rules = report.launch, report.rules
     if launch is None or rules is None:
         return
@@ -71,8 +71,6 @@ def _details(report: FileReport) -> Iterator[str]:
         yield f"completions are sampled {rules.sampling}"
     if launch.processes is None:
         yield from _batches(report)
-    if report.memory is not None and not any(finding.code == "CHK019" for finding in report.findings):
-        yield f"memory {report.memory}"
 
 
 def _batches(report: FileReport) -> Iterator[str]:
@@ -81,12 +79,10 @@ def _batches(report: FileReport) -> Iterator[str]:
     for size, start in report.starts.items():
         if start.starts and start.global_batch_size:
             rows.setdefault(batches(start), []).append(size)
-    for i, (batch, sizes) in enumerate(rows.items()):
-        if i == _TABLE_ROWS and len(rows) > _TABLE_ROWS + 1:
-            rest = sorted(size for sizes in list(rows.values())[i:] for size in sizes)
-            yield f"{listed(rest)} GPUs start too; --json has their batches"
-            return
+    for batch, sizes in list(rows.items())[:_TABLE_ROWS]:
         yield f"{listed(sizes)} GPU{'' if sizes == [1] else 's'}: {batch}"
+    if len(rows) > _TABLE_ROWS:
+        yield f"and {_count(len(rows) - _TABLE_ROWS, 'other batch size')}; --json has all"
 
 
 def _count(number: int, noun: str) -> str:

@@ -41,8 +41,6 @@ def check(
     ] = None,
     framework_version: FrameworkVersion = None,
     launch: LaunchedWith = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU type as for `cohort plan`; also checks memory.")] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Memory per GPU, such as 80GB.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
     fix: Annotated[bool, typer.Option(help="Write the nearest valid values into the files.")] = False,
     debug: Debug = False,
@@ -52,12 +50,7 @@ def check(
 
     sizes = WORLD_SIZES if world_sizes is None else _sizes(world_sizes)
     version = _version(framework_version)
-    options: dict[str, Any] = {
-        "framework_version": version,
-        "launched_with": launch,
-        "gpu": gpu,
-        "gpu_memory": gpu_memory,
-    }
+    options: dict[str, Any] = {"framework_version": version, "launched_with": launch}
     reports = [check_file(file, world_sizes=sizes, **options) for file in files]
     if fix:
         pairs = zip(reports, files, strict=True)

@@ -1,5 +1,6 @@
 """Convert configurations of other trainers to Cohort; everything without an equivalent becomes a comment."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -17,8 +18,6 @@ from cohort.check.rules.common import counted
 from cohort.check.rules.keys import parse_version
 from cohort.check.rules.start import EVALUATION, RunRules, Start
 from cohort.check.rules.verl import BATCH_KEYS
-from cohort.check.rules.versions import nearest_version
-from cohort.check.tables import load_table
 from cohort.config import Config, config_from_dict
 from cohort.errors import UserError
 
@@ -65,8 +64,8 @@ def convert_launch(
         raise UserError(f"{launch.reason}: {launch.not_checked}; only TRL, Open-R1, ms-swift and verl are converted")
     else:
         draft = _draft(launch, folder, framework_version)
-        config = {name: draft.config[name] for name in Config.model_fields if name in draft.config}
-        comments = draft.comments(_not_needed(launch.framework))
+        config = {name: draft.config[name] for name in Config.model_fields if draft.config.get(name)}
+        comments = draft.comments()
     try:
         config_from_dict(config)
     except UserError as error:
@@ -74,47 +73,50 @@ def convert_launch(
     return config, comments
 
 
-def _not_needed(framework: str) -> dict[str, str]:
-    """Settings that need no equivalent, with the reason."""
-    name = {"open-r1": "trl"}.get(framework, framework)
-    table = load_table(f"convert/not_needed/{name}.yaml")
-    return {key: reason for reason, keys in table.items() for key in keys.split()}
-
-
-def _draft(launch: Launch, folder: Path, version: str | None) -> Draft:
-    rules = run_rules(launch, framework_version=version)
-    number = parse_version(rules.version)
-    if launch.framework == "ms-swift":
-        number = nearest_version("ms-swift", number)
+def _draft(launch: Launch, folder: Path, framework_version: str | None) -> Draft:
+    rules = run_rules(launch, framework_version=framework_version)
+    version = parse_version(rules.version)
     draft: Draft
     if launch.framework == "verl":
-        draft = Draft(launch, folder, number)
-        from_verl(draft, _start(draft, launch, rules), number)
+        draft = Draft(launch, folder, version)
+        from_verl(draft, _start(draft, rules), version)
     else:
-        draft = trl_draft = TrlDraft(launch, folder, number)
+        draft = trl_draft = TrlDraft(_flat(launch), folder, version)
         convert = from_swift if launch.framework == "ms-swift" else from_trl
-        convert(trl_draft, _start(draft, launch, rules), number)
+        convert(trl_draft, _start(draft, rules), version)
     if launch.others:
         draft.todo.append(f"the file starts {len(launch.others)} more; this is the first one")
     return draft
 
 
-def _start(draft: Draft, launch: Launch, rules: RunRules) -> Start | None:
+def _flat(launch: Launch) -> Launch:
+    """The launch with each of TRL's `model_init_kwargs`, keyword arguments of `from_pretrained`, as its own setting."""
+    given = launch.settings.get("model_init_kwargs")
+    if given is None or not isinstance(given.value, dict):
+        return launch
+    settings = {key: said for key, said in launch.settings.items() if said is not given}
+    named = {f"model_init_kwargs.{key}": replace(given, value=value) for key, value in given.value.items()}
+    return replace(launch, settings={**settings, **named})
+
+
+def _start(draft: Draft, rules: RunRules) -> Start | None:
     """The batches with the processes of the file, or with the fewest with which it starts."""
-    unread = {unread.key for unread in launch.unread} - EVALUATION | {
-        f.field for f in rules.findings if f.code == "CHK010"
-    }
-    said = [draft.processes] if draft.processes else []
-    for size in [*said, *range(1, 65)] if not unread & (rules.decides | ANY_SETTING) else ():
-        start = rules.start(size, rules.sizes)
-        if start.starts:
-            if size not in said and launch.framework != "verl":  # whose batches do not depend on it
-                processes = counted(size, "training process")
-                draft.differs(f"train.prompts_per_step is that of {processes}, the fewest that start there")
-            return start
-    sizes = set(BATCH_KEYS)
-    if launch.framework == "verl" and not unread & sizes:  # whose batches do not depend on the GPUs
-        prompts, generations, trained = (rules.sizes[key] for key in BATCH_KEYS)
-        return Start(starts=False, generation_batch_size=prompts * generations, global_batch_size=trained * generations)
+    launch = draft.launch
+    unread = {unread.key for unread in launch.unread} - EVALUATION
+    unread |= {f.field or "" for f in rules.findings if f.code == "CHK010"}
+    if launch.framework == "verl":  # whose batches do not depend on the GPUs
+        if not unread & set(BATCH_KEYS):
+            prompts, generations, trained = (rules.sizes[key] for key in BATCH_KEYS)
+            return Start(
+                starts=True, generation_batch_size=prompts * generations, global_batch_size=trained * generations
+            )
+    elif not unread & (rules.decides | ANY_SETTING):
+        for size in (draft.processes or 1, *range(1, 65)):
+            start = rules.start(size, rules.sizes)
+            if start.starts:
+                if size != draft.processes:
+                    processes = counted(size, "training process")
+                    draft.differs(f"train.prompts_per_step is that of {processes}, the fewest that start there")
+                return start
     draft.todo.append("train.prompts_per_step: fill it in; the source's batch is only known at run time")
     return None

@@ -1,28 +1,26 @@
 """Build a Cohort configuration key by key: what conversions from all frameworks share."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cohort.check.launch import Launch, Settings
-from cohort.check.quantization import COHORT_NAMES, describe_bits
-from cohort.check.readers.files import read_text
+from cohort.check.launch import Launch, Settings, parse_number
 from cohort.check.rules.keys import Version, key_tables, known_keys
 from cohort.check.rules.start import Start
 from cohort.check.tables import load_table
 from cohort.config import ALGORITHMS, COMPONENTS
 from cohort.config.catalogue import parameters
-from cohort.config.quantization import check_base, check_run
+from cohort.config.quantization import Quantization, check_base, check_run
 from cohort.config.rollout import ENGINES
-from cohort.errors import UserError
 from cohort.plan.shape import try_read_shape
 
+Rows = Mapping[str, Any]  # of a table in `equivalents/`, by Cohort's key: see `Draft.copy`
+
 _REWARDS = load_table("convert/equivalents/trl_and_swift.yaml")["rewards"]
-_BUILDERS = ("json", "parquet", "csv", "arrow", "text")  # of `datasets`
 _LARGEST_ON_ONE_GPU = 40e9  # bytes of weights: half of an 80 GB GPU
+_USUAL_TARGETS = ["q_proj", "v_proj"]  # peft's own for Llama, Qwen, Mistral and most others
 _SECRET = re.compile(r"(token|api_key|secret|password)$")
 _LOGS = ("tensorboard", "wandb", "trackio")
 
@@ -32,78 +30,107 @@ class Draft:
 
     def __init__(self, launch: Launch, folder: Path, version: Version) -> None:
         self.launch = launch
-        framework = "trl" if launch.framework == "open-r1" else launch.framework
-        self.known = known_keys(framework, version)
-        self._older = {key: entry for table in key_tables(framework).values() for key, entry in table.items()}
+        self.framework = "trl" if launch.framework == "open-r1" else launch.framework
+        self.known = known_keys(self.framework, version)
+        self._older = {key: entry for table in key_tables(self.framework).values() for key, entry in table.items()}
         self.folder = folder  # of the file that is converted
+        self.processes = int(launch.processes.value) if launch.processes else 0  # that train; 0: unknown
+        self.per_node = launch.processes_per_node or self.processes
         self.settings = Settings(launch)
         self.config: dict[str, Any] = {}
         self.todo: list[str] = []  # what a person has to do
         self.differences: list[str] = []  # what Cohort does otherwise
-        self.unneeded: dict[str, str] = {}  # settings that need no equivalent in this run, with the reason
-
-    @property
-    def processes(self) -> int:
-        """Training processes of the launch; 0 if it does not say."""
-        return int(self.launch.processes.value) if self.launch.processes else 0
+        self.unneeded: dict[str, str] = {}  # settings (* stands for anything) without need of an equivalent, and why
+        self._origins: dict[str, str] = {}  # the setting that each key is from
 
     def put(self, key: str, value: Any) -> None:
         """Set `section.key`, unless the value is None."""
         if value is not None:
+            *path, name = key.split(".")
+            section = self.config
+            for part in path:
+                section = section.setdefault(part, {})
+            section[name] = value
+
+    def get(self, key: str) -> Any:
+        """Value of `section.key`; None if it is not set."""
+        section, name = key.split(".")
+        return self.config.get(section, {}).get(name)
+
+    def skip(self, reason: str, keys: str) -> None:
+        """List settings, separated by spaces, as not needed in this run."""
+        self.unneeded.update(dict.fromkeys(keys.split(), reason))
+
+    def drop(self, reason: str, keys: Iterable[str]) -> None:
+        """Take keys of Cohort back, and list the settings that they are from as not needed."""
+        for key in keys:
             section, name = key.split(".")
-            self.config.setdefault(section, {})[name] = value
-
-    def skip(self, reason: str, *keys: str) -> None:
-        """List settings, of which a text may name several, as not needed in this run."""
-        self.unneeded.update(dict.fromkeys(" ".join(keys).split(), reason))
-
-    def skip_defaults(self) -> None:
-        """List settings that say no more than the framework's own default."""
-        for key, said in self.launch.settings.items():
-            default = self.known.get(key, {}).get("default", ...)
-            if key not in self.settings.used and str(said.value).lower() == str(default).lower():
-                self.skip("its default there", key)
-
-    def copy(self, names: Mapping[str, str], *, defaults: bool = False, minimum: float | None = None) -> None:
-        """Set each of Cohort's keys from the one with the same meaning, read by its type in the framework.
-
-        Args:
-            names: Cohort's keys, with theirs.
-            defaults: also set those that the file does not set, to the framework's default.
-            minimum: what smaller numbers become.
-        """
-        settings = self.settings
-        read: dict[str, Callable[[str, Any], Any]] = {
-            "int": partial(settings.whole, minimum=-1, maximum=10**9),
-            "bool": settings.flag,
-            "float": settings.number,
-            "str": settings.text,
-        }
-        for ours, theirs in names.items():
-            entry = self.known.get(theirs) or {**self._older.get(theirs, {"type": "any"}), "default": None}
-            if theirs in settings or defaults:
-                reader = read.get(entry["type"]) if isinstance(entry["type"], str) else settings.text
-                value = reader(theirs, entry["default"]) if reader else settings.said(theirs)
-                self.put(ours, max(value, minimum) if minimum is not None else value)
-
-    def named(self, names: Mapping[str, str], key: str, value: str | None) -> str:
-        """Our name for a value; the first one, and a difference, if there is none."""
-        first = next(iter(names))
-        if value is not None and value not in names:
-            self.differs(f"no equivalent: {key} {value}; {first} stands in its place")
-        return names.get(value or first, names[first])
-
-    def logs(self, key: str) -> None:
-        """Set the trackers that metrics are sent to."""
-        said = self.settings.said(key)
-        logs = [said] if isinstance(said, str) else said if isinstance(said, list) else []
-        self.put("run.log", [log for log in logs if log in _LOGS] or None)
-        lacking = [str(log) for log in logs if log not in (*_LOGS, "none", "console")]
-        self.differences += [f"no equivalent: {key} {', '.join(lacking)}"] if lacking else []
+            self.config.get(section, {}).pop(name, None)
+            theirs = self._origins.pop(key, None)
+            if theirs and theirs not in self._origins.values():
+                self.skip(reason, theirs)
 
     def differs(self, text: str) -> None:
         """Add a difference to the comments."""
-        self.differences.append(text)
+        if text not in self.differences:
+            self.differences.append(text)
+
+    def flag(self, key: str) -> bool:
+        """Whether a switch is on, by default as in the framework."""
+        entry = self.known.get(key) or self._older.get(key, {})
+        return self.settings.flag(key, bool(entry.get("default")))
+
+    def copy(self, rows: Rows, *, defaults: bool = False) -> None:
+        """Set Cohort's keys from settings of the same meaning.
+
+        A row is the setting, or a mapping:
+
+        - `from`: the setting, or several: the first one that is set counts;
+        - `type`, if it is another than the framework's;
+        - `default`, if it is set nowhere and the framework has none of its own, which counts with `defaults` too;
+        - `values`: their names of values and ours; the first one stands in the place of all others;
+        - `over`: what this number and smaller ones say is none; `least`: what smaller numbers become;
+        - `if`: a switch, or `unless`: keys of Cohort, without and with which it has no effect;
+        - `else`: the value then.
+        """
+        for ours, row in rows.items():
+            row = {"from": row} if isinstance(row, str) else row
+            if ("if" in row and not self.flag(row["if"])) or any(map(self.get, row.get("unless", "").split())):
+                self.put(ours, row.get("else"))
+                continue
+            keys = row["from"].split()
+            theirs = next((key for key in keys if self.settings.text(key) is not None), keys[0])
+            if theirs in self.settings or "default" in row or defaults:
+                self.put(ours, self._read(theirs, row))
+                self._origins[ours] = theirs
+
+    def _read(self, key: str, row: Rows) -> Any:
+        """A setting as its row says."""
+        settings, entry = self.settings, self.known.get(key) or {**self._older.get(key, {}), "default": None}
+        kind = row.get("type", entry.get("type"))
+        value = row.get("default") if entry["default"] is None else entry["default"]
+        if settings.text(key) is None:
+            pass  # not set, or null
+        elif kind == "int":
+            value = settings.whole(key, value, minimum=-1, maximum=10**9)
+        elif kind == "float":
+            value = settings.number(key, value)
+        elif kind == "bool":
+            value = settings.flag(key, bool(value))
+        else:
+            value = settings.text(key) if kind == "str" or isinstance(kind, list) else settings.said(key)
+        if value is None or ("over" in row and value <= row["over"]):
+            return None
+        if "values" in row:
+            return self.named(row["values"], key, value)
+        return max(value, row["least"]) if "least" in row else value
+
+    def named(self, names: Mapping[str, str], key: str, value: Any) -> str:
+        """Our name for a value; the first one, and a difference, if there is none."""
+        first, name = next(iter(names)), str(value).lower()
+        if name not in names:
+            self.differs(f"no equivalent: {key.rpartition('.')[2]} {value}; {first} stands in its place")
+        return names.get(name, names[first])
 
     def path(self, key: str, *, named: Any, missing: str) -> None:
         """Set a path or an id, or leave a placeholder."""
@@ -115,47 +142,26 @@ class Draft:
             named = missing
         self.put(key, named)
 
-    def dataset(self, section: str, source: str) -> bool:
-        """Set the path, name and split of a section from the arguments of `load_dataset`, if they are known.
+    def logs(self, key: str) -> None:
+        """Set the trackers that metrics are sent to."""
+        said = self.settings.said(key)
+        logs = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+        self.put("run.log", [log for log in logs if log in _LOGS] or None)
+        for log in logs:
+            if log not in (*_LOGS, "none", "console"):
+                self.differs(f"no equivalent: {key} {log}")
 
-        A builder, as in `load_dataset("json", data_files="train.jsonl")`, is replaced by its files.
-        """
-        loaded = {key: self.settings.said(f"{source}.{key}") for key in ("path", "name", "split", "data_files")}
-        files, split = loaded["data_files"], loaded["split"]
-        if isinstance(files, dict):
-            files = files.get(split) or next(iter(files.values()), None)
-        if not any(loaded.values()):
-            return False
-        self.path(f"{section}.path", named=files or loaded["path"], missing="train.jsonl")
-        if files and loaded["path"] not in (None, *_BUILDERS):
-            self.todo.append(f"{section}.path: {loaded['path']} with data_files; only the files are used")
-        self.put(f"{section}.name", loaded["name"])
-        match = re.fullmatch(r"(\w+)(\[.*\])?", str(split)) if split else None
-        if split and (match is None or match[2]):
-            self.todo.append(f"{section}.split: {split} is a part of a split; save that part as a file")
-        if match and not files:
-            self.put(f"{section}.split", match[1])
-        return True
-
-    def system_prompt(self, value: Any) -> None:
-        """Set the system prompt; a path of a text file, which ms-swift allows, is replaced by its text."""
-        if isinstance(value, str) and value.endswith((".txt", ".md")):
-            try:
-                value = read_text(self.folder / value).rstrip("\n")
-            except UserError as error:
-                self.todo.append(f"data.system_prompt: the text of {value} ({error})")
-                value = None
-        self.put("data.system_prompt", value)
-
-    def evaluation(self, path: Any, every: int | None) -> None:
-        """Set the held-out data and how often it is used; `every` counts optimizer steps."""
-        if path and "eval" not in self.config:
-            self.path("eval.path", named=path, missing="eval.jsonl")
-        if "eval" in self.config:
-            self.put("eval.every", every)
-            self.copy({"eval.before_training": "eval_on_start"})
-        else:
-            self.todo.append(f"eval.path: the held-out data, and eval.every: {every or 'its steps'}")
+    def warmup(self, count_key: str, ratio_key: str) -> None:
+        """Set the steps of the warmup from their number (below 1: their part of all steps) or their part."""
+        count = self.settings.number(count_key, 0)
+        ratio = count if count > 0 else self.settings.number(ratio_key, 0)
+        steps = self.get("train.steps")
+        if count >= 1:
+            self.put("train.warmup_steps", int(count))
+        elif ratio and steps:
+            self.put("train.warmup_steps", round(ratio * steps))
+        elif ratio:
+            self.todo.append(f"train.warmup_steps: {ratio:g} of all steps")
 
     def gpus(self, *, shared: bool, tensor_parallel: int) -> None:
         """Set how training and vLLM share the GPUs.
@@ -164,26 +170,25 @@ class Draft:
         GPU if the model fits on one (by its bfloat16 weights), else GPUs of their own for the servers.
         """
         self.put("rollout.engine", "vllm")
-        per_node = self.launch.processes_per_node or self.processes
         if not shared:
             self.put("rollout.tensor_parallel", tensor_parallel if tensor_parallel > 1 else None)
             return
         shape = try_read_shape(self.config["model"]["path"])
         small = shape is None or 2 * shape.num_parameters <= _LARGEST_ON_ONE_GPU
-        if tensor_parallel == 1 or per_node <= tensor_parallel or small:
+        if tensor_parallel == 1 or self.per_node <= tensor_parallel or small:
             self.put("hardware.rollout_gpus", "shared")
             layout = (
                 "here every GPU has its own server (if the model does not fit on one, reserve GPUs: "
                 "rollout.tensor_parallel and hardware.rollout_gpus)"
             )
         else:
-            reserved = max(per_node // 2 // tensor_parallel, 1) * tensor_parallel
+            reserved = max(self.per_node // 2 // tensor_parallel, 1) * tensor_parallel
             self.put("rollout.tensor_parallel", tensor_parallel)
             self.put("hardware.rollout_gpus", reserved)
-            self.put("hardware.processes", per_node - reserved)
+            self.put("hardware.processes", self.per_node - reserved)
             layout = (
                 f"the model is too large for a server on each GPU, so {reserved} GPUs of each node sample here and "
-                f"{per_node - reserved} train"
+                f"{self.per_node - reserved} train"
             )
         if tensor_parallel > 1:
             self.differs(f"servers of {tensor_parallel} GPUs that also train there; {layout}")
@@ -197,15 +202,11 @@ class Draft:
             short = str(name).rsplit(".", 1)[-1].removesuffix("_reward").replace("-", "_") or "reward"
             place = self.settings.said(f"trainer.reward_funcs.{name}")
             known = _REWARDS.get(short) if str(place or "trl").startswith(("trl", "open_r1")) else None
-            entry: dict[str, Any] = {"use": known or f"rewards.py:{short}"}
+            weight = parse_number(weights[i]) if i < len(weights) else 1.0
+            entries.append({"use": known or f"rewards.py:{short}", "weight": weight})
             if known is None:
                 origin = f", from {place}" if place else ""
                 self.todo.append(f"rewards.py: reward {name!r} as the function {short} (TRL's signature){origin}")
-            try:
-                entry["weight"] = float(weights[i]) if weights else 1.0
-            except (IndexError, TypeError, ValueError):
-                self.todo.append(f"rewards: the weight of {name!r} is not known; it is 1")
-            entries.append(entry)
         if not entries:
             entries = [{"use": "math"}]
             self.todo.append("rewards: fill them in")
@@ -213,14 +214,14 @@ class Draft:
             self.todo.append("rewards: math compares with the column `answer`, or args: {answer_column: ...}")
         self.config["rewards"] = entries
 
-    def batch(self, start: Start | None, generations: int) -> None:
+    def batch(self, start: Start | None) -> None:
         """Set the prompts per step from the completions of one optimizer step, and the processes of each machine."""
-        self.put("rollout.num_generations", generations)
-        per_node = self.launch.processes_per_node or self.processes
-        if self.processes:
-            self.put("hardware.processes", per_node)
-        if self.processes > per_node:
-            self.differs(f"{self.processes // per_node} machines of {per_node}: see `cohort launch slurm --nodes`")
+        generations = self.get("rollout.num_generations")
+        self.put("hardware.processes", self.per_node if self.processes else None)
+        if self.processes > self.per_node:
+            self.differs(
+                f"{self.processes // self.per_node} machines of {self.per_node}: see `cohort launch slurm --nodes`"
+            )
         if start is None or not start.global_batch_size or not start.generation_batch_size:
             return
         size = start.global_batch_size
@@ -233,71 +234,88 @@ class Draft:
             self.differs(f"{size} completions of an optimizer step are no whole groups of {generations}; rounded up")
         self.put("train.prompts_per_step", -(-size // generations))
 
-    def adapter(self, read: tuple[dict[str, Any], list[str]] | None) -> None:
-        """The adapter that `cohort.check.lora` has read, with its notes."""
-        if read is not None:
-            self.put("model.adapter", read[0])
-            self.differences += read[1]
+    def adapter(self, rows: Rows) -> None:
+        """Set the adapter. A single text as its targets is a pattern to peft, unless it is a plain name."""
+        self.copy(rows, defaults=True)
+        said = self.config["model"]["adapter"].pop("targets", None)
+        targets = said or _USUAL_TARGETS
+        names = list(map(str, targets if isinstance(targets, list | tuple | set) else [targets]))
+        if not said:
+            self.differs(f"target_modules is not set; using {' and '.join(names)}, peft's default for most models")
+        elif "all-linear" not in names and not all(re.fullmatch(r"[\w.]+", name) for name in names):
+            self.differs(f"no equivalent: target_modules {said!r:.80} is a pattern; all linear layers are taken")
+            names = ["all-linear"]
+        self.put("model.adapter.targets", "all-linear" if "all-linear" in names else names)
 
-    def quantized(self, bits: int | None) -> None:
-        """The bits that `cohort.check.quantization` has read, after adapter, processes and engine are set."""
-        if bits is None:
-            return
-        kind = COHORT_NAMES[bits]
-        model, rollout = self.config["model"], self.config.get("rollout", {})
+    def quantized(self, bits: int) -> None:
+        """Set weights of so many bits by bitsandbytes, after adapter, processes and engine."""
+        kind: Quantization = "nf4" if bits == 4 else "int8"
+        engine = self.get("rollout.engine") or "auto"
+        model, shares_weights = self.config["model"], ENGINES[engine].shares_weights
+        weights = f"{bits}-bit weights by bitsandbytes"
         try:
             check_base(kind, has_adapter="adapter" in model, dtype=model.get("dtype", "float32"))
-            engine = rollout.get("engine", "auto")
-            shares_weights = ENGINES[engine].shares_weights
             check_run(
                 "model.quantization", kind, processes=self.processes or 1, engine=engine, shares_weights=shares_weights
             )
         except ValueError as why:
-            self.differs(f"no equivalent: {describe_bits(bits)}; here the model's weights keep their dtype: {why}")
-        else:
-            self.put("model.quantization", kind)
-            if kind == "int8":
-                self.differs(f"{describe_bits(bits)} there are torchao's int8 here")
-            form = self.launch.settings.get("bnb_4bit_quant_type")
-            if form is not None and form.value == kind:
-                self.settings.said("bnb_4bit_quant_type")
+            self.differs(f"no equivalent: {weights}; here the model's weights keep their dtype: {why}")
+            return
+        self.put("model.quantization", kind)
+        if kind == "int8":
+            self.differs(f"{weights} there are torchao's int8 here")
 
-    def algorithm(self, loss: str, parts: Mapping[str, str], *, beta: float, **keys: Any) -> None:
-        """The named algorithm that has most of these components, and what differs from it.
+    def algorithm(self, loss: str) -> None:
+        """Name the algorithm that has most of the components that are set; take back what has no effect with them.
 
         Args:
-            loss: their name, which decides between algorithms of the same components.
-            parts: advantage, policy loss and loss weight.
-            beta: weight of the KL term.
-            keys: of the `algorithm` section; those of other components are left out.
+            loss: its name there, which decides between algorithms of the same components.
         """
+        given = self.config["algorithm"]
+        parts = {kind: given.pop(kind) for kind in COMPONENTS}
 
         def fits(name: str) -> tuple[int, bool]:
             return sum(getattr(ALGORITHMS[name], kind) == part for kind, part in parts.items()), name == loss
 
         name = max(ALGORITHMS, key=fits)
-        self.put("algorithm.name", name)
-        for kind, part in parts.items():
-            self.put(f"algorithm.{kind}", part if getattr(ALGORITHMS[name], kind) != part else None)
-        self.put("algorithm.beta", beta)
-        for key, value in keys.items():
-            of_components = key in parameters()
-            if not of_components or any(key in COMPONENTS[kind][part].parameters for kind, part in parts.items()):
-                self.put(f"algorithm.{key}", value)
+        changed = {kind: part for kind, part in parts.items() if getattr(ALGORITHMS[name], kind) != part}
+        effective = {key for kind, part in parts.items() for key in COMPONENTS[kind][part].parameters}
+        without = [f"algorithm.{key}" for key in given if key in parameters() and key not in effective]
+        self.drop(f"no effect with policy_loss: {parts['policy_loss']}", without)
+        if given.get("clip_low", 0) >= 1:
+            self.differs(
+                f"{self._origins['algorithm.clip_low']} {given['clip_low']:g} is no bound; 0.999 is the nearest"
+            )
+            given["clip_low"] = 0.999
+        if "delta" in given and given["delta"] <= 1 + given["clip_high"]:
+            self.no_dual_clip()
+        self.config["algorithm"] = {"name": name, **changed, **given}
 
-    def comments(self, not_needed: Mapping[str, str]) -> dict[str, list[str]]:
-        """The comments by heading. Every setting that was not used is to do, or in `not_needed` with the reason."""
+    def no_dual_clip(self) -> None:
+        """Take back the bound of ratios where the advantage is negative."""
+        value, key = self.config["algorithm"].pop("delta"), self._origins["algorithm.delta"]
+        self.differs(f"no equivalent: {key} {value:g}; it bounds policy_loss: clipped, from above 1 + clip_high")
+
+    def comments(self) -> dict[str, list[str]]:
+        """The comments by heading. Every setting that was not used is to do, or in `not_needed/` with the reason."""
+        table = load_table(f"convert/not_needed/{self.framework}.yaml")
+        not_needed = {key: reason for reason, keys in table.items() for key in keys.split()}
         todo = [finding.message for finding in self.settings.findings] + self.todo
         todo += [f"{unread.key.strip('()')} ({unread.where}): {unread.reason}" for unread in self.launch.unread]
         todo += [f"{entry.where}: {entry.value}" for entry in self.launch.todo]
         unneeded: dict[str, list[str]] = {}
         for key, said in self.launch.settings.items():
-            reason = self.unneeded.get(key)
-            if reason is None and key not in self.settings.used:
-                reason = next((reason for name, reason in not_needed.items() if fnmatchcase(key, name)), None)
+            value, default = str(said.value).lower(), str(self.known.get(key, {}).get("default", ...)).lower()
+            used = key in self.settings.used
+            if value == default and self.launch.framework == "verl" and self.launch.form == "yaml":
+                continue  # Hydra has written it
+            reasons = self.unneeded if used else {**self.unneeded, **not_needed}
+            reason = next((reason for name, reason in reasons.items() if fnmatchcase(key, name)), None)
+            if value == default and not used:
+                reason = "its default there"
             if reason:
                 unneeded.setdefault(reason, []).append(key)
-            elif key not in self.settings.used:
+            elif not used:
                 shown = "..." if _SECRET.search(key) else f"{said.value!r:.60}"
                 todo.append(f"{key}: {shown} ({said.where}) has no equivalent")
         return {

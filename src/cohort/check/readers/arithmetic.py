@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -16,15 +16,17 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 UNREADABLE = (ValueError, TypeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
 
 
-def compute(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
-    """The value of an operation on two plain numbers, which `value` gives.
+def compute(node: ast.expr, value: Callable[[ast.expr], Any] = ast.literal_eval) -> Any:
+    """The value of arithmetic on plain numbers. `value` evaluates its operands.
 
     Raises:
-        ValueError: it is anything else, or the numbers are too large. Further errors are in `UNREADABLE`.
+        ValueError: an unknown operation, or the numbers are too large. Further errors are in `UNREADABLE`.
     """
-    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+    if not isinstance(node, ast.BinOp):
+        return value(node)
+    if type(node.op) not in _OPERATORS:
         raise ValueError("not arithmetic")
-    left, right = value(node.left), value(node.right)
+    left, right = compute(node.left, value), compute(node.right, value)
     if not all(isinstance(part, int | float) and abs(part) < 1e12 for part in (left, right)):
         raise ValueError("not plain numbers")
-    return OPERATORS[type(node.op)](left, right)
+    return _OPERATORS[type(node.op)](left, right)

@@ -17,24 +17,16 @@ def read_text(path: Path) -> str:
     """
     try:
         problem = _no_file(path)
-        if problem is not None:
-            raise UserError(f"{path}: {problem}")
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(raw) > MAX_BYTES:
-        raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes, which no configuration is")
-    if not raw.strip():
-        raise UserError(f"{path}: is empty")
-    if b"\0" in raw:
-        raise UserError(f"{path}: a binary file")
-    try:
-        return raw.decode("utf-8-sig")
+        if problem is None and path.stat().st_size > MAX_BYTES:
+            problem = f"larger than {MAX_BYTES:,} bytes, which no configuration is"
+        text = path.read_text(encoding="utf-8-sig") if problem is None else ""
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        problem = f"not UTF-8 text (byte {error.start})"
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if problem is not None:
+        raise UserError(f"{path}: {problem}")
+    return text
 
 
 def _no_file(path: Path) -> str | None:

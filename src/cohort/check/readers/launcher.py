@@ -1,24 +1,21 @@
 """Options of command lines, their recipes, and the processes that accelerate, torchrun, deepspeed or Slurm start."""
 
-import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from cohort.check.launch import Framework, Launch, Setting, Sharding, Unread
+from cohort.check.launch import Framework, Launch, Setting, Unread
 from cohort.check.readers.shell import Command, Word
 from cohort.check.readers.yaml_tree import find_yaml
 
-# files of accelerate that TRL and Open-R1 have, for 8 processes; TRL's own command takes the short names
-_ACCELERATE_FILE = re.compile(
-    r"(?:.*\baccelerate_configs/)?(?:deepspeed_)?(zero[123]|fsdp[12]?|multi_gpu|ddp)(\.yaml)?"
-)
 _DECIDING = {"num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus", "num_nodes", "config_file"}
 _SERVERS = (("trl", "vllm-serve"), ("vllm", "serve"), ("swift", "rollout"))
-_SBATCH = re.compile(r"#SBATCH[ \t]+(.+)")
-_SBATCH_OPTION = re.compile(r"(--[a-z-]+|-[NG])(?:=|[ \t]+)?([^\s#]+)?")
+_SLURM = {  # variables of a job, with the option of `#SBATCH` that they come from
+    "SLURM_NNODES SLURM_JOB_NUM_NODES": r"(?:--nodes[= ]|-N ?)(\d+)\b",
+    "SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE": r"(?:--gres=gpu:|--gpus-per-node[= ])(?:\w+:)?(\d+)\b",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +40,26 @@ class Options:
 
 def parse_options(words: Sequence[Word]) -> Options:
     """Parse the options of a command line."""
-    parts: list[tuple[str, list[Word]]] = []  # the word of the option itself is the first
-    unread: list[Unread] = []
-    equals = ""
+    parts: list[list[Word]] = []  # `--key` and its values
+    unread: dict[str, Unread] = {}
     for word in words:
         if word.text.startswith("--") and len(word.text) > 2:
-            key, equals, value = word.text[2:].partition("=")
-            option = replace(word, text=value)
-            parts.append((key.replace("-", "_"), [option, option] if equals else [option]))
-        elif word.missing and (word.text == "$@" or (not word.text and (not parts or len(parts[-1][1]) > 1))):
-            unread.append(unknown_word(word))
-        elif parts and not equals:
-            parts[-1][1].append(word)
+            parts.append([replace(word, text=text) for text in word.text.split("=", 1)])
+        elif word.missing and (word.text == "$@" or (not word.text and (not parts or len(parts[-1]) > 1))):
+            unread |= {word.where: unknown_word(word)}
+        elif parts:
+            parts[-1].append(word)
     settings: dict[str, Setting] = {}
-    for key, found in parts:
-        missing = dict.fromkeys(reason for word in found for reason in word.missing)
-        texts = [word.text for word in found[1:]]
+    for option, *values in parts:
+        key, texts = option.text[2:].replace("-", "_"), [word.text for word in values]
+        missing = dict.fromkeys(reason for word in (option, *values) for reason in word.missing)
         if missing:
             settings.pop(key, None)  # the last one counts
-            unread.append(Unread(key, found[0].where, "; ".join(missing)))
+            unread[key] = Unread(key, option.where, "; ".join(missing))
         else:
-            settings[key] = Setting(True if not texts else texts[0] if len(texts) == 1 else texts, found[0].where)
-    return Options(settings, tuple(entry for entry in unread if entry.key not in settings))
+            unread.pop(key, None)
+            settings[key] = Setting(True if not texts else texts[0] if len(texts) == 1 else texts, option.where)
+    return Options(settings, tuple(unread.values()))
 
 
 def unknown_word(word: Word) -> Unread:
@@ -84,8 +79,12 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
     own = options if "trl" in names else parse_options(command.words[:start])
     gpus = gpus_of(command)
     configured = own.text("config_file") or own.text("accelerate_config") or own.text("accelerator")
-    file, problem = _accelerate_file(configured, command.where, folder)
-    said = Options({**file, **own.settings}, own.unread)
+    said, problems = own, list[Unread]()
+    if configured.endswith((".yaml", ".yml", ".json")):  # else one of TRL's own, such as zero3
+        try:
+            said = Options({**find_yaml(configured, folder).values, **own.settings}, own.unread)
+        except ValueError as error:
+            problems.append(Unread("config_file", command.where, str(error)))
     nodes: int | None = 1
     per_node: int | None = None
     processes: int | None = None
@@ -109,12 +108,11 @@ def read_command(command: Command, framework: Framework, folder: Path, server: C
         unread=(
             *options.unread,
             *(entry for entry in said.unread if entry.key in _DECIDING or entry.key.isupper()),
-            *([Unread("config_file", command.where, problem)] if problem else []),
+            *problems,
         ),
         processes=None if processes is None else Setting(processes, command.where),
         processes_per_node=None if processes is None or not nodes else processes // nodes,
         training_gpus=gpus,
-        sharding=read_sharding({**options.settings, **said.settings}, folder),
         server_gpus=gpus_of(server) if server else None,
         server=parse_options(server.words).settings if server else {},
     )
@@ -127,11 +125,10 @@ def with_recipe(launch: Launch, folder: Path) -> Launch:
     named = settings.pop("config", None)
     if named is not None:
         try:
-            settings = {**find_yaml(str(named.value), folder).nested_once(), **settings}
+            settings = {**find_yaml(str(named.value), folder).top, **settings}
         except ValueError as error:
             unread.append(Unread("(recipe)", named.where, str(error)))
-    sharding = launch.sharding or read_sharding(settings, folder)
-    return replace(launch, settings=settings, unread=tuple(unread), sharding=sharding)
+    return replace(launch, settings=settings, unread=tuple(unread))
 
 
 def pinned_version(path: Path, text: str) -> Setting | None:
@@ -167,92 +164,7 @@ def _environment(command: Command) -> Options:
     return parse_options([replace(word, text=f"--{key}={word.text}") for key, word in counts.items()])
 
 
-def _accelerate_file(name: str, where: str, folder: Path) -> tuple[Mapping[str, Setting], str | None]:
-    """Settings of an accelerate configuration, or why they could not be read."""
-    if not name:
-        return {}, None
-    try:
-        return find_yaml(name, folder).values, None
-    except ValueError as error:
-        known = _ACCELERATE_FILE.fullmatch(name)
-        if known is None:
-            return {}, str(error)
-    kind = known[1]
-    about = {"zero_stage": kind[-1]} if kind.startswith("zero") else {"distributed_type": "MULTI_GPU"}
-    about |= {"distributed_type": "FSDP"} if kind.startswith("fsdp") else {}
-    return {key: Setting(value, where) for key, value in {**about, "num_processes": 8}.items()}, None
-
-
-def read_sharding(settings: Mapping[str, Setting], folder: Path) -> Sharding | None:
-    """Sharding of the training state, from accelerate's keys or the trainer's `deepspeed` and `fsdp`."""
-    values = {key.rpartition(".")[2]: str(said.value).lower() for key, said in settings.items()}
-    name = values.get("deepspeed", "")
-    if named := re.fullmatch(r"zero([0-3])(_offload)?", name):  # ms-swift's own files
-        values |= {"zero_stage": named[1], "offload_optimizer_device": "cpu" if named[2] else "none"}
-        values |= {"offload_param_device": "cpu" if named[2] and named[1] == "3" else "none"}
-    elif name.endswith(".json"):
-        with contextlib.suppress(KeyError, ValueError):
-            for key, said in find_yaml(str(settings["deepspeed"].value), folder).values.items():
-                own = key.removeprefix("zero_optimization.").replace(".device", "_device")
-                values["zero_stage" if own == "stage" else own] = str(said.value).lower()
-    kind = values.get("distributed_type", "")
-    if "fsdp" in kind or "use_fsdp" in values or values.get("fsdp", "") not in ("", "false", "none", "[]"):
-        offloads = values.get("fsdp_offload_params") == "true"
-        return Sharding(3, "fsdp", offloads_optimizer=offloads, offloads_weights=offloads)
-    stage = values.get("zero_stage", "")
-    if stage in ("0", "1", "2", "3"):
-        moved = {part for part in ("optimizer", "param") if values.get(f"offload_{part}_device") in ("cpu", "nvme")}
-        return Sharding(
-            int(stage), "deepspeed", offloads_optimizer="optimizer" in moved, offloads_weights="param" in moved
-        )
-    return Sharding(0, "ddp") if kind in ("multi_gpu", "no") or "multi_gpu" in values else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Nodes and GPUs requested in `#SBATCH` lines, which sbatch reads up to the first command."""
-
-    nodes: int | None = None
-    gpus_per_node: Setting | None = None
-
-    def variables(self) -> tuple[tuple[str, str], ...]:
-        """Environment variables that Slurm sets for the job."""
-        gpus = self.gpus_per_node.value if self.gpus_per_node else None
-        known = {"SLURM_NNODES": self.nodes, "SLURM_JOB_NUM_NODES": self.nodes}
-        known |= {"SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS_PER_NODE": gpus}
-        return tuple((name, str(value)) for name, value in known.items() if value is not None)
-
-
-def read_job(text: str, name: str) -> Job:
-    """Read the `#SBATCH` lines of a script."""
-    said: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.startswith("#"):
-            break
-        match = _SBATCH.match(line)
-        for option, value in _SBATCH_OPTION.findall(match[1]) if match else ():
-            said[{"-N": "--nodes", "-G": "--gpus"}.get(option, option)] = (value, number)
-    nodes = _whole(said.get("--nodes", ("", 0))[0].partition("-")[0])
-    found: Setting | None = None
-    for option, share in (("--gpus", nodes or 1), ("--gres", 1), ("--gpus-per-node", 1)):
-        value, number = said.get(option, ("", 0))
-        wanted = next((part for part in value.split(",") if option != "--gres" or part.startswith("gpu:")), "")
-        count = _whole(wanted.rpartition(":")[2])  # gpu:h100:8, h100:8 or 8
-        if count is not None and count % share == 0:
-            found = Setting(count // share, f"{name}:{number}")
-    return Job(nodes=nodes, gpus_per_node=found)
-
-
-def on_job(launch: Launch, job: Job) -> Launch:
-    """Add the GPUs that the job requests, and its processes if the command does not set them."""
-    if job.gpus_per_node is None:
-        return launch
-    processes = launch.processes
-    lacks_recipe = any(unread.key == "(recipe)" for unread in launch.unread)  # which comes with the number of nodes
-    if not lacks_recipe and processes is None and launch.framework in ("trl", "open-r1"):
-        processes = Setting((job.nodes or 1) * job.gpus_per_node.value, job.gpus_per_node.where)
-    return replace(launch, processes=processes, node_gpus=job.gpus_per_node)
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.isdecimal() and 0 < int(text) < 100_000 else None
+def slurm_variables(text: str) -> tuple[tuple[str, str], ...]:
+    """Environment variables that Slurm sets for the nodes and GPUs that a script asks for."""
+    found = ((names, re.search(rf"^#SBATCH\b.*[ \t]{option}", text, re.MULTILINE)) for names, option in _SLURM.items())
+    return tuple((name, match[1]) for names, match in found if match for name in names.split())

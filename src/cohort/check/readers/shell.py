@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import takewhile
@@ -14,9 +14,8 @@ import tree_sitter_bash
 from cohort.check.readers.arithmetic import UNREADABLE, compute
 
 _BASH = tree_sitter.Language(tree_sitter_bash.language())
-_LONGEST = 10_000  # characters of an expanded argument
-_MOST_EXPANDED = 1_000_000  # characters of all of them
-_MOST_WORDS, _MOST_REASONS = 1_000, 4  # of an array, and why a word is not known
+_MOST_EXPANDED = 1_000_000  # characters of all variables where they are used
+_MOST_REASONS = 4  # why a word is not known
 _EXPORTED = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")  # that decide something
 _BRANCHES = {"elif_clause", "else_clause", "case_item", "do_group"}
 _PLACEHOLDER = re.compile(r"(?<=[ =])(<[A-Za-z][\w-]*>)(?=\s|$)")
@@ -84,16 +83,14 @@ def _text(node: tree_sitter.Node) -> str:
     return (node.text or b"").decode(errors="replace")
 
 
-_Value = Word | list[Word]  # of a variable; a list is an array
-
-
 class _Walker:
     """Walk a script once, from its first line to its last."""
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self.name = name
         self.commands: list[Command] = []
-        self.variables: ChainMap[str, _Value] = ChainMap({key: Word(value) for key, value in variables.items()})
+        # one word each, or those of an array, which have their own places
+        self.variables: ChainMap[str, list[Word]] = ChainMap({key: [Word(text)] for key, text in variables.items()})
         self._exported: set[str] = set()
         self._expanded = 0
 
@@ -123,7 +120,7 @@ class _Walker:
         variable = node.child_by_field_name("variable")
         if variable:  # of a loop
             name = _text(variable)
-            self.variables[name] = Word("", missing=(f"${name} is set by a loop",))
+            self.variables[name] = [Word("", missing=(f"${name} is set by a loop",))]
         elif node.type == "list" and rest:  # A && B
             self.walk(rest.pop(0))
         before, ends = self.variables, []
@@ -140,7 +137,7 @@ class _Walker:
 
     def _command(self, node: tree_sitter.Node) -> None:
         exported = [key for key in _EXPORTED if key in self._exported and key in self.variables]
-        env: dict[str, _Value] = {key: self.variables[key] for key in exported}
+        env = {key: self.variables[key] for key in exported}
         words: list[Word] = []
         for child in node.named_children:
             if child.type == "variable_assignment":
@@ -150,37 +147,28 @@ class _Walker:
                 words += self._argument(inner)
         if not words:
             return
-        known = {key: word for key, word in env.items() if isinstance(word, Word)}
+        known = {key: replace(value[0], where=self._where(node)) for key, value in env.items() if value}
         self.commands.append(Command(tuple(words), known))
         unread = [replace(words[-1], text="")] if words[-1].missing else []
         if words[0].text == "eval" or any(re.fullmatch(r"-l?c", word.text) for word in words):  # bash -c '...'
-            self.commands += [
-                Command(
-                    (*(replace(word, where=words[0].where) for word in found.words), *unread), {**known, **found.env}
-                )
-                for found in (parse_shell(words[-1].text, self.name) if " " in words[-1].text else ())
-            ]
+            for found in parse_shell(words[-1].text, self.name):
+                moved = [replace(word, where=words[0].where) for word in found.words]
+                self.commands.append(Command((*moved, *unread), {**known, **found.env}))
 
-    def _assign(self, node: tree_sitter.Node, variables: "ChainMap[str, _Value] | dict[str, _Value]") -> str:
+    def _assign(self, node: tree_sitter.Node, variables: MutableMapping[str, list[Word]]) -> str:
         """Assign `NAME=value`, `NAME+=value` or `NAME=(...)`, and return the name."""
-        target, node_value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        name = _text(target) if target else ""
-        value: _Value = Word("", self._where(node))
+        target, given = node.child_by_field_name("name"), node.child_by_field_name("value")
+        name = _text(target).partition("[")[0] if target else ""
         if target is None or target.type == "subscript":  # A[2]=x
-            name = name.partition("[")[0]
-            value = Word("", self._where(node), (f"${name} is assigned in parts",))
-        elif node_value is not None and node_value.type == "array":
-            value = [word for child in node_value.named_children for word in self._argument(child)]
-        elif node_value is not None:
-            value = _joined(self._pieces(node_value, quoted=True), self._where(node))
-        old = self.variables.get(name)
-        if old is not None and any(child.type == "+=" for child in node.children):
-            if isinstance(value, Word) and isinstance(old, Word):
-                value = _joined([old, value], value.where)
-            else:
-                value = [*(old if isinstance(old, list) else [old]), *(value if isinstance(value, list) else [value])]
-        if isinstance(value, list) and len(value) > _MOST_WORDS:
-            value = Word("", missing=(f"${name} has more than {_MOST_WORDS:,} words",))
+            value = [Word("", missing=(f"${name} is assigned in parts",))]
+        elif given is not None and given.type == "array":
+            value = [word for child in given.named_children for word in self._argument(child)]
+        else:
+            value = [_joined(self._pieces(given, quoted=True) if given else [])]
+        if any(child.type == "+=" for child in node.children):
+            old = self.variables.get(name, [])
+            is_array = len(old) != 1 or (given is not None and given.type == "array")
+            value = [*old, *value] if is_array else [_joined([*old, *value])]
         variables[name] = value
         return name
 
@@ -189,15 +177,8 @@ class _Walker:
 
     def _argument(self, node: tree_sitter.Node) -> list[Word]:
         """Expand one argument. An array or an unquoted variable can be no word or several."""
-        if node.type == "comment":
-            return []
-        where = self._where(node)
-        words = [word if word.where else replace(word, where=where) for word in self._pieces(node, quoted=False)]
-        size = sum(len(word.text) + 1 for word in words)
-        self._expanded += size
-        if self._expanded > _MOST_EXPANDED:
-            raise ValueError(f"{where}: variables expand to more than {_MOST_EXPANDED:,} characters")
-        return words if size <= _LONGEST else [Word("", where, (f"it has more than {_LONGEST:,} characters",))]
+        words = self._pieces(node, quoted=False) if node.type != "comment" else []
+        return [word if word.where else replace(word, where=self._where(node)) for word in words]
 
     def _pieces(self, node: tree_sitter.Node, *, quoted: bool) -> list[Word]:
         """Expand a node into words. Unquoted variables are split at whitespace."""
@@ -205,6 +186,9 @@ class _Walker:
         if node.type in ("simple_expansion", "expansion"):
             blanks, text = text[: len(text) - len(text.lstrip())], text.lstrip()  # the grammar has them in the node
             words = self._parameter(node, text)
+            self._expanded += sum(len(word.text) + 1 for word in words)
+            if self._expanded > _MOST_EXPANDED:
+                raise ValueError(f"{self._where(node)}: variables expand to more than {_MOST_EXPANDED:,} characters")
             if quoted:
                 return _concatenated([[Word(blanks)], words]) if blanks else words
             pieces = [(word, word.text.split() or [""] * bool(word.missing)) for word in words]
@@ -237,8 +221,8 @@ class _Walker:
             return [Word("", missing=(f"{text:.80} is not worked out",))]
         name, operator = match[1], match[3]
         value = self.variables.get(name)
-        if value is not None and not (operator.startswith(":") and value == Word("")):
-            return list(value) if isinstance(value, list) else [replace(value, where="")]
+        if value is not None and not (operator.startswith(":") and value == [Word("")]):
+            return value
         if operator.endswith(("-", "=")):
             at = next((i for i, child in enumerate(node.children) if child.type == operator), len(node.children))
             default = [child for child in node.children[at + 1 :] if child.is_named]
@@ -249,19 +233,13 @@ class _Walker:
     def _arithmetic(self, text: str) -> Word:
         """Evaluate `$((a * b))` of whole numbers."""
 
-        def value(node: ast.expr) -> int:
-            if isinstance(node, ast.Constant) and type(node.value) is int:
-                return node.value
-            if isinstance(node, ast.Name):
-                known = self.variables.get(node.id)
-                if known is None or isinstance(known, list) or known.missing:
-                    raise ValueError(node.id)
-                return int(known.text)
-            return int(compute(node, value))
+        def number(name: re.Match[str]) -> str:
+            value = self.variables.get(name[1]) or [Word("")]
+            return value[0].text if re.fullmatch(r"\d{1,12}", value[0].text) and not value[0].missing else name[0]
 
+        plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", number, text[3:-2].replace("/", "//"))
         try:
-            plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text.strip()[3:-2]).replace("/", "//").strip()
-            return Word(str(value(ast.parse(plain, mode="eval").body)))
+            return Word(str(int(compute(ast.parse(plain.strip(), mode="eval").body))))
         except UNREADABLE:
             return Word("", missing=(f"{text:.80} is not worked out",))
 
@@ -275,32 +253,30 @@ def _literal(text: bytes, *, quoted: bool) -> list[Word]:
 
 def _concatenated(parts: Iterable[Sequence[Word]]) -> list[Word]:
     """Join adjacent parts: the last word of one continues as the first word of the next."""
-    words: list[Word] = []
-    for part in parts:
-        if words and part:
-            words[-1:] = [_joined([words[-1], part[0]], words[-1].where or part[0].where)]
-            words += part[1:]
+    groups: list[list[Word]] = []
+    for part in filter(None, parts):
+        if groups:
+            groups[-1].append(part[0])
+            groups += [[word] for word in part[1:]]
         else:
-            words += part
-    return words
+            groups = [[word] for word in part]
+    return [_joined(group, next((word.where for word in group if word.where), "")) for group in groups]
 
 
-def _joined(words: Sequence[Word], where: str) -> Word:
+def _joined(words: Sequence[Word], where: str = "") -> Word:
     """Join words into one."""
     missing = dict.fromkeys(reason for word in words for reason in word.missing)
-    return Word("".join(word.text for word in words)[: _LONGEST + 1], where, tuple(missing)[:_MOST_REASONS])
+    return Word("".join(word.text for word in words), where, tuple(missing)[:_MOST_REASONS])
 
 
-def _merged(name: str, values: Sequence[_Value]) -> _Value:
+def _merged(name: str, values: Sequence[list[Word]]) -> list[Word]:
     """Merge a variable's values after branches. Array words that only some branches add are unknown."""
-    first, *others = values
-    if all(value == first for value in others):
-        return first
-    arrays = [value for value in values if isinstance(value, list)]
-    if len(arrays) < len(values):
-        choices = " or ".join(dict.fromkeys(value.text or "nothing" for value in values if isinstance(value, Word)))
-        return Word("", missing=(f"${name} is {choices:.80}, which a branch decides",))
-    pairs = zip(*arrays, strict=False)
-    same = sum(1 for _ in takewhile(lambda words: all(word is words[0] or word == words[0] for word in words), pairs))
-    added = {word: None for array in arrays for word in array[same:]}
-    return [*arrays[0][:same], *(replace(word, missing=("only a branch adds it",)) for word in added)]
+    if all(value == values[0] for value in values):
+        return values[0]
+    if all(len(value) == 1 and not value[0].where for value in values):
+        choices = " or ".join(dict.fromkeys(value[0].text or "nothing" for value in values))
+        return [Word("", missing=(f"${name} is {choices:.80}, which a branch decides",))]
+    pairs = zip(*values, strict=False)
+    same = sum(1 for _ in takewhile(lambda words: all(word == words[0] for word in words), pairs))
+    added = {word: None for value in values for word in value[same:]}
+    return [*values[0][:same], *(replace(word, missing=("only a branch adds it",)) for word in added)]

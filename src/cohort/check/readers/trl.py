@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Setting, Unread
+from cohort.check.launch import Framework, Launch, Setting, Unread
 from cohort.check.readers import trl_python
 from cohort.check.readers.files import find_text
-from cohort.check.readers.launcher import parse_options, pinned_version, read_command, read_sharding, with_recipe
+from cohort.check.readers.launcher import parse_options, pinned_version, read_command, with_recipe
 from cohort.check.readers.shell import Command, Word
 from cohort.check.readers.yaml_tree import YamlTree
+from cohort.check.rules.keys import known_keys
 from cohort.errors import UserError
 
 _SIGNS = (
@@ -19,45 +20,27 @@ _SIGNS = (
     "scale_rewards epsilon_high num_iterations vllm_mode"
 )
 SIGNS = frozenset(_SIGNS.split())  # keys that TRL has for GRPO and not for other ways of training
-_OPEN_R1_ONLY = (
-    "benchmarks callbacks chat_template code_eval_scoring_mode code_eval_test_batch_size code_language "
-    "code_provider cosine_max_len cosine_max_value_correct cosine_max_value_wrong cosine_min_value_correct "
-    "cosine_min_value_wrong dataset_mixture dataset_prompt_column e2b_router_url ioi_provider max_completion_len "
-    "morph_router_url overwrite_hub_revision parallel_code_exec_per_proc push_to_hub_revision "
-    "repetition_max_penalty repetition_n_grams soft_punish_cache system_prompt wandb_run_group"
-)
-OPEN_R1_ONLY = frozenset(_OPEN_R1_ONLY.split())  # keys of Open-R1 that TRL does not have
+_SHARED = {"hub_model_revision", "reward_funcs", "wandb_entity", "wandb_project"}
+OPEN_R1_ONLY = known_keys("open-r1", ()).keys() - _SHARED  # keys of Open-R1 that others do not have
 _OPEN_R1_GPUS = 8  # of each node, written into its slurm/train.slurm
 _OWN_SCRIPTS = ("open_r1/grpo.py", "open_r1.grpo", "scripts/grpo.py", "scripts.grpo", "scripts/grpo_vlm.py", "/gspo.py")
 _STARTERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 
 
 def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
-    """Read a GRPO recipe; None for any other file.
-
-    Raises:
-        UserError: a file of accelerate, or a recipe of TRL for another method.
-    """
+    """Read a GRPO recipe; None for any other file."""
     signs = sorted(SIGNS & tree.values.keys())
-    if signs and "rlhf_type" not in tree.values:  # of ms-swift
-        special = sorted(OPEN_R1_ONLY & tree.values.keys())
-        return Launch(
-            framework="open-r1" if special else "trl",
-            form="yaml",
-            reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
-            settings=tree.nested_once(),
-            sharding=read_sharding(tree.values, path.parent),
-            version=pinned_version(path, text),
-            findings=tree.duplicates(),
-        )
-    if {"distributed_type", "compute_environment"} & tree.values.keys():
-        raise UserError(
-            f"{path}: a configuration of accelerate, which trains nothing by itself; give it to the recipe's check: "
-            f'--launch "accelerate launch --config_file {path}"'
-        )
-    if {"model_name_or_path", "per_device_train_batch_size"} & tree.values.keys():
-        raise UserError(f"{path}: a recipe without any key of GRPO (num_generations, reward_funcs, ...)")
-    return None
+    if not signs or "rlhf_type" in tree.values:  # of ms-swift
+        return None
+    special = sorted(OPEN_R1_ONLY & tree.values.keys())
+    return Launch(
+        framework="open-r1" if special else "trl",
+        form="yaml",
+        reason=f"YAML with {special[0]}, a key of Open-R1" if special else f"YAML with {', '.join(signs)}",
+        settings=tree.top,
+        version=pinned_version(path, text),
+        findings=tuple(tree.findings),
+    )
 
 
 def read_shell(path: Path, text: str, command: Command, server: Command | None) -> Launch | None:
@@ -82,10 +65,10 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
         reason = f"the script's arguments name it; check the recipe with --launch 'sbatch --nodes=2 {path}'"
         launch = replace(launch, unread=(Unread("(recipe)", outside.where, reason),), processes=None)
     launch = with_recipe(launch, path.parent)
-    if own:
-        launch = replace(launch, processes=launch.processes or starter_processes(launch.settings))
+    processes = launch.processes or (own_processes(launch.settings) if own else None)
     special = OPEN_R1_ONLY & set(launch.settings) or (outside and "open_r1" in text)
-    return replace(launch, framework="open-r1" if special else "trl", version=pinned_version(path, text))
+    framework: Framework = "open-r1" if special else "trl"
+    return replace(launch, framework=framework, processes=processes, version=pinned_version(path, text))
 
 
 def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -> Launch:
@@ -100,34 +83,22 @@ def _with_script(launch: Launch, script: Word, command: Command, folder: Path) -
     return replace(launch, settings=run.settings, unread=unread, todo=run.todo, not_checked=run.not_checked)
 
 
-def starter_processes(settings: Mapping[str, Setting]) -> Setting | None:
+def own_processes(settings: Mapping[str, Setting]) -> Setting | None:
     """`num_processes` of a recipe, which `trl grpo` starts."""
     said = settings.get("num_processes")
-    return replace(said, value=int(said.value)) if said and str(said.value).isdecimal() else None
+    return said if said and isinstance(said.value, int) else None
 
 
 def open_r1_nodes(launch: Launch, command: Command) -> Launch:
     """Set the processes of Open-R1's slurm/train.slurm: 8 per node; with vLLM, the last node runs its server."""
-    options = parse_options(command.words)
-    nodes = options.whole("nodes", options.whole("N", 1)) or 1
-    vllm = launch.settings.get("use_vllm")
-    server, findings = dict(launch.server), list(launch.findings)
-    if vllm is not None and str(vllm.value).lower() in ("true", "1", "yes"):
-        nodes -= 1
-        sizes = {"tensor_parallel_size": "tp", "data_parallel_size": "dp"}
-        server = {name: options.settings.get(short, Setting(1, command.where)) for name, short in sizes.items()}
-    if nodes == 0:
-        message = (
-            "sbatch --nodes=1 with use_vllm: the only node runs the sampling server, so 0 nodes and 0 processes are "
-            "left to train"
-        )
-        nearest = ("--nodes=2", "vllm_mode=colocate without the server")
-        findings.append(Finding("CHK002", "--nodes", message, nearest))
+    options, vllm = parse_options(command.words), launch.settings.get("use_vllm")
+    on_last = vllm is not None and str(vllm.value).lower() in ("true", "1", "yes")
+    nodes = (options.whole("nodes", options.whole("N", 1)) or 1) - on_last
+    message = "with use_vllm the only node runs the sampling server: 0 nodes and 0 processes are left to train"
+    refused = Finding("CHK002", "--nodes", message, ("--nodes=2", "vllm_mode=colocate without the server"))
     return replace(
         launch,
         processes=Setting(nodes * _OPEN_R1_GPUS, command.where),
         processes_per_node=_OPEN_R1_GPUS,
-        server=server,
-        server_gpus=tuple(map(str, range(_OPEN_R1_GPUS))) if server else None,
-        findings=tuple(findings),
+        findings=launch.findings if nodes else (*launch.findings, refused),
     )

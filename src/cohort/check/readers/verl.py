@@ -1,7 +1,7 @@
 """verl: `key=value` overrides in shell scripts, and the YAML that `--cfg job --resolve` prints."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,37 +26,38 @@ def read_shell(path: Path, text: str, command: Command, server: Command | None) 
     if sum(word.text.lstrip("+").startswith(_SECTIONS) for word in command.words) < 2:
         return None
     settings: dict[str, Setting] = {}
-    unread: list[Unread] = []
-    config, module = Word(_OWN_CONFIG), "verl.trainer.main_ppo"
+    unread: dict[str, Unread] = {}
+    config, module = _OWN_CONFIG, "verl.trainer.main_ppo"
     for word, after in pairwise((*command.words, Word(""))):
         match = _OVERRIDE.fullmatch(word.text)
         if word.text.startswith(("--config-name", "-cn")):
-            config = replace(word, text=word.text.partition("=")[2]) if "=" in word.text else after
+            named = replace(word, text=word.text.partition("=")[2]) if "=" in word.text else after
+            config = named.text.removesuffix(".yaml")
+            if config != _OWN_CONFIG:
+                reason = "; ".join(named.missing) or f"it starts from {config}"
+                unread["(config)"] = Unread("(config)", word.where, reason)
         elif word.text == "-m":
             module = after.text
         elif match and word.missing:
             settings.pop(match[2], None)  # the last one counts
-            unread.append(Unread(match[2], word.where, "; ".join(word.missing)))
+            unread[match[2]] = Unread(match[2], word.where, "; ".join(word.missing))
         elif match:
+            unread.pop(match[2], None)
             settings[match[2]] = Setting(_hydra_value(match[3]), word.where, added=match[1])
         elif word.missing and word.text in ("", "$@") and (settings or unread):  # after the program's own words
-            unread.append(unknown_word(word))
-    unread = [entry for entry in unread if entry.key not in settings]
-    based = bool(config.missing) or config.text.removesuffix(".yaml") != _OWN_CONFIG
-    if based:
-        unread.append(Unread("(config)", config.where, "; ".join(config.missing) or f"it starts from {config.text}"))
-    if unread:
-        resolve = f"python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml"
-        unread[0] = replace(unread[0], reason=f"{unread[0].reason}; `{resolve}` makes a file to check in its place")
+            unread[word.where] = unknown_word(word)
+    resolve = f"`python -m {module} <the same overrides> --cfg job --resolve > resolved.yaml`"
+    for key, entry in [*unread.items()][:1]:
+        unread[key] = replace(entry, reason=f"{entry.reason}; {resolve} makes a file to check in its place")
     return Launch(
         framework="verl",
         form="shell",
         reason=f"a shell script with verl's overrides at {command.where}",
         settings=settings,
         program=module,
-        unread=tuple(unread),
-        not_checked=_not_checked(settings, config.text, module),
-        processes=_processes(settings, unread, None if based else command.where),
+        unread=tuple(unread.values()),
+        not_checked=_not_checked(settings, config, module),
+        processes=_processes(settings, unread, "" if "(config)" in unread else command.where),
         training_gpus=gpus_of(command),
     )
 
@@ -65,23 +66,18 @@ def read_yaml(path: Path, text: str, tree: YamlTree) -> Launch | None:
     """Read a YAML file with verl's sections, such as `--cfg job --resolve` prints; None for any other file."""
     if not any(key.startswith("actor_rollout_ref.") for key in tree.values):
         return None
-    message = "refers to another place: {:.60}; `--cfg job --resolve` makes a file without that"
-    settings: dict[str, Setting] = {}
-    unread: list[Unread] = []
-    for key, said in tree.values.items():
-        if isinstance(said.value, str) and "${" in said.value:
-            unread.append(Unread(key, said.where, message.format(said.value)))
-        else:
-            settings[key] = said
+    reason = "refers to another place; `--cfg job --resolve` makes a file without that"
+    places = {key: said for key, said in tree.values.items() if "${" in str(said.value)}
+    settings = {key: said for key, said in tree.values.items() if key not in places}
     return Launch(
         framework="verl",
         form="yaml",
         reason="YAML with actor_rollout_ref",
         settings=settings,
-        unread=tuple(unread),
+        unread=tuple(Unread(key, said.where, reason) for key, said in places.items()),
         not_checked=_not_checked(settings),
-        processes=_processes(settings, unread),
-        findings=tree.duplicates(),
+        processes=_processes(settings, places, ""),
+        findings=tuple(tree.findings),
     )
 
 
@@ -91,10 +87,9 @@ def _not_checked(settings: Mapping[str, Setting], config: str = "", module: str 
     engines = [str(settings[key].value) for key in keys if key in settings]
     if "megatron" in " ".join([config, *engines]):
         return MEGATRON
-    other = [engine for engine in engines if not engine.startswith(("dp", "fsdp"))]
-    if other:
-        return f"verl's engine {other[0]} is not checked"
-    return f"{module}, whose rollouts have GPUs of their own, is not checked" if ".experimental." in module else None
+    other = [f"verl's engine {engine}" for engine in engines if not engine.startswith(("dp", "fsdp"))]
+    other += [f"{module}, whose rollouts have GPUs of their own"] if ".experimental." in module else []
+    return other[0] if other else None
 
 
 def _hydra_value(text: str) -> Any:
@@ -105,10 +100,9 @@ def _hydra_value(text: str) -> Any:
     return text if value is None and text.lower() not in ("null", "~") else value
 
 
-def _processes(settings: Mapping[str, Setting], unread: Sequence[Unread], where: str | None = None) -> Setting | None:
-    """GPUs of all nodes, with verl's defaults if one of the two numbers is set or `where` is given."""
-    said = next((settings[key] for key in _GPUS if key in settings), Setting(None, where) if where else None)
-    counts = [str(settings[key].value if key in settings else default) for key, default in _GPUS.items()]
-    if said is None or any(entry.key in _GPUS for entry in unread) or not all(count.isdecimal() for count in counts):
-        return None
-    return replace(said, value=int(counts[0][:6]) * int(counts[1][:6]))
+def _processes(settings: Mapping[str, Setting], unread: Mapping[str, Any], where: str) -> Setting | None:
+    """GPUs of all nodes, with verl's defaults; None if they are not known. `where` is their place if none is set."""
+    counts = [settings[key].value if key in settings else default for key, default in _GPUS.items()]
+    place = next((settings[key].where for key in _GPUS if key in settings), where)
+    plain = all(isinstance(count, int) and 0 < count < 1_000_000 for count in counts)
+    return Setting(counts[0] * counts[1], place) if place and plain and not _GPUS.keys() & unread.keys() else None

@@ -3,12 +3,13 @@
 import re
 from dataclasses import replace
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Setting, Settings
-from cohort.check.rules.start import BatchSizes, RunRules, Start, refused
+from cohort.check.rules.start import RunRules, Start, refused
 from cohort.config import ENGINES, AutoRolloutConfig, config_from_dict
 from cohort.errors import UserError
 from cohort.plan.dataset import missing_files
@@ -18,49 +19,37 @@ _GENERATIONS, _MOST_GENERATIONS = "rollout.num_generations", 64
 
 def cohort_rules(launch: Launch) -> RunRules:
     """Validate a configuration as `cohort train` does."""
-    settings = Settings(launch)
-    problem: str | None = None
-    prompts = generations = 0
+    findings: tuple[Finding, ...] = ()
     try:
         config = config_from_dict(nested(launch))
     except UserError as error:
-        problem = str(error)
+        start, findings = refused(str(error)), (_refusal(launch, str(error)),)
     else:
-        prompts, generations = config.train.prompts_per_step, config.rollout.num_generations
-
-    def start(world_size: int, changed: BatchSizes) -> Start:
-        if problem is not None:
-            return refused(problem)
-        size = prompts * generations
-        return Start(
-            starts=True,
-            generation_batch_size=size,
-            steps_per_generation=1,
-            global_batch_size=size,
-            prompts=prompts,
+        prompts = config.train.prompts_per_step
+        size = prompts * config.rollout.num_generations
+        start = Start(
+            starts=True, generation_batch_size=size, steps_per_generation=1, global_batch_size=size, prompts=prompts
         )
-
-    engine = ENGINES.get(settings.text("rollout.engine", "auto"), AutoRolloutConfig)
     return RunRules(
         version=_installed(),
         version_reason="installed",
         sizes={},
         decides=frozenset(),
-        start=start,
-        sampling=engine.sampled_by,
-        findings=() if problem is None else (_refusal(launch, problem),),
-        blocked=problem,
+        start=lambda world_size, sizes: start,
+        sampling=ENGINES.get(Settings(launch).text("rollout.engine", "auto"), AutoRolloutConfig).sampled_by,
+        findings=findings,
+        blocked=start.message,
     )
 
 
 def _refusal(launch: Launch, problem: str) -> Finding:
-    field = _field(problem)
+    match = re.match(r"([a-z_]+(?:\.\w+)*): ", problem)  # a message begins with its key
+    field = match[1] if match else None
     nearest: list[str] = []
     if field == _GENERATIONS:  # what is proposed was tried
-        more = ((_GENERATIONS, n) for n in range(2, _MOST_GENERATIONS + 1))
-        ways = (more, iter([("algorithm.name", "reinforce_pp")]))
-        firsts = (next((change for change in way if _accepts(launch, *change)), None) for way in ways)
-        nearest = [f"{first[0]}={first[1]}" for first in firsts if first is not None]
+        enough = (n for n in range(2, _MOST_GENERATIONS + 1) if _accepts(launch, _GENERATIONS, n))
+        nearest += [f"{_GENERATIONS}={n}" for n in islice(enough, 1)]
+        nearest += ["algorithm.name=reinforce_pp"] if _accepts(launch, "algorithm.name", "reinforce_pp") else []
     return Finding("CHK002", field, problem, tuple(nearest))
 
 
@@ -77,12 +66,6 @@ def missing_file_findings(launch: Launch, base_dir: Path) -> list[Finding]:
     """The files of a configuration in `base_dir` that are not there."""
     config = config_from_dict(nested(launch), base_dir=base_dir)
     return [Finding("CHK021", field, message) for field, message in missing_files(config, base_dir)]
-
-
-def _field(problem: str) -> str | None:
-    """The key that a message begins with."""
-    match = re.match(r"([a-z_]+(?:\.\w+)*): ", problem)
-    return match[1] if match else None
 
 
 def _installed() -> str:

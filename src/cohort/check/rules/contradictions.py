@@ -17,12 +17,13 @@ def contradictions(framework: str, settings: Settings, version: Version) -> list
         in_version = parse_version(entry["since"]) <= version < parse_version(entry.get("before", "99"))
         if not in_version or not all(_holds(settings, keys, key, when[key]) for key in when):
             continue
-        key, nearest = entry["key"], tuple(entry.get("nearest", ()))
-        if "no_effect" in entry:
-            found.append(Finding("CHK005", key, f"{key} {entry['no_effect']}", nearest))
-        else:
-            says = entry["says"].format_map({key: settings.text(key, keys.get(key, {}).get("default")) for key in when})
-            found.append(Finding("CHK008", key, "these settings do not go together", nearest, says=says))
+        unused = [key for key in entry.get("unused", ()) if _holds(settings, keys, key, "set")]
+        found += [Finding("CHK005", key, f"{key} {entry['why']}") for key in unused]
+        if "says" in entry:
+            key, nearest = entry["key"], tuple(entry.get("nearest", ()))
+            text = "these settings do not go together" if len(when) > 1 else f"{key} cannot have this value"
+            says = entry["says"].format(value=settings.text(key, keys.get(key, {}).get("default")))
+            found.append(Finding(entry.get("code", "CHK008"), key, text, nearest, says=says))
     return found
 
 
@@ -36,4 +37,8 @@ def _holds(settings: Settings, keys: Keys, key: str, condition: Any) -> bool:
         return (said is None or said == "") == (condition == "unset")
     value = said if said is not None else known["default"] if known else None
     values = {str(one).lower() for one in (value if isinstance(value, list) else [value])}
-    return not values & {*condition["not"]} if isinstance(condition, dict) else bool(values & {*condition})
+    if isinstance(condition, list):
+        return not values.isdisjoint(condition)
+    if "above" in condition:
+        return any(one.isdecimal() and int(one) > condition["above"] for one in values)
+    return values.isdisjoint(condition["not"])

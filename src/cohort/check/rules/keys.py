@@ -1,7 +1,7 @@
 """The keys of each framework by version, from `check/keys/*.json`, which `bench/framework_keys/` makes."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -47,14 +47,11 @@ def launcher_keys(framework: str) -> frozenset[str]:
     return frozenset(load_table(f"keys/{framework}.json")["launcher"])
 
 
-def key_history(framework: str, key: str) -> str:
-    """When a key that a version lacks was there, such as "from 0.16.1 to 0.17.0"; empty if never."""
-    having = [".".join(map(str, version)) for version, keys in key_tables(framework).items() if key in keys]
-    if len(having) < 2:
-        return f"in {having[0]}" if having else ""
-    return f"from {having[0]} to {having[-1]}"
-
-
-def nearest_keys(key: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The known key that is spelled most alike, if any is."""
-    return tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))
+def unknown_key(framework: str, version: Version, key: str, known: Keys, new: str = "") -> tuple[str, tuple[str, ...]]:
+    """Describe a key that a version lacks, and return the known one that it should be (`new`, if that is known)."""
+    text = f"{'TRL' if framework == 'trl' else framework} {'.'.join(map(str, version))} does not know {key}"
+    if new in known:
+        return f"{text}, which is called {new} now", (new,)
+    having = [".".join(map(str, other)) for other, keys in key_tables(framework).items() if key in keys]
+    history = f", which is there from {having[0]} to {having[-1]}" if having else ""
+    return text + history, tuple(difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85))

@@ -1,9 +1,8 @@
 """Verdicts: whether a run starts, and what its batches are."""
 
-from collections import Counter
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from cohort.check.findings import Finding
@@ -72,22 +71,8 @@ class RunRules:
 
 def divisors(*factors: int, smallest: int = 2) -> list[int]:
     """All divisors of a product from `smallest` on, sorted. Factors are taken apart singly: products may be large."""
-    exponents = sum((_factorised(factor) for factor in factors), Counter[int]())
-    found = [1]
-    for prime, exponent in exponents.items():
-        found = [number * prime**power for number in found for power in range(exponent + 1)]
-    return [number for number in sorted(found) if number >= smallest]
-
-
-@lru_cache(maxsize=1024)
-def _factorised(number: int) -> Counter[int]:
-    exponents: Counter[int] = Counter()
-    prime = 2
-    while prime * prime <= number:
-        while number % prime == 0:
-            exponents[prime] += 1
-            number //= prime
-        prime += 1
-    if number > 1:
-        exponents[number] += 1
-    return exponents
+    found = {1}
+    for factor in factors:
+        own = {part for n in range(1, math.isqrt(factor) + 1) if factor % n == 0 for part in (n, factor // n)}
+        found = {a * b for a in found for b in own}
+    return sorted(number for number in found if number >= smallest)

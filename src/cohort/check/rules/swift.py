@@ -5,100 +5,54 @@ Taken from ms-swift 3.3 to 4.6. Up to 4.1 the batches are checked as TRL does. W
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import replace
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Settings
 from cohort.check.rules import common, trl
 from cohort.check.rules.common import counted
 from cohort.check.rules.contradictions import contradictions
-from cohort.check.rules.keys import Version, key_history, key_tables, known_keys, nearest_keys, parse_version
-from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start, divisors, refused
+from cohort.check.rules.keys import Version, key_tables, known_keys, parse_version, unknown_key
+from cohort.check.rules.start import BatchSizes, RunRules, Start, divisors
 from cohort.check.rules.versions import choose_version, nearest_version, version_findings
 
+UNSET = trl.TrlBatch(per_device=1, per_device_eval=1)  # its defaults where they are not those of TRL
 _NEWEST = (4, 6)
-_TRL = (0, 24)  # whose rules of batches hold from 3.5 to 4.1
-_FIELDS = {  # ms-swift's key: the field of SwiftBatch
-    "per_device_train_batch_size": "per_device",
-    "per_device_eval_batch_size": "per_device_eval",
-    "gradient_accumulation_steps": "accumulation",
-    "num_generations": "generations",
-    "generation_batch_size": "generation_batch_size",
-    "steps_per_generation": "steps_per_generation",
-}
 # only their presence matters, or whether vLLM's parallelism has to fit
 _NEED_NOT_BE_READ = frozenset(("val_dataset", "teacher_model", "teacher_model_server", "use_vllm", "vllm_mode"))
 _RENAMED = {"train_type": "tuner_type"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwiftBatch(trl.TrlBatch):
-    """The numbers of a run. Batch sizes count completions. None: not set."""
-
-    per_device: int = 1
-    per_device_eval: int = 1
-    has_teacher: bool = False
-
-
-def swift_start(batch: SwiftBatch, world_size: int, version: Version = _NEWEST) -> Start:
-    """What ms-swift does with `world_size` training processes."""
+def swift_start(batch: trl.TrlBatch, world_size: int, version: Version = _NEWEST) -> Start:
+    """What ms-swift does with `world_size` training processes. Up to 4.1 it checks batches as a version of TRL."""
     if version < (4, 2):
-        return trl.trl_start(batch, world_size, (0, 16) if version < (3, 5) else _TRL)
-    if batch.generations == 1 and not batch.has_teacher:
-        return refused("num_generations must be greater than 1 for GRPO")
-    micro_step = batch.per_device * world_size
-    size, steps = batch.generation_batch_size, batch.steps_per_generation
-    factors = [size] if size is not None else []
-    if size is None:
-        steps = batch.accumulation if steps is None else steps
-        size, factors = micro_step * steps, [batch.per_device, world_size, steps]
-    elif steps is None:
-        if size % micro_step != 0:
-            return refused(f"generation_batch_size ({size}) must be divisible by the global batch size ({micro_step}).")
-        steps = size // micro_step
-    elif size != micro_step * steps:
-        return refused(
-            f"generation_batch_size ({size}) must equal per_device_train_batch_size * world_size * "
-            f"steps_per_generation = {micro_step * steps}."
-        )
-    if batch.generations > 1:
-        if size % batch.generations != 0:
-            return refused(
-                f"generation_batch_size ({size}) must be evenly divisible by num_generations ({batch.generations}). "
-                f"Valid values: {divisors(*factors)}."
-            )
-        message = eval_refusal(batch, world_size) if batch.evaluates else None
-        if message:
-            return refused(message, field="per_device_eval_batch_size")
-    if world_size % batch.tensor_parallel:
-        return refused(
-            f"vllm_tensor_parallel_size ({batch.tensor_parallel}) must divide world size ({world_size}) evenly.",
-            field="vllm_tensor_parallel_size",
-        )
-    return Start(
-        starts=True,
-        generation_batch_size=size,
-        steps_per_generation=steps,
-        global_batch_size=micro_step * batch.accumulation,
-        prompts=size // batch.generations,
-    )
+        return trl.trl_start(batch, world_size, (0, 16) if version < (3, 5) else (0, 24))
+    steps = batch.steps_per_generation or batch.accumulation
+    return trl.first_refusal(_refusals(batch, world_size, steps)) or trl.started(batch, world_size, steps)
 
 
-def eval_refusal(batch: SwiftBatch, world_size: int, version: Version = _NEWEST) -> str | None:
-    """ms-swift's refusal of this evaluation batch, given an evaluation set; None if it accepts it."""
-    if version < (4, 2):
-        refusals = trl.refusals(replace(batch, evaluates=True), world_size, _TRL)
-        return next((message for message, key in refusals if key == trl.EVAL_BATCH), None)
-    generations = batch.generations_eval or batch.generations
-    size = batch.per_device_eval * world_size
-    if size % generations == 0:
-        return None
-    possible = divisors(batch.per_device_eval, world_size, smallest=1)
-    return (
-        f"The global eval batch size ({world_size} x {batch.per_device_eval}) must be evenly divisible by "
-        f"num_generations_eval ({generations}). Valid values: {possible}."
-    )
+def _refusals(batch: trl.TrlBatch, world_size: int, steps: int) -> Iterator[trl.Refusal]:
+    """Every message of versions from 4.2 on, in their order. `steps` are those of a generation batch."""
+    given, generations, micro_step = batch.generation_batch_size, batch.generations, batch.per_device * world_size
+    if generations == 1 and not batch.has_teacher:
+        yield "num_generations must be greater than 1 for GRPO", None
+    if given is not None and batch.steps_per_generation is None and given % micro_step:
+        yield f"generation_batch_size ({given}) must be divisible by the global batch size ({micro_step}).", None
+    if given is not None and batch.steps_per_generation is not None and given != micro_step * steps:
+        text = "must equal per_device_train_batch_size * world_size * steps_per_generation"
+        yield f"generation_batch_size ({given}) {text} = {micro_step * steps}.", None
+    size = given or micro_step * steps
+    if size % generations:
+        possible = divisors(*([given] if given else [batch.per_device, world_size, steps]))
+        text = f"must be evenly divisible by num_generations ({generations}). Valid values: {possible}."
+        yield f"generation_batch_size ({size}) {text}", None
+    of_evaluation = batch.generations_eval or generations
+    if batch.evaluates and generations > 1 and batch.per_device_eval * world_size % of_evaluation:
+        text = f"The global eval batch size ({world_size} x {batch.per_device_eval}) must be evenly divisible by"
+        possible = divisors(batch.per_device_eval, world_size, smallest=1)
+        yield f"{text} num_generations_eval ({of_evaluation}). Valid values: {possible}.", trl.EVAL_BATCH
+    yield from trl.engine_refusals(batch, world_size)
 
 
 def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
@@ -110,23 +64,20 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     # up to 3.7 as many steps as 16 completions need
     fills = number < (3, 8) and settings.whole("gradient_accumulation_steps", None) is None
     decides = frozenset(settings.used - _NEED_NOT_BE_READ)
-    findings = [*contradictions("ms-swift", settings, number), *_device_findings(settings, launch, mode, number)]
-    blocked = next((finding.says for finding in findings if finding.code == "CHK008"), None)
-    findings += version_findings("ms-swift", name)
-    if settings.readable(*decides) and not batch.evaluates and batch.generations > 1:
-        findings += common.evaluation_findings(
-            launch,
-            lambda world_size: eval_refusal(batch, world_size, number),
-            per_device=batch.per_device_eval,
-            generations=batch.generations_eval or batch.generations,
-            text="there is no evaluation set; ms-swift would refuse one",
-        )
-    findings += [*_key_findings(launch, number), *_sampling_findings(settings, mode, launch)]
-    unused = {"per_device_eval_batch_size": not batch.evaluates, "gradient_accumulation_steps": fills}
-    given = {key: getattr(batch, field) for key, field in _FIELDS.items() if not unused.get(key)}
+    local = mode == "workers" or (mode == "server" and common.is_server_local(settings))
+    findings = [
+        *contradictions("ms-swift", settings, number),
+        *_device_findings(settings, launch, mode, number),
+        *version_findings("ms-swift", name),
+        *_key_findings(launch, number),
+        *common.gpu_findings(launch, local_server=local),
+        *common.server_findings(launch, "vllm_"),
+    ]
+    if settings.text("loss_type") == "cispo":
+        findings += common.cispo_findings(settings)
 
     def start(world_size: int, changed: BatchSizes) -> Start:
-        sized = replace(batch, **{_FIELDS[key]: cast(Any, value) for key, value in changed.items()})
+        sized = batch.changed(changed)
         if fills:
             sized = replace(sized, accumulation=max(1, math.ceil(16 / sized.per_device / world_size)))
         return swift_start(sized, world_size, number)
@@ -134,16 +85,12 @@ def swift_rules(launch: Launch, version: str | None = None) -> RunRules:
     return RunRules(
         version=name,
         version_reason=reason,
-        sizes={key: value for key, value in given.items() if value is not None},
+        sizes={key: n for key, n in batch.sizes().items() if not (fills and key == "gradient_accumulation_steps")},
         decides=decides,
         start=start,
-        sampling={
-            "colocate": "by vLLM inside the training processes",
-            "server": "by a `swift rollout` server, which needs GPUs of its own",
-            "none": "by the training processes, with transformers",
-        }.get(mode, f"by vLLM ({mode})"),
+        sampling=common.SAMPLING.get(mode, f"by vLLM ({mode})"),
         findings=(*settings.findings, *findings),
-        blocked=blocked,
+        blocked=next((finding.says for finding in findings if finding.code == "CHK008"), None),
     )
 
 
@@ -159,45 +106,39 @@ def sampling_mode(settings: Settings, launch: Launch, version: Version) -> str:
     return "colocate" if workers == (len(gpus) if gpus else launch.processes_per_node) else "workers"
 
 
-def _batch(settings: Settings, mode: str, version: Version) -> SwiftBatch:
+def _batch(settings: Settings, mode: str, version: Version) -> trl.TrlBatch:
     def given(*keys: str) -> bool:  # a value that could not be read is one
         return any(settings.said(key) or not settings.readable(key) for key in keys)
 
     strategy = settings.text("eval_strategy", settings.text("save_strategy", "steps"))
     ratio = settings.number("split_dataset_ratio", 0.01 if version < (3, 6) else 0.0)
-    numbers: dict[str, Any] = {name: settings.whole(key, getattr(SwiftBatch(), name)) for key, name in _FIELDS.items()}
-    return SwiftBatch(
-        **numbers,
-        evaluates=(given("val_dataset") or ratio > 0) and strategy != "no" and settings.readable(*EVALUATION),
-        generations_eval=settings.whole("num_generations_eval", None),
-        tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if mode == "colocate" else 1,
-        has_teacher=given("teacher_model", "teacher_model_server"),
+    return trl.read_batch(
+        settings,
+        replace(UNSET, has_teacher=given("teacher_model", "teacher_model_server")),
+        evaluates=(given("val_dataset") or ratio > 0) and strategy != "no",
+        colocated=mode == "colocate",
     )
 
 
 def _device_findings(settings: Settings, launch: Launch, mode: str, version: Version) -> list[Finding]:
     """Visible GPUs that are not those of the processes, over which a process would spread its model."""
     gpus, per_node = len(launch.training_gpus or ()), launch.processes_per_node or 0
-    workers = settings.whole("num_infer_workers", 1)
-    lacks_workers = mode == "workers" and gpus != per_node + workers
-    if not gpus or not per_node or not (lacks_workers if version < (3, 8) else per_node < gpus):
+    if not gpus or not per_node:
         return []
-    counts = f"n_gpu: {gpus}, local_world_size: {per_node}"
-    says = "is not compatible with `device_map`."
-    refusals = {
-        "CUDA_VISIBLE_DEVICES": (gpus % per_node > 0, counts),
-        "deepspeed": (settings.text("deepspeed"), f"DeepSpeed {says} {counts}."),
-        "use_vllm": (
-            settings.flag("use_vllm"),
-            f"GRPO with vLLM {says} Please set NPROC_PER_NODE equal to num_processes.",
-        ),
-    }
+    key, counts, says = None, f"n_gpu: {gpus}, local_world_size: {per_node}", "is not compatible with `device_map`."
     if version < (3, 8):
-        says = f"Async mode requires total GPUs({gpus}) = training GPUs({per_node}) + inference workers({workers}). "
-        refusals = {"num_infer_workers": (True, f"{says}Please adjust your GPU allocation.")}
-    text, nearest = f"{counted(per_node)} of {gpus} visible GPUs", (f"NPROC_PER_NODE={gpus}",)
-    refused_keys = [key for key, (refuses, _) in refusals.items() if refuses and settings.readable(key)]
-    return [Finding("CHK008", key, text, nearest, says=refusals[key][1]) for key in refused_keys[:1]]
+        workers = settings.whole("num_infer_workers", 1)
+        if mode == "workers" and gpus != per_node + workers:
+            says = f"Async mode requires total GPUs({gpus}) = training GPUs({per_node}) + inference workers({workers})."
+            key, says = "num_infer_workers", f"{says} Please adjust your GPU allocation."
+    elif per_node < gpus and gpus % per_node:
+        key, says = "CUDA_VISIBLE_DEVICES", counts
+    elif per_node < gpus and settings.text("deepspeed"):
+        key, says = "deepspeed", f"DeepSpeed {says} {counts}."
+    elif per_node < gpus and settings.flag("use_vllm"):
+        key, says = "use_vllm", f"GRPO with vLLM {says} Please set NPROC_PER_NODE equal to num_processes."
+    text = f"{counted(per_node)} of {gpus} visible GPUs"
+    return [Finding("CHK008", key, text, (f"NPROC_PER_NODE={gpus}",), says=says)] if key else []
 
 
 def _key_findings(launch: Launch, version: Version) -> list[Finding]:
@@ -219,34 +160,6 @@ def _key_findings(launch: Launch, version: Version) -> list[Finding]:
     says = f"remaining_argv: {remaining}"
     found = [] if unknown or not remaining else [Finding(code, None, "words that belong to no argument", says=says)]
     for key in unknown:
-        new, there = _RENAMED.get(key, ""), key_history("ms-swift", key)
-        why = f", which is called {new} from 4.0 on" if new in known else f", which it has {there}" if there else ""
-        text = f"ms-swift {'.'.join(map(str, version))} does not know {key}{why}, and {effect}"
-        nearest = (new,) if new in known else nearest_keys(key, known)
-        found.append(Finding(code, key, text, nearest, says=says))
-    return found
-
-
-def _sampling_findings(settings: Settings, mode: str, launch: Launch) -> list[Finding]:
-    """GPUs of training and sampling, vLLM that keeps its memory, lengths, and CISPO's bound."""
-    host = settings.said("vllm_server_base_url") or settings.said("vllm_server_host") or "127.0.0.1"
-    local = common.is_local(host) and settings.readable("vllm_server_base_url", "vllm_server_host")
-    local = mode == "workers" or (mode == "server" and local)
-    found = common.gpu_findings(launch, local_server=local, remote_server=not local)
-    found += common.server_size_finding(launch, "vllm_")
-    if settings.text("loss_type") == "cispo":
-        found += common.cispo_findings(settings)
-    if mode == "colocate":
-        level = settings.whole("sleep_level", 0, minimum=0)
-        found += common.awake_findings(settings, "sleep_level", "sleep_level=1", sleeps=level > 0, share=0.9)
-    key, context = "vllm_max_model_len", settings.whole("vllm_max_model_len", None, maximum=10**9)
-    if mode == "server":
-        said = launch.server.get(key)
-        key = f"swift rollout's {key}"
-        context = int(said.value) if said and str(said.value).isdecimal() else None
-    if mode != "none" and settings.readable("max_length", "max_completion_length"):
-        prompt = settings.whole("max_length", None, maximum=10**9)
-        completion = settings.whole("max_completion_length", 512, maximum=10**9)
-        keys = {"prompt_key": "max_length", "completion_key": "max_completion_length", "context_key": key}
-        found += common.length_finding(prompt, completion, context, **keys)
+        text, nearest = unknown_key("ms-swift", version, key, known, _RENAMED.get(key, ""))
+        found.append(Finding(code, key, f"{text}, and {effect}", nearest, says=says))
     return found

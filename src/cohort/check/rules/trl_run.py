@@ -6,27 +6,16 @@ from typing import Any
 
 from cohort.check.findings import Finding
 from cohort.check.launch import Launch, Setting, Settings
-from cohort.check.lora import trl_lora
-from cohort.check.quantization import trl_bits
 from cohort.check.rules import common, keys
 from cohort.check.rules.contradictions import contradictions
 from cohort.check.rules.keys import Version, parse_version
-from cohort.check.rules.start import EVALUATION, BatchSizes, RunRules, Start
-from cohort.check.rules.trl import EVAL_BATCH, TrlBatch, refusals, trl_start
+from cohort.check.rules.start import EVALUATION, RunRules
+from cohort.check.rules.trl import TrlBatch, read_batch, trl_start
 from cohort.check.rules.versions import choose_version, version_findings
 
 _NEW_LOSSES = {(0, 17): "grpo bnpo dr_grpo", (0, 22): "dapo", (0, 26): "cispo sapo", (0, 28): "luspo", (1, 0): "vespo"}
 _LOSSES: dict[str, Version] = {loss: first for first, losses in _NEW_LOSSES.items() for loss in losses.split()}
 _SCRIPT_QUANTIZES = (0, 26)  # from which version on `trl grpo` hands load_in_4bit to the model
-_FIELDS = {  # TRL's key: the field of TrlBatch that it is
-    "per_device_train_batch_size": "per_device",
-    EVAL_BATCH: "per_device_eval",
-    "gradient_accumulation_steps": "accumulation",
-    "num_generations": "generations",
-    "num_generations_eval": "generations_eval",
-    "generation_batch_size": "generation_batch_size",
-    "steps_per_generation": "steps_per_generation",
-}
 _NEW_NAMES = {  # of keys whose help does not say it while they are there
     "evaluation_strategy": "eval_strategy",
     "max_length": "max_completion_length",
@@ -43,62 +32,46 @@ _PURELY_QUANTIZED = (
 )
 # keys that decide whether vLLM's parallelism has to fit, and nothing where it is 1
 _ONLY_WITH_PARALLEL = frozenset(("use_vllm", "vllm_mode", "vllm_device"))
-_SAMPLING = {
-    "none": "by the training processes, with transformers",
-    "colocate": "by vLLM inside the training processes",
-    "server": "by a vLLM server, which needs GPUs of its own",
-    "a GPU of its own": "by vLLM on the GPU after the training processes' own",
-}
-_SLEEPS = "vllm_enable_sleep_mode"
-_SERVER_KEYS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
-_COLOCATED_KEYS = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", _SLEEPS)
 
 
 def trl_rules(launch: Launch, version: str | None = None) -> RunRules:
     """Apply the rules of one version of TRL: the given one, the file's own, or the default."""
     name, reason = choose_version(launch, version)
-    number = parse_version(name)
-    settings = Settings(launch)
-    batch = _batch(settings, number)
+    number, settings = parse_version(name), Settings(launch)
+    known, mode = keys.known_keys("trl", number), sampling_mode(settings, number)
+    batch = read_batch(
+        settings,
+        TrlBatch(),
+        known=known,
+        evaluates=settings.text("eval_strategy", settings.text("evaluation_strategy", "no")) != "no",
+        colocated=mode == "colocate" and "vllm_tensor_parallel_size" in known,
+    )
     decides = frozenset(settings.used - _ONLY_WITH_PARALLEL)
-    mode = sampling_mode(settings, number)
     findings = [
         *version_findings("trl", name),
         *_key_findings(launch, number),
         *contradictions("trl", settings, number),
-        *_numbers(settings, number),
+        *_weights(settings),
         *_quantization(settings, launch, number),
+        *_losses(settings, number),
+        *common.gpu_findings(
+            launch,
+            local_server=mode == "server" and common.is_server_local(settings),
+            takes_one_for_vllm=mode == "a GPU of its own",
+        ),
+        *common.server_findings(launch, ""),
     ]
-    blocked = next((f.says for f in findings if f.code == "CHK008"), None)
-    unknown = {finding.field for finding in findings if finding.code == "CHK005"}
-    findings += [f for f in _without_effect(settings, mode, number) if f.field not in unknown]
-    findings += _losses(settings, number)
-    if mode == "colocate" and _SLEEPS in keys.known_keys("trl", number):
-        sleeps = settings.flag(_SLEEPS)
-        findings += common.awake_findings(settings, _SLEEPS, f"{_SLEEPS}=true", sleeps=sleeps, share=0.3)
     if settings.readable(*decides - EVALUATION):
         findings += _steps(settings, batch, number, launch)
-    if settings.readable(*decides) and not batch.evaluates:
-        findings += _evaluation(batch, number, launch)
-    findings += _lengths(settings, mode, launch)
-    findings += _gpus(settings, mode, launch)
-    sizes = {key: value for key, name in _FIELDS.items() if (value := getattr(batch, name)) is not None}
-    if not batch.evaluates:
-        sizes = {key: value for key, value in sizes.items() if key not in EVALUATION}
-
-    def start(world_size: int, changed: BatchSizes) -> Start:
-        fields: dict[str, Any] = {_FIELDS[key]: value for key, value in changed.items()}
-        return trl_start(replace(batch, **fields), world_size, number)
-
     return RunRules(
         version=name,
         version_reason=reason,
-        sizes=sizes,
+        sizes=batch.sizes(),
         decides=decides,
-        start=start,
-        sampling=_SAMPLING[mode],
+        start=lambda processes, sizes: trl_start(batch.changed(sizes), processes, number),
+        sampling=common.SAMPLING[mode],
         findings=(*settings.findings, *findings),
-        blocked=blocked,
+        blocked=next((finding.says for finding in findings if finding.code == "CHK008"), None),
     )
 
 
@@ -115,20 +88,6 @@ def sampling_mode(settings: Settings, version: Version) -> str:
         return "a GPU of its own" if settings.text("vllm_device", "auto") == "auto" else "server"
     mode = settings.text("vllm_mode", trl_default("vllm_mode", version)) if version >= (0, 18) else "server"
     return "colocate" if mode == "colocate" else "server"
-
-
-def _batch(settings: Settings, version: Version) -> TrlBatch:
-    """The numbers of the batch. Keys that this version does not know do not count."""
-    known = keys.known_keys("trl", version)
-    strategy = settings.text("eval_strategy", settings.text("evaluation_strategy", "no"))
-    parallel = sampling_mode(settings, version) == "colocate" and "vllm_tensor_parallel_size" in known
-    unset = TrlBatch()
-    numbers = {name: settings.whole(key, getattr(unset, name)) for key, name in _FIELDS.items() if key in known}
-    return TrlBatch(
-        **numbers,
-        evaluates=strategy != "no" and settings.readable(*EVALUATION),
-        tensor_parallel=settings.whole("vllm_tensor_parallel_size", 1) if parallel else 1,
-    )
 
 
 def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
@@ -155,49 +114,28 @@ def _key_findings(launch: Launch, version: Version) -> Iterator[Finding]:
 def _unknown(key: str, said: Setting, launch: Launch, known: keys.Keys, version: Version) -> Finding:
     entries = [table[key] for table in keys.key_tables("trl").values() if key in table]
     deprecated = (entry["deprecated"] for entry in entries if isinstance(entry.get("deprecated"), str))
-    new = next(deprecated, _NEW_NAMES.get(key))
-    nearest = (str(new),) if new in known else keys.nearest_keys(key, known)
-    history = keys.key_history("trl", key)
-    why = f"TRL {'.'.join(map(str, version))} does not know {key}{f', which was there {history}' if history else ''}"
+    new = next(deprecated, _NEW_NAMES.get(key, ""))
+    text, nearest = keys.unknown_key("trl", version, key, known, new)
     in_recipe = launch.form == "yaml" or said.where.partition(":")[0].endswith((".yaml", ".yml"))
     if any(entry["of"] == "TrainingArguments" for entry in entries):
         fate = "is dropped silently" if in_recipe else "stops the run"
-        return Finding("CHK005", key, f"{why}; with a version of transformers that lacks it, it {fate}", nearest)
+        return Finding("CHK005", key, f"{text}; with a version of transformers that lacks it, it {fate}", nearest)
     if not in_recipe:
         says = f"GRPOConfig.__init__() got an unexpected keyword argument '{key}'"
         if launch.form == "shell" or said.where == "--launch":
             says = f"Some specified arguments are not used by the HfArgumentParser: ['--{key}', ...]"
-        return Finding("CHK006", key, why, nearest, says=says)
-    if new in known:
-        return Finding("CHK007", key, f"{why}; it is called {new}, and the old name is dropped silently", nearest)
-    return Finding("CHK005", key, f"{why}, and drops it silently", nearest)
+        return Finding("CHK006", key, text, nearest, says=says)
+    return Finding("CHK007" if new in known else "CHK005", key, f"{text}, and drops it silently", nearest)
 
 
-def _numbers(settings: Settings, version: Version) -> Iterator[Finding]:
-    """Numbers that stop the run together."""
+def _weights(settings: Settings) -> Iterator[Finding]:
+    """Another number of weights than of reward functions."""
     rewards = settings.said("reward_funcs") or settings.said("trainer.reward_funcs")
     weights = settings.said("reward_weights")
-    text = "these settings do not go together"
     if isinstance(rewards, list) and isinstance(weights, list) and len(rewards) != len(weights):
         says = f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(rewards)})"
+        text = "each reward function needs one weight"
         yield Finding("CHK008", "reward_weights", text, ("without reward_weights",), says=says)
-    clip = "vllm_importance_sampling_clip"
-    low, high = settings.number(f"{clip}_min", None), settings.number(f"{clip}_max", 3.0)
-    if version >= (1, 6) and low is not None and low >= high:
-        says = f"{clip}_min ({low}) must be less than {clip}_max ({high})."
-        yield Finding("CHK008", f"{clip}_min", text, (f"without {clip}_min",), says=says)
-
-
-def _without_effect(settings: Settings, mode: str, version: Version) -> list[Finding]:
-    """Keys of vLLM that this way of sampling does not look at."""
-    if version < (0, 18):
-        return []
-    reason, keys = {
-        "none": ("use_vllm is false", (*_SERVER_KEYS, *_COLOCATED_KEYS)),
-        "server": ("a server samples, which has options of its own", _COLOCATED_KEYS),
-        "colocate": ("vLLM samples inside the training processes and no server is asked", _SERVER_KEYS),
-    }[mode]
-    return [Finding("CHK005", key, f"{key} has no effect: {reason}") for key in keys if settings.said(key) is not None]
 
 
 def _losses(settings: Settings, version: Version) -> list[Finding]:
@@ -216,14 +154,14 @@ def _losses(settings: Settings, version: Version) -> list[Finding]:
 
 def _quantization(settings: Settings, launch: Launch, version: Version) -> list[Finding]:
     """Quantized weights that nothing trains, or that nobody hands to the model."""
-    bits = trl_bits(settings)
-    if bits is None or not settings.readable("peft_config"):
+    flags = ("load_in_4bit", "load_in_8bit")
+    key = next((name for name in flags if settings.flag(name) or settings.flag(f"trainer.{name}")), None)
+    if key is None or not settings.readable("peft_config"):
         return []
-    key = f"load_in_{bits}bit"
     if launch.framework == "trl" and launch.form != "python" and version < _SCRIPT_QUANTIZES:
         message = f"{key} has no effect: `trl grpo` hands it to the model from TRL 0.26 on"
         return [Finding("CHK005", key, message, ("--framework-version 0.26",))]
-    if trl_lora(settings) is not None:
+    if settings.said("trainer.peft_config") or settings.flag("use_peft"):
         return []
     nearest = "peft_config=LoraConfig()" if launch.form == "python" else "use_peft=true"
     text = "a quantized model trains only with an adapter"
@@ -253,43 +191,3 @@ def _steps(settings: Settings, batch: TrlBatch, version: Version, launch: Launch
     )
     equal = (f"steps_per_generation={batch.accumulation}", f"gradient_accumulation_steps={steps}")
     return [Finding("CHK016", "steps_per_generation", message, equal)]
-
-
-def _evaluation(batch: TrlBatch, version: Version, launch: Launch) -> list[Finding]:
-    """An evaluation batch that is refused as soon as evaluation is on."""
-    on = replace(batch, evaluates=True)
-
-    def refusal(processes: int) -> str | None:
-        return next((text for text, field in refusals(on, processes, version) if field == EVAL_BATCH), None)
-
-    generations = batch.generations_eval or batch.generations
-    text = "evaluation is off; TRL would refuse it"
-    per_device = batch.per_device_eval
-    return common.evaluation_findings(launch, refusal, per_device=per_device, generations=generations, text=text)
-
-
-def _lengths(settings: Settings, mode: str, launch: Launch) -> list[Finding]:
-    """Prompt and completion against vLLM's context."""
-    if mode == "none" or not settings.readable("max_prompt_length", "max_completion_length"):
-        return []
-    prompt = settings.whole("max_prompt_length", None, maximum=10**9)
-    completion = settings.whole("max_completion_length", 256, maximum=10**9)
-    key = "vllm_max_model_length" if "vllm_max_model_length" in settings else "vllm_max_model_len"
-    context = settings.whole(key, None, maximum=10**9)
-    if mode == "server":
-        said = launch.server.get("max_model_len")
-        key, context = "the server's --max_model_len", int(said.value) if said and str(said.value).isdecimal() else None
-    keys = {"prompt_key": "max_prompt_length", "completion_key": "max_completion_length", "context_key": key}
-    return common.length_finding(prompt, completion, context, **keys)
-
-
-def _gpus(settings: Settings, mode: str, launch: Launch) -> list[Finding]:
-    """GPUs used twice or not at all, and the server's own."""
-    local = common.is_local(settings.text("vllm_server_base_url") or settings.text("vllm_server_host", "0.0.0.0"))
-    found = common.gpu_findings(
-        launch,
-        local_server=mode == "server" and local,
-        remote_server=mode == "server" and not local,
-        takes_one_for_vllm=mode == "a GPU of its own",
-    )
-    return found + common.server_size_finding(launch, "")

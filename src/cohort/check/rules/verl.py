@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.check.findings import Finding
-from cohort.check.launch import Launch, Settings
-from cohort.check.rules.common import gpu_findings, length_finding
-from cohort.check.rules.keys import Keys, Version, key_history, known_keys, nearest_keys, parse_version
+from cohort.check.launch import ANY_SETTING, Launch, Settings
+from cohort.check.rules.common import gpu_findings
+from cohort.check.rules.contradictions import contradictions
+from cohort.check.rules.keys import Keys, Version, known_keys, parse_version, unknown_key
 from cohort.check.rules.start import BatchSizes, RunRules, Start, refused
 from cohort.check.rules.versions import choose_version, version_findings
 
 _TRAINER = "verl.trainer.main_ppo"
-_ACTOR, _ROLLOUT, _REFERENCE, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+_ACTOR, _ROLLOUT, _REFERENCE = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 _FIELDS = {
     "data.train_batch_size": "train_batch_size",
     f"{_ROLLOUT}.n": "generations",
@@ -34,14 +35,6 @@ _IN_CLASS = "Error in call to target 'verl.workers.config.actor.{}': {}"
 _NO_FIELD = _IN_CLASS.format(
     "PolicyLossConfig", "TypeError: PolicyLossConfig.__init__() got an unexpected keyword argument"
 )
-_NO_SYNC = (
-    "Rollout mode 'sync' has been removed. Please set `actor_rollout_ref.rollout.mode=async` or remove the mode "
-    "setting entirely."
-)
-_NO_PADDING = "When using sequence parallelism for actor/ref policy, you must enable `use_remove_padding`."
-_MISSING = "Missing mandatory value:"
-_COLD = "validation gen temperature should be greater than 0 when enabling do_sample"
-_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 _GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "grpo_vectorized", "rloo_vectorized", "gdpo")
 
 Micro = tuple[int | None, int | None]  # a micro-batch over all GPUs (deprecated), and of one GPU
@@ -175,8 +168,7 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
     settings.said("trainer.nnodes")
     decides = frozenset(settings.used)
     notes = [*version_findings("verl", name), *_warnings(settings, batch)]
-    stops = [*_overrides(launch, name, table), *_refusals(settings, launch, number, table)]
-    lengths = _lengths(settings)
+    stops = [*_overrides(launch, number, table), *contradictions("verl", settings, number)]
     gpus = gpu_findings(replace(launch, processes_per_node=per_node), local_server=False)
 
     def changed_batch(changed: BatchSizes) -> VerlBatch:
@@ -192,8 +184,8 @@ def verl_rules(launch: Launch, version: str | None = None) -> RunRules:
         usual_field="data.train_batch_size",
         missing=lambda num_gpus, changed: missing_sizes(changed_batch(changed), num_gpus),
         sampling=f"by {settings.text(f'{_ROLLOUT}.name', 'vllm')} on the training GPUs, in turn with training",
-        findings=(*settings.findings, *notes, *stops, *lengths, *gpus),
-        blocked=next((finding.says for finding in stops), None),
+        findings=(*settings.findings, *notes, *stops, *gpus),
+        blocked=next((finding.says for finding in stops if finding.says), None),
     )
 
 
@@ -217,7 +209,7 @@ def _batch(settings: Settings, version: Version, table: Keys) -> VerlBatch:
     )
 
 
-def _overrides(launch: Launch, version: str, table: Keys) -> Iterator[Finding]:
+def _overrides(launch: Launch, version: Version, table: Keys) -> Iterator[Finding]:
     """Keys that Hydra refuses, and fields that the class of the policy loss does not have.
 
     Other entry points than verl's own have configurations of their own, whose keys are not known here.
@@ -225,7 +217,7 @@ def _overrides(launch: Launch, version: str, table: Keys) -> Iterator[Finding]:
     sections = {key[:i] for key in table for i, letter in enumerate(key) if letter == "."}
     loss = f"{_ACTOR}.policy_loss."
     for key, said in launch.settings.items():
-        known, has = key in table or key in sections, f"verl {version} has"
+        known = key in table or key in sections
         field = key.removeprefix(loss)
         if key.startswith(loss) and not known and f"{loss}_target_" in table and "rollout_correction" not in field:
             yield Finding("CHK006", key, f"its policy loss has no {field}", says=f"{_NO_FIELD} '{field}'")
@@ -233,59 +225,24 @@ def _overrides(launch: Launch, version: str, table: Keys) -> Iterator[Finding]:
             continue
         elif said.added == "+" and table.get(key, {}).get("default") is not None:
             says = f"Could not append to config. An item is already at '{key}'."
-            yield Finding("CHK006", key, f"{has} {key}; + adds new keys", (f"{key}={said.value}",), says=says)
+            yield Finding("CHK006", key, f"verl has {key}; + adds new keys", (f"{key}={said.value}",), says=says)
         elif not said.added and not known:
-            history = key_history("verl", key)
+            text, nearest = unknown_key("verl", version, key, table)
             says = f"Could not override '{key}'. To append to your config use +{key}={said.value}"
-            about = f"{has} no {key}" + (f"; it was there {history}" if history else "")
-            yield Finding("CHK006", key, about, (*nearest_keys(key, table), f"+{key}"), says=says)
-
-
-def _refusals(settings: Settings, launch: Launch, version: Version, table: Keys) -> list[Finding]:
-    """What verl's own classes and its validation refuse whatever the number of GPUs."""
-    unread = {unread.key for unread in launch.unread}
-    name, rank, padding = f"{_ROLLOUT}.name", f"{_MODEL}.lora_rank", f"{_MODEL}.use_remove_padding"
-    mode, temperature, loss = f"{_ROLLOUT}.mode", f"{_ROLLOUT}.temperature", f"{_ACTOR}.loss_agg_mode"
-    complete = launch.program == _TRAINER and not unread & {name, "(arguments)", "(options)", "(config)"}
-    packed = settings.flag(padding, table[padding]["default"]) or padding in unread
-    splits = settings.whole(f"{_ACTOR}.ulysses_sequence_parallel_size", 1) > 1
-    samples = settings.flag(f"{_ROLLOUT}.val_kwargs.do_sample")
-    summed, modes = settings.text(loss, "token-mean"), _AGGREGATIONS[: 5 if version >= (0, 9) else 4]
-    lora, engine = settings.whole(rank, 0, minimum=0), settings.text(name)
-    high = "LoRA rank in vLLM must be less than or equal to 512"
-    high = high if version < (0, 8) else f"lora_rank must be less than or equal to 512, but got {lora}"
-    rules: list[tuple[bool, str, str, object, str]] = [
-        (complete and not engine and "required" in table[name], "CHK006", name, "vllm", f"{_MISSING} {name}"),
-        (version >= (0, 7) and settings.text(mode) == "sync", "CHK006", mode, "async", _NO_SYNC),
-        (summed not in modes, "CHK010", loss, modes[0], f"Invalid loss_agg_mode: {summed}"),
-        (splits and not packed, "CHK008", padding, True, _NO_PADDING),
-        (samples and settings.number(temperature, 1.0) <= 0, "CHK008", temperature, 1.0, _COLD),
-        (version >= (0, 6) and lora > 512 and engine == "vllm", "CHK010", rank, 512, high),
-    ]
-    return [
-        Finding(code, key, f"verl stops at {key}", (f"{key}={near}",), says=says)
-        for applies, code, key, near, says in rules
-        if applies
-    ]
-
-
-def _lengths(settings: Settings) -> list[Finding]:
-    keys = "data.max_prompt_length", "data.max_response_length"
-    prompt, completion = (settings.whole(key, 512, maximum=10**9) for key in keys)
-    context = settings.whole(f"{_ROLLOUT}.max_model_len", None, maximum=10**9)
-    names = {"prompt_key": keys[0], "completion_key": keys[1], "context_key": f"{_ROLLOUT}.max_model_len"}
-    return length_finding(prompt, completion, context if settings.readable(*keys) else None, **names)
+            yield Finding("CHK006", key, text, (*nearest, f"+{key}"), says=says)
+    engine = f"{_ROLLOUT}.name"
+    unknown = {entry.key for entry in launch.unread} & {*ANY_SETTING, "(arguments)", engine}
+    if launch.program == _TRAINER and "required" in table[engine] and engine not in launch.settings and not unknown:
+        says = f"Missing mandatory value: {engine}"
+        yield Finding("CHK006", engine, "verl has no default engine", (f"{engine}=vllm",), says=says)
 
 
 def _warnings(settings: Settings, batch: VerlBatch) -> Iterator[Finding]:
-    """What verl accepts and does not do, and a group of one."""
+    """Old names, and a group of one."""
     for old in _MICRO_FIELDS.values():
         if settings.said(old) is not None:
             text = f"{old} counts all GPUs together and is deprecated; {old}_per_gpu counts one"
             yield Finding("CHK007", old, text, (f"{old}_per_gpu",))
-    if settings.said("data.val_batch_size") is not None:
-        text = "data.val_batch_size has no effect: validation goes to the sampling engine as a whole"
-        yield Finding("CHK005", "data.val_batch_size", text)
     key, estimator = f"{_ROLLOUT}.n", settings.text("algorithm.adv_estimator", "gae")
     if batch.generations == 1 and estimator in _GROUP_ESTIMATORS and settings.readable(key):
         text = f"{key} is 1 with algorithm.adv_estimator {estimator}: without peers the reward itself is the advantage"

@@ -7,7 +7,6 @@ from cohort.check.rules.keys import Version, parse_version
 DEFAULTS = {"trl": "1.16", "open-r1": "0.18.0", "ms-swift": "4.6", "verl": "0.9.1"}  # Open-R1: the TRL that it pins
 _KNOWN: dict[str, tuple[str, Version, Version]] = {  # name, and the oldest and newest version whose rules are known
     "trl": ("TRL", (0, 15), (1, 16)),
-    "open-r1": ("TRL", (0, 15), (1, 16)),
     "ms-swift": ("ms-swift", (3, 3), (4, 6)),
     "verl": ("verl", (0, 5), (0, 10)),
 }
