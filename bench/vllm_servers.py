@@ -32,7 +32,7 @@ import torch
 import cohort
 from cohort.config import Config, config_from_dict
 from cohort.demo import run as demo
-from cohort.demo.base_model import BASE_PATH
+from cohort.demo.tasks import WORDS
 from cohort.distributed import SINGLE_PROCESS
 from cohort.models import end_token_ids, load_tokenizer
 from cohort.records import Prompt
@@ -211,7 +211,7 @@ def started(
 def random_run(folder: Path, shape: ModelShape, device: str, max_tokens: int) -> Config:
     """The configuration of a run that is never run; its one prompt is as long as those that are measured."""
     write_model(shape, folder / "model")
-    load_tokenizer(config_from_dict(minimal(str(BASE_PATH), folder)).model).save_pretrained(folder / "model")
+    load_tokenizer(config_from_dict(minimal(str(WORDS.base_path), folder)).model).save_pretrained(folder / "model")
     (folder / "data.jsonl").write_text(json.dumps({"prompt": "1 " * PROMPT_TOKENS, "answer": "1"}) + "\n")
     raw = minimal(str(folder / "model"), folder)
     raw["rollout"] = {

@@ -1,5 +1,7 @@
 """From model calls to token sequences: joined where the past is unchanged, and no token is trained twice."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -93,7 +95,9 @@ def test_what_a_trajectory_says_of_all_its_calls():
     assert several.sampled_token_ids.tolist() == [2, 3, 4]
     assert several.sampling_logprobs.tolist() == [-2, -3, -4]
     assert (several.policy_version, several.finish_reason) == (7, "stop")
-    assert trajectory(call([1], [2], trained=False)).sampled_token_ids.tolist() == []
+    opponent = replace(call([5], [4], trained=False), finish_reason="length")
+    assert trajectory(call([1], [2]), opponent).finish_reason == "stop", "of the last trained call"
+    assert trajectory(opponent).finish_reason == "length" and trajectory(opponent).sampled_token_ids.tolist() == []
 
 
 def test_sequences_share_the_prompt_that_they_begin_with():
@@ -115,6 +119,22 @@ def test_sequences_share_the_prompt_that_they_begin_with():
     found = [(written(s), s.shared_prefix_tokens, s.trajectory) for s in sequences]
     assert found == first + [(tokens, shared, trajectory + 4) for tokens, shared, trajectory in first]
     assert [s.index for s in sequences] == list(range(10)) and [s.group for s in sequences] == [0] * 5 + [1] * 5
+
+
+def test_sequences_share_what_they_begin_with_if_an_environment_writes_their_contexts():
+    prompt = Prompt(id=0, epoch=0, content="", token_ids=np.array([1, 2]), columns={})
+    members = (
+        trajectory(call([1, 7, 8, 5], [3]), call([1, 7, 8, 9], [4]), call([1, 7], [5])),
+        trajectory(call([1, 7, 8, 6], [3], trained=False), call([1, 7, 8, 6, 5], [3])),
+        Trajectory(calls=(call([1], [2]),), messages=(), text="", end="timeout"),
+    )
+    sequences = build_sequences([RolloutGroup(prompt=prompt, trajectories=members)])
+    assert [(written(s), s.shared_prefix_tokens) for s in sequences] == [
+        ([1, 7, 8, 5, -3], 3),
+        ([1, 7, 8, 9, -4], 3),
+        ([1, 7, -5], 0),
+        ([1, 7, 8, 6, 5, -3], 3),
+    ]
 
 
 def test_a_call_without_tokens_is_refused():

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cohort.config import config_from_dict
-from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory
+from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, TurnStats
 from cohort.run_folder import config_changes, write_completions_file
 from configs import MINIMAL
 from run_folders import open_folder
@@ -180,6 +180,41 @@ def test_sampled_and_environment_tokens_of_several_turns_are_told_apart(tmp_path
     assert [row["policy_version"] for row in rows] == [3, 3, None, 0]
     assert [row["finish_reason"] for row in rows] == ["stop", "stop", None, "stop"]
     assert [row["reward"] for row in rows] == [1.0, 0.0, None, 0.5]
+
+
+def test_trajectories_with_turns_have_messages_calls_counts_and_what_the_environment_measured(tmp_path):
+    first = answer(TEXT, [5, 6], version=3).calls[0]
+    user = replace(first, context_ids=np.array([9]), token_ids=np.array([30]), trained=False, policy_version=4)
+    messages = (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"key": "ä"}}}]},
+        {"role": "tool", "name": "look", "content": "1"},
+    )
+    stats = TurnStats(tool_calls=1, malformed_calls=2, attempts=2, model_s=0.5, environment_s=0.25)
+    played = Trajectory(
+        calls=(first, user), messages=messages, text="", end="answer", metrics={"score": 3.0}, stats=stats
+    )
+    failed = Trajectory(calls=(), messages=(), text="", end="environment_error", error="boom", stats=TurnStats())
+    rewards, parts = np.array([1.0, NAN]), {"Game": np.array([1.0, NAN])}
+    group = ScoredGroup(prompt=TEXT, trajectories=(played, failed), rewards=rewards, reward_parts=parts)
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
+    one, other = pq.read_table(tmp_path / "c.parquet").to_pylist()
+    assert json.loads(one["messages"]) == list(messages)
+    assert one["calls"] == [
+        {"context_tokens": 2, "token_ids": [5, 6], "trained": True, "finish_reason": "stop", "policy_version": 3},
+        {"context_tokens": 1, "token_ids": [30], "trained": False, "finish_reason": "stop", "policy_version": 4},
+    ]
+    assert one["sequence_token_ids"] == [[1, 2, 5, 6]]
+    counts = ("tool_calls", "tool_errors", "malformed_calls", "attempts", "model_s", "environment_s")
+    assert [one[name] for name in counts] == [1, 0, 2, 2, 0.5, 0.25]
+    assert (one["environment/score"], one["rewards/Game"], one["error"]) == (3.0, 1.0, None)
+    assert (other["environment/score"], other["error"], other["calls"], other["messages"]) == (None, "boom", [], "[]")
+
+
+def test_a_run_with_turns_has_the_same_columns_when_all_answer_at_once(tmp_path):
+    at_once = replace(answer(TEXT, [5]), stats=TurnStats())
+    group = ScoredGroup(prompt=TEXT, trajectories=(at_once,), rewards=np.array([1.0]), reward_parts={})
+    write_completions_file(tmp_path / "c.parquet", step=1, groups=[group])
+    assert {"end", "messages", "calls", "tool_calls"} <= {*pq.read_schema(tmp_path / "c.parquet").names}
 
 
 def test_a_file_of_single_turns_has_no_masks(tmp_path):

@@ -60,7 +60,9 @@ def evaluate(
     on_progress(0, total)
     for start in range(0, total, evaluation.prompts_at_a_time):
         chunk = evaluation.prompts[start : start + evaluation.prompts_at_a_time]
-        groups += rewards.score(collector.collect(chunk, evaluation.sampling, key), during="an evaluation")
+        sampled = collector.collect(chunk, evaluation.sampling, key)
+        groups += rewards.score(sampled, during="an evaluation")
+        collector.release(sampled)
         on_progress(len(groups), total)
     success_PK = success(groups, evaluation.success_reward, evaluation.success_threshold)
     intact_PK = np.array([[not trajectory.is_broken for trajectory in group.trajectories] for group in groups])

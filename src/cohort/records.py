@@ -47,6 +47,18 @@ class ModelCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStats:
+    """Counts and times of a trajectory with turns."""
+
+    tool_calls: int = 0
+    tool_errors: int = 0  # calls of tools that raised, missed their deadline or do not exist
+    malformed_calls: int = 0  # tool calls that could not be parsed
+    attempts: int = 1  # 1 plus the number of times that the environment failed and was replaced
+    model_s: float = 0.0  # seconds in which at least one model call was waiting
+    environment_s: float = 0.0  # all other seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """Model calls of one group member and how they ended. A plain prompt has one call.
 
@@ -57,6 +69,12 @@ class Trajectory:
     messages: tuple[Message, ...]  # messages after the prompt, for display and rewards
     text: str  # text of the sampled tokens, without special tokens
     end: EndReason
+    rewards: Mapping[str, float] = field(default_factory=dict)  # given by the environment or the agent, by its name
+    step_rewards: tuple[float, ...] = ()  # one per trained call, or empty
+    metrics: Mapping[str, float] = field(default_factory=dict)  # given by the environment or the agent
+    stats: TurnStats | None = None  # None for a plain prompt
+    error: str | None = None  # of a broken trajectory
+    environment: Any = None  # the environment instance, for reward functions; None if there is none
 
     def __post_init__(self) -> None:
         """Check that only broken trajectories have no model call."""
@@ -99,8 +117,9 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Finish reason of the last call. None without calls."""
-        return self.calls[-1].finish_reason if self.calls else None
+        """Finish reason of the last trained call, or of the last call if none is trained. None without calls."""
+        calls = self.trained_calls or self.calls
+        return calls[-1].finish_reason if calls else None
 
     @property
     def policy_version(self) -> int | None:

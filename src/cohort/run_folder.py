@@ -33,6 +33,9 @@ _MAY_CHANGE = (
     "rollout.max_num_seqs",
     "optim.offload",
     "model.parameter_offload",
+    # limits of environments that hang or fail, which others never reach
+    *(f"rollout.{key}" for key in ("trajectory_timeout_s", "tool_timeout_s", "environment_retries")),
+    *(f"rollout.{key}" for key in ("max_failed_ratio", "isolate", "endpoint_host")),
     # a restarted job has its servers on other machines
     *(f"rollout.{key}" for key in ("urls", "urls.", "secret_file", "vllm_python", "servers", "tensor_parallel")),
     *(f"rollout.{key}" for key in ("gpu_memory_utilization", "start_timeout_s", "request_timeout_s")),
@@ -261,7 +264,7 @@ def write_completions_file(
 ) -> None:
     """Write completions as a Parquet file: one row each, with prompt, tokens, rewards and, if given, advantage.
 
-    A file with trajectories of several turns, or broken ones, has their sequences and loss masks too.
+    A file with trajectories of several turns, or broken ones, also has their messages, calls, sequences and loss masks.
     """
     with write_file_atomically(file) as partial:
         pq.write_table(_completions_table(step, groups, sequences), partial, compression="zstd")
@@ -300,18 +303,59 @@ def _completions_table(step: int, groups: Sequence[ScoredGroup], sequences: Sequ
         means = [float(np.concatenate(of_tokens).mean()) if of_tokens else 0.0 for of_tokens in advantages]
         columns["advantage"] = pa.array(means, pa.float64())
     if not all(map(_is_single_turn, prompts, completions)):
-        of_calls = [join_calls(c.calls) for c in completions]
-        columns["end"] = [c.end for c in completions]
-        columns["sequence_token_ids"] = pa.array(
-            [[s.token_ids for s in sequences] for sequences in of_calls], pa.list_(pa.list_(pa.int32()))
-        )
-        columns["loss_mask"] = pa.array(
-            [[s.loss_mask for s in sequences] for sequences in of_calls], pa.list_(pa.list_(pa.bool_()))
-        )
+        columns |= _turn_columns(completions)
     return pa.table(columns)
 
 
+_CALL = pa.struct(
+    {
+        "context_tokens": pa.int64(),
+        "token_ids": pa.list_(pa.int32()),
+        "trained": pa.bool_(),
+        "finish_reason": pa.string(),
+        "policy_version": pa.int64(),
+    }
+)
+_COUNTS = ("tool_calls", "tool_errors", "malformed_calls", "attempts")
+_TIMES = ("model_s", "environment_s")
+
+
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Columns of trajectories with several turns, and of broken ones."""
+    sequences = [join_calls(trajectory.calls) for trajectory in trajectories]
+    calls = [
+        [
+            {
+                "context_tokens": len(call.context_ids),
+                "token_ids": call.token_ids,
+                "trained": call.trained,
+                "finish_reason": call.finish_reason,
+                "policy_version": call.policy_version,
+            }
+            for call in trajectory.calls
+        ]
+        for trajectory in trajectories
+    ]
+    columns: dict[str, Any] = {
+        "end": pa.array([t.end for t in trajectories], pa.string()),
+        "error": pa.array([t.error for t in trajectories], pa.string()),
+        "messages": pa.array([json.dumps(list(t.messages), default=str) for t in trajectories], pa.string()),
+        "sequence_token_ids": pa.array(
+            [[s.token_ids for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.int32()))
+        ),
+        "loss_mask": pa.array([[s.loss_mask for s in of_one] for of_one in sequences], pa.list_(pa.list_(pa.bool_()))),
+        "calls": pa.array(calls, pa.list_(_CALL)),
+    }
+    for names, kind in ((_COUNTS, pa.int64()), (_TIMES, pa.float64())):
+        for name in names:
+            values = [None if t.stats is None else getattr(t.stats, name) for t in trajectories]
+            columns[name] = pa.array(values, kind)
+    for name in sorted({name for t in trajectories for name in t.metrics}):
+        columns[f"environment/{name}"] = pa.array([t.metrics.get(name) for t in trajectories], pa.float64())
+    return columns
+
+
 def _is_single_turn(prompt: Prompt, trajectory: Trajectory) -> bool:
-    """Whether the trajectory is one complete call with exactly the prompt as context."""
+    """Whether the trajectory is a completion: one call with exactly the prompt as context, by no environment."""
     contexts = [call.context_ids.tolist() for call in trajectory.calls]
-    return contexts == [prompt.token_ids.tolist()] and not trajectory.is_broken
+    return contexts == [prompt.token_ids.tolist()] and trajectory.stats is None and not trajectory.is_broken

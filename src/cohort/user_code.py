@@ -21,15 +21,27 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def load_function(use: str, *, field: str) -> Callable[..., Any]:
-    """Return the callable named by `use`.
+    """Return the function, or the instance that can be called, named by `use`.
 
     Args:
         use: `path/to/file.py:name` or `package.module:name`.
         field: name of this setting in messages.
 
     Raises:
-        UserError: no such file, module or name; an import error; or the object is not callable.
+        UserError: no such file, module or name; an import error; or the object is not callable, or a class.
     """
+    function = load_callable(use, field=field)
+    if isinstance(function, type):
+        where, _, name = use.rpartition(":")
+        raise UserError(
+            f"{field}: {use!r} is a class; name an instance of it that can be called, for example "
+            f"`{name.lower()} = {name}()` in {where}"
+        )
+    return function
+
+
+def load_callable(use: str, *, field: str) -> Callable[..., Any]:
+    """Return the function or class named by `use`. Arguments and errors are those of `load_function`."""
     where, _, name = use.rpartition(":")
     is_file = where.endswith(".py") or "/" in where
     module = _module_of_file(where, use, field) if is_file else _module(where, use, field)
@@ -39,11 +51,6 @@ def load_function(use: str, *, field: str) -> Callable[..., Any]:
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{field}: {use!r} is not callable, it is {function!r} ({type(function).__name__})")
-    if isinstance(function, type):
-        raise UserError(
-            f"{field}: {use!r} is a class; name an instance of it that can be called, for example "
-            f"`{name.lower()} = {name}()` in {where}"
-        )
     return function
 
 
@@ -77,7 +84,7 @@ def _module_of_file(path: str, use: str, field: str) -> ModuleType:
     module_name = f"cohort_user_file_{found.stem}_{zlib.crc32(str(found).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    _importable(found.parent)
+    importable(found.parent)
     spec = importlib.util.spec_from_file_location(module_name, found)
     if spec is None or spec.loader is None:
         raise UserError(f"{field}: {use!r}: {found} is not a Python file; its name must end in .py")
@@ -92,7 +99,7 @@ def _module_of_file(path: str, use: str, field: str) -> ModuleType:
 
 
 def _module(name: str, use: str, field: str) -> ModuleType:
-    _importable(Path.cwd())
+    importable(Path.cwd())
     try:
         return importlib.import_module(name)
     except BaseException as error:
@@ -111,7 +118,7 @@ def _import_error(error: BaseException, use: str, field: str) -> BaseException:
     return UserError(f"{field}: {use!r} does not import: {describe_error(error)} (at {error_location(error)})")
 
 
-def _importable(folder: Path) -> None:
+def importable(folder: Path) -> None:
     """Append a folder to sys.path: user code can import its neighbors, but they shadow no installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

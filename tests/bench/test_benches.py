@@ -31,6 +31,7 @@ SCRIPTS = {
     "scaling.py": "| strong | 2 |",
     "training_step.py": "| shared | ",
     "trl_demo.py": "Cohort's step is ",
+    "turns.py": "sampled tokens are the same",
 }
 
 

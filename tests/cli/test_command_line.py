@@ -32,6 +32,7 @@ def test_debug_shows_the_traceback(tmp_path, cohort):
         (["trian"], "No such command"),
         (["eval", "m", "--data", "d", "--reward", "exact", "--seed", "x"], "Invalid value"),
         (["plan", "x.yaml", "--gpus", "0"], "Invalid value for '--gpus'"),
+        (["rollout", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
         (["plan", "x.yaml", "--nodes", "0"], "Invalid value for '--nodes'"),
         (["serve", "x.yaml", "--port", "0"], "Invalid value for '--port'"),
         *(
@@ -90,6 +91,7 @@ FRESH = {
     "plan": (["run.yaml"], "Memory of one training process"),
     "launch": (["slurm", "run.yaml", "hardware.device=cpu"], "#SBATCH --nodes="),
     "eval": (["model", "--data", "data.jsonl", "--prompt", "question", "--reward", "exact"], "accuracy"),
+    "rollout": (["run.yaml", "--rows", "1"], "turn 1, "),
     "merge": (["nowhere", "merged"], "nowhere"),
     "verify": (["nowhere"], "nowhere"),
 }

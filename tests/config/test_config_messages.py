@@ -34,12 +34,12 @@ NUM_TOKENS = "must be a whole number of at least 1, or auto (the most that fits)
         (
             {"rollout": {"tensor_parallel": 2}},
             "rollout.tensor_parallel: only rollout.engine: vllm has this key; remove it, or use rollout.engine: vllm; "
-            "rollout auto has: num_generations",
+            "rollout auto has: tools, environment",
         ),
         (
             {"rollout": {"engine": "local", "max_staleness": 1}},
             "rollout.max_staleness: only rollout.engine: vllm has this key; remove it, or use rollout.engine: vllm; "
-            "rollout local has: num_generations",
+            "rollout local has: tools, environment",
         ),
         ({"model": {"path": "m", "rank": 4}}, "model.rank: unknown key; did you mean model.adapter.rank?"),
         ({"model": {"path": "m", "adapter": 4}}, "model.adapter: 4: a section is a mapping of keys: kind, rank, alpha"),

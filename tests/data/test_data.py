@@ -62,6 +62,14 @@ def test_text_becomes_a_user_message():
     assert rendered("one", chat_template_kwargs={"enable_thinking": True}) == "<s> [user] one [assistant] [think]"
 
 
+def test_tools_are_passed_to_the_template():
+    template = "{% for tool in tools or [] %}{{ '[think] ' + tool.function.name }}{% endfor %}" + TEMPLATE
+    tools = [{"type": "function", "function": {"name": "plus"}}]
+    for schemas, expected in ((None, ""), (tools, "[think] plus ")):
+        renderer = PromptRenderer(make_tokenizer(template.replace("bos_token", "' '")), tools=schemas)
+        assert words(renderer.render("one", where="")[1]) == f"{expected}[user] one [assistant]"
+
+
 def test_messages_keep_their_own_system_message():
     user = {"role": "user", "content": "one"}
     own = [{"role": "system", "content": "be"}, user]

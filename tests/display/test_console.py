@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,7 +19,7 @@ from cohort.config import load_config
 from cohort.demo import run as demo
 from cohort.display import ConsoleDisplay, StepReport, on_one_line, render_curve
 from cohort.plan import plan_run
-from cohort.records import Prompt, ScoredGroup
+from cohort.records import Prompt, ScoredGroup, TurnStats
 from commands import assert_refused
 from runs import changed, make_inputs, metric, train
 from samples import answer
@@ -69,6 +71,37 @@ def test_the_best_and_the_worst_scored_completion_are_shown():
     assert re.findall(r"reward +(\S+) (.*)", text)[1:] == [("1.00", "[bold]4[/bold]"), ("0.00", "5")]
 
 
+def test_turns_are_counted_and_shown_message_by_message():
+    out = io.StringIO()
+    display = ConsoleDisplay(show_completions_every=1, console=Console(file=out, width=200))
+    metrics = {
+        "reward": 0.5,
+        "completions/mean_length": 3.0,
+        "completions/clipped_ratio": 0.25,
+        "tokens_per_second": 1234.5,
+        "turns/mean": 1.5,
+        "tools/call_frequency": 2.0,
+    }
+    group = group_of([1.0, 0.0], ["", "none"])
+    call = {"function": {"name": "look", "arguments": {"key": "[bold]a"}}}
+    messages = (
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "name": "look", "content": "4\n5"},
+    )
+    played = replace(group.trajectories[0], messages=messages, end="max_turns", stats=TurnStats(tool_calls=1))
+    prompt = replace(group.prompt, content="")
+    group = replace(group, prompt=prompt, trajectories=(played, group.trajectories[1]))
+    display.step(StepReport(steps_done=1, metrics=metrics, groups=[group]))
+    first, *lines = out.getvalue().splitlines()
+    assert "reward  0.500  turns 1.5  tool calls 2.0  length   3.0" in first
+    assert lines == [
+        "  reward  1.00 end: max_turns; 1 turn, 3 trained tokens; 1 tool call; 0.00 s in the model, 0.00 s elsewhere",
+        '    assistant: I look. → look(key="[bold]a")',
+        "    tool look: 4 ⏎ 5",
+        "  reward  0.00 none",
+    ]
+
+
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["cohort", *map(str, arguments)])
     try:
@@ -108,27 +141,30 @@ def test_eval_of_a_run_takes_its_settings(tmp_path: Path, cohort):
     assert_refused(cohort("eval", run), "error: MODEL: ", "is a run without a final model yet")
 
 
-def test_a_short_demo_goes_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+@pytest.mark.parametrize("task", ["words", "tools"])
+def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     full = demo.demo_config
 
-    def short(folder: Path, *, seed: int, processes: int, engine: str):
-        config = full(folder, seed=seed)
+    def short(folder: Path, **options: Any):
+        config = full(folder, **options)
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 2, "prompts_per_step": 4})})
 
     monkeypatch.setattr(demo, "demo_config", short)
     monkeypatch.setattr(demo, "NUM_HELDOUT", 16)
-    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 3) == 0
+    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", 3) == 0
     out = capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "seconds", "steps", "seed"} <= summary.keys()
     assert (summary["steps"], summary["seed"]) == (2, 3)
     for shown in ("step 1/2", "Accuracy on held-out problems", "before", "after", str(tmp_path / "run" / "final")):
         assert shown in out
+    if task == "tools":
+        assert "assistant: → look_up(name=" in out and "tool look_up: " in out
     config = load_config(tmp_path / "run" / "config.yaml")  # the same run by `cohort train`
     assert plan_run(config, num_prompts=demo.NUM_TRAIN).num_steps == 2
-    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 3) == 0
+    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", 3) == 0
     assert "already finished" in capsys.readouterr().out
-    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", 4) == 2
+    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", 4) == 2
 
 
 def test_demos_take_the_next_free_folder(tmp_path: Path):
@@ -138,9 +174,10 @@ def test_demos_take_the_next_free_folder(tmp_path: Path):
     assert demo.free_folder(tmp_path) == tmp_path / "demo-3"
 
 
-@slow("the whole demo, five times; make test has two steps of it")
+@slow("whole demos; make test has two steps of each")
 @pytest.mark.parametrize("seed", range(5))
-def test_the_demo_gains_at_least_55_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int):
-    assert run_command(monkeypatch, "demo", "--out", tmp_path / "run", "--seed", seed) == 0
+@pytest.mark.parametrize("task", ["words", "tools"])
+def test_the_demo_gains_at_least_55_points(task: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert run_command(monkeypatch, "demo", "--task", task, "--out", tmp_path / "run", "--seed", seed) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.55

@@ -26,7 +26,7 @@ from cohort.models.batch_layout import Layout
 from cohort.records import ForwardOnlyOutputs, expand_to_mask
 from critics import CPU, PPO, engine_of, make_critic, naive_values
 from rank_critic import make_critic_sequences, make_worker
-from rank_engine import SHARD, out_of_memory_over
+from rank_engine import REWRITTEN, SHARD, TURNS, out_of_memory_over
 from runs import changed, make_inputs
 from selection import examples
 from test_flops import make_moe
@@ -181,7 +181,7 @@ def test_values_and_gradients_are_the_naive_ones(kind: str, layout: Layout):
     """Laws 1 and 2 for the critic: any budget, streams too, against one unpadded forward per completion."""
     critic = make_critic(kind)
     assert critic.layout == "shared"
-    sequences = make_critic_sequences([[3, 14, 9], [1, 6, 2], [8, 1, 30]], seed=1)
+    sequences = make_critic_sequences([[3, 14, 9], [1, REWRITTEN, 2], [8, TURNS, 30]], seed=1)
     assert PPO.critic is not None
     expected_loss, old = torch.zeros((), dtype=torch.float64), {}
     for s in sequences:

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from cohort.distributed import SINGLE_PROCESS, Ranks
 from cohort.engine import TokenBudget, TrainEngine
 from cohort.models import Policy, linear_loss
 from cohort.models.batch_layout import Layout
-from cohort.records import Prompt, ScoredGroup, TrainSequence, expand_to_mask
-from samples import answer
+from cohort.records import Prompt, ScoredGroup, TrainSequence, Trajectory, expand_to_mask
+from samples import answer, random_calls
 from selection import examples, mostly_slow
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, pack_for, relative_error
 
@@ -52,18 +53,26 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 G = 3
 
 
-def random_groups(lengths_PG: list[list[int]], seed: int, prompt_tokens: tuple[int, int] = (1, 9)) -> list[ScoredGroup]:
-    """Groups with random prompts, completions, rewards (one in eight not scored) and finish reasons."""
+def random_groups(lengths_PG: list[list[Any]], seed: int, prompt_tokens: tuple[int, int] = (1, 9)) -> list[ScoredGroup]:
+    """Groups with random prompts, completions, rewards (one in eight not scored) and finish reasons.
+
+    Lengths are those of completions; a `History` in place of a length is a trajectory of several turns.
+    """
     rng = np.random.default_rng(seed)
     groups = []
     for p, lengths in enumerate(lengths_PG):
-        sampled = [(rng.integers(2, VOCAB_SIZE, n), -4 * rng.random(n), rng.random() < 0.3) for n in lengths]
+        single = [n if isinstance(n, int) else 0 for n in lengths]
+        sampled = [(rng.integers(2, VOCAB_SIZE, n), -4 * rng.random(n), rng.random() < 0.3) for n in single]
         prompt = Prompt(
             id=p, epoch=0, content="", token_ids=rng.integers(2, VOCAB_SIZE, rng.integers(*prompt_tokens)), columns={}
         )
         trajectories = tuple(
             answer(prompt, ids, logprobs=logprobs, finish="length" if is_cut else "stop")
-            for ids, logprobs, is_cut in sampled
+            if isinstance(n, int)
+            else Trajectory(
+                calls=random_calls(prompt.token_ids, n, rng), messages=(), text="", end="length" if is_cut else "answer"
+            )
+            for n, (ids, logprobs, is_cut) in zip(lengths, sampled, strict=True)
         )
         rewards = np.where(rng.random(len(lengths)) < 1 / 8, np.nan, rng.normal(size=len(lengths)))
         groups.append(ScoredGroup(prompt=prompt, trajectories=trajectories, rewards=rewards, reward_parts={}))
@@ -102,26 +111,40 @@ def old_logprobs_of(sequence: TrainSequence) -> torch.Tensor:
 
 
 def dense_gradient(policy: Policy, reference: Policy, sequences: list[TrainSequence], algorithm: Algorithm):
-    """The reference: one unpadded forward per completion, one backward of the whole sum."""
+    """The reference: one unpadded forward per sequence, one loss per trajectory, one backward of the whole sum."""
     total = torch.zeros((), dtype=torch.float64)
-    for n, sequence in enumerate(sequences):
-        logprobs, entropy = naive_logprobs(policy.model, sequence, temperature=0.9)
+    for number, members in by_trajectory(sequences).items():
+        scores = [naive_logprobs(policy.model, s, temperature=0.9) for s in members]
+        logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
         with torch.no_grad():
-            reference_logprobs, _ = naive_logprobs(reference.model, sequence, temperature=0.9)
+            reference_logprobs = [naive_logprobs(reference.model, s, temperature=0.9)[0] for s in members]
         out = algorithm.policy_loss(
             LossInputs(
                 logprobs=logprobs,
-                old_logprobs=old_logprobs_of(sequence),
-                sampling_logprobs=torch.from_numpy(sequence.sampling_logprobs[sequence.loss_mask]),
-                reference_logprobs=reference_logprobs,
+                old_logprobs=torch.cat([old_logprobs_of(s) for s in members]),
+                sampling_logprobs=joined(members, "sampling_logprobs"),
+                reference_logprobs=torch.cat(reference_logprobs),
                 entropy=entropy,
-                advantages=torch.from_numpy(sequence.advantages[sequence.loss_mask]),
-                trajectory_ids=torch.full(logprobs.shape, n),
+                advantages=joined(members, "advantages"),
+                trajectory_ids=torch.full(logprobs.shape, number),
             )
         )
-        total = total + (torch.from_numpy(sequence.loss_weights[sequence.loss_mask]) * out.per_token_loss).sum()
+        total = total + (joined(members, "loss_weights") * out.per_token_loss).sum()
     total.backward()
     return total.item(), gradients(policy.model)
+
+
+def by_trajectory(sequences: list[TrainSequence]) -> dict[int, list[TrainSequence]]:
+    """The sequences of each trajectory."""
+    found: dict[int, list[TrainSequence]] = {}
+    for s in sequences:
+        found.setdefault(s.trajectory, []).append(s)
+    return found
+
+
+def joined(members: list[TrainSequence], field: str) -> torch.Tensor:
+    """A field of a trajectory's loss tokens."""
+    return torch.from_numpy(np.concatenate([getattr(s, field)[s.loss_mask] for s in members]))
 
 
 def packed_gradient(

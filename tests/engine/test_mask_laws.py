@@ -19,11 +19,11 @@ from cohort.models import Policy
 from cohort.models.batch_layout import Layout
 from cohort.packing import collate, pack
 from cohort.records import ForwardOnlyOutputs, ModelCall, Prompt, ScoredGroup, TrainSequence, Trajectory, expand_to_mask
-from samples import answer
+from samples import answer, random_calls
 from selection import examples, slow
 from test_algorithm_laws import shallow_policy
 from test_law_two import Scores, compute_in_float64, differences, fast, make_law_model, make_law_policy, naive, streamed
-from test_laws import make_engine, old_logprobs_of
+from test_laws import by_trajectory, joined, make_engine, old_logprobs_of
 from tiny import VOCAB_SIZE, gradients, make_policy, naive_logprobs, random_sequences, relative_error
 
 G = 3
@@ -49,24 +49,9 @@ def random_trajectories(groups: list[Any], seed: int) -> list[ScoredGroup]:
     def tokens(count: int) -> np.ndarray:
         return rng.integers(2, VOCAB_SIZE, count)
 
-    def call(context: np.ndarray, sampled: int, *, trained: bool = True) -> ModelCall:
-        return ModelCall(
-            context_ids=context,
-            token_ids=tokens(sampled),
-            sampling_logprobs=-4 * rng.random(sampled),
-            finish_reason="stop",
-            policy_version=0,
-            trained=trained,
-        )
-
     def calls(prompt: np.ndarray, member: Any) -> tuple[ModelCall, ...]:
-        found = []
-        for begins_with_prompt, stretches in member:
-            past = prompt if begins_with_prompt else tokens(1)
-            for new, sampled in stretches:
-                found.append(call(np.concatenate([past, tokens(new)]), sampled))
-                past = np.concatenate([found[-1].context_ids, found[-1].token_ids])
-        return tuple(found) or (call(prompt, 2, trained=False),)
+        (other,) = random_calls(prompt, [(True, [(0, 2)])], rng)
+        return random_calls(prompt, member, rng) or (replace(other, trained=False),)
 
     scored = []
     for p, members in enumerate(groups):
@@ -104,32 +89,26 @@ def random_estimates(sequences: list[TrainSequence]) -> ForwardOnlyOutputs:
 
 def dense(policy: Policy, sequences: list[TrainSequence], algorithm: Algorithm) -> tuple[dict[str, float], Any]:
     """One unpadded forward pass per sequence, one loss per trajectory: metrics and gradients."""
-    of_trajectories: dict[int, list[TrainSequence]] = {}
-    for s in sequences:
-        of_trajectories.setdefault(s.trajectory, []).append(s)
     total, entropies, moved = torch.zeros((), dtype=torch.float64), [], []
-    for number, members in of_trajectories.items():
+    for number, members in by_trajectory(sequences).items():
         scores = [naive_logprobs(policy.model, s, temperature=0.9) for s in members]
         logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
-
-        def joined(field: str, members: list[TrainSequence] = members) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([getattr(s, field)[s.loss_mask] for s in members]))
 
         old = torch.cat([old_logprobs_of(s) for s in members])
         out = algorithm.policy_loss(
             LossInputs(
                 logprobs=logprobs,
                 old_logprobs=old,
-                sampling_logprobs=joined("sampling_logprobs"),
+                sampling_logprobs=joined(members, "sampling_logprobs"),
                 reference_logprobs=None,
                 entropy=entropy,
-                advantages=joined("advantages"),
+                advantages=joined(members, "advantages"),
                 trajectory_ids=torch.full(logprobs.shape, number),
             )
         )
-        total = total + (joined("loss_weights") * out.per_token_loss).sum()
+        total = total + (joined(members, "loss_weights") * out.per_token_loss).sum()
         entropies.append(entropy.detach())
-        moved.append((old - joined("sampling_logprobs")).abs())
+        moved.append((old - joined(members, "sampling_logprobs")).abs())
     total.backward()
     metrics = {
         "loss": total.item(),

@@ -35,7 +35,7 @@ from test_laws import old_logprobs_of
 
 BUDGETS = (20, 10_000)
 WAYS = (("lora", False), ("lora", True), ("dora", False), ("outer", True))  # kind, and whether it started from another
-LENGTHS = {name: STEPS[name] for name in ("uneven", "long prompts")}
+LENGTHS = {name: STEPS[name] for name in ("uneven", "long prompts", "turns")}
 PLACES = ("forward mlp 0", "backward mlp 0", "backward self_attn 1", "forward reference", "backward head")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import rank_engine
 from assigned import assign_advantages
 from cohort.algorithms import build_algorithm, build_sequences, critic_sequences
 from cohort.checkpoint import CRITIC, load_engine_state
@@ -35,7 +36,11 @@ from rank_engine import (
 from rank_workers import commanded
 from test_laws import random_groups
 
-STEPS = {"uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT), "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG)}
+STEPS = {
+    "uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT),
+    "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG),
+    "turns": rank_engine.STEPS["turns"],
+}
 PLACES = ("forward embedding", "forward mlp 1", "backward self_attn 1", "backward mlp 0")  # where memory runs out
 STATE = trainer_state(1)
 ALGORITHM = build_algorithm(AlgorithmConfig(name="ppo"), max_completion_tokens=32)
@@ -47,7 +52,7 @@ def values_of(num_tokens: int, index: int) -> np.ndarray:
 
 
 def make_critic_sequences(
-    lengths_PG: list[list[int]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int
+    lengths_PG: list[list[Any]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int
 ) -> list[TrainSequence]:
     """What a critic learns from, of random completions, one in eight not scored."""
     groups = random_groups(lengths_PG, seed, prompt_tokens)

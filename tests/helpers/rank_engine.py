@@ -37,17 +37,21 @@ from cohort.models.offload import activation_checkpointing
 from cohort.models.offload.activation_checkpointing import enable_offload
 from cohort.models.saving.export_weights import stream_weights
 from cohort.packing import pack
+from samples import History
 from test_laws import ALGORITHMS, old_logprobs_of, random_groups
 
 CPU = torch.device("cpu")
 # Uneven lengths and a step of one prompt: with three ranks and small budgets some of them have nothing to do.
 # Groups with long prompts are streams under the smaller budgets: one of them for two ranks, and two.
 SHORT, LONG = (1, 9), (290, 310)
-STEPS = {
+TURNS: History = [(True, [(0, 3), (2, 5), (4, 1)])]  # one sequence whose contexts are not trained
+REWRITTEN: History = [(True, [(0, 2), (3, 1)]), (True, [(2, 6)]), (False, [(4, 3)])]  # three sequences
+STEPS: dict[str, tuple[list[list[Any]], tuple[int, int]]] = {
     "uneven": ([[3, 14, 9], [1, 6, 2], [8, 1, 30]], SHORT),
     "one prompt": ([[5, 11, 2]], SHORT),
     "long prompts": ([[3, 14, 9], [20, 1, 6]], LONG),
     "one long prompt": ([[1, 12, 2, 8, 5, 3, 1]], LONG),
+    "turns": ([[TURNS, 14, REWRITTEN], [1, 6, TURNS], [REWRITTEN, 1, 9]], SHORT),
 }
 BUDGETS = (1, 20, 320, 10_000)
 OPTIMIZERS: dict[str, OptimConfig] = {
@@ -119,7 +123,7 @@ def whole_gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def step_sequences(name: str, lengths_PG: list[list[int]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int = 0):
+def step_sequences(name: str, lengths_PG: list[list[Any]], prompt_tokens: tuple[int, int] = SHORT, *, seed: int = 0):
     algorithm = build_algorithm(ALGORITHMS[name], max_completion_tokens=32)
     return algorithm, assign_advantages(random_groups(lengths_PG, seed, prompt_tokens), algorithm)
 

@@ -1,6 +1,7 @@
 """Inputs of advantages and policy losses for tests that state numbers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,8 +9,11 @@ import torch
 from cohort.algorithms import AdvantageInputs
 from cohort.batch import LossInputs
 from cohort.records import FinishReason, ModelCall, Prompt, ScoredGroup, Trajectory
+from tiny import VOCAB_SIZE
 
 NAN = float("nan")
+# Of each sequence of a trajectory: whether it begins with the prompt, and the turns: new context and sampled tokens
+History = Sequence[tuple[bool, Sequence[tuple[int, int]]]]
 
 
 def answer(
@@ -31,6 +35,24 @@ def answer(
         policy_version=version,
     )
     return Trajectory.single_turn(call, text=text)
+
+
+def random_calls(prompt_ids: np.ndarray, history: History, rng: Any) -> tuple[ModelCall, ...]:
+    """Model calls with this history and random tokens."""
+    found: list[ModelCall] = []
+    for begins_with_prompt, turns in history:
+        past = prompt_ids if begins_with_prompt else rng.integers(2, VOCAB_SIZE, 1)
+        for new, sampled in turns:
+            call = ModelCall(
+                context_ids=np.concatenate([past, rng.integers(2, VOCAB_SIZE, new)]),
+                token_ids=rng.integers(2, VOCAB_SIZE, sampled),
+                sampling_logprobs=-4 * rng.random(sampled),
+                finish_reason="stop",
+                policy_version=0,
+            )
+            found.append(call)
+            past = np.concatenate([call.context_ids, call.token_ids])
+    return tuple(found)
 
 
 def loss_inputs(

@@ -26,6 +26,7 @@ import cohort
 from cohort.checkpoint import load_trainer_state
 from cohort.config import config_from_dict
 from cohort.demo.run import demo_config, write_data
+from cohort.demo.tasks import TOOLS, WORDS, DemoTask
 from cohort.display import Display
 from cohort.placement import num_gpus
 from cohort.plan.split import count_processes
@@ -91,23 +92,26 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 # The same run
 
 
-@slow("twenty steps of the demo with three numbers of processes; test_launched_ranks has three and one")
-def test_a_run_is_the_same_for_any_number_of_processes(tmp_path: Path):
-    """The demo with 1, 2 and 3 processes: the same prompts and completions throughout, the same losses."""
-    steps, numbers = 20, (1, 2, 3)
+@slow("many steps of demos with three numbers of processes; test_launched_ranks has three and one")
+@pytest.mark.parametrize(("task", "steps", "numbers"), [(WORDS, 20, (1, 2, 3)), (TOOLS, 8, (1, 3))])
+def test_a_run_is_the_same_for_any_number_of_processes(
+    tmp_path: Path, task: DemoTask, steps: int, numbers: tuple[int, ...]
+):
+    """A demo with 1, 2 and 3 processes: the same prompts and trajectories throughout, the same losses."""
     runs = {}
     for processes in numbers:
         folder = tmp_path / f"run-{processes}"
-        config = demo_config(folder, seed=0, processes=processes)
+        config = demo_config(folder, task=task, seed=0, processes=processes)
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-        write_data(folder, config, seed=0)
+        write_data(folder, config, task=task, seed=0)
         runs[processes] = cohort.train(config).run_dir
     for processes in numbers[1:]:
         for step in range(1, steps + 1):
             one, several = (
                 pq.read_table(run / "completions" / f"step-{step:06d}.parquet") for run in (runs[1], runs[processes])
             )
-            for column in ("prompt_id", "completion_token_ids", "reward", "advantage"):
+            columns = ["prompt_id", "completion_token_ids", "reward", "advantage"]
+            for column in [*columns, *(["sequence_token_ids", "loss_mask"] if task is TOOLS else [])]:
                 assert one[column].to_pylist() == several[column].to_pylist(), (processes, step, column)
         np.testing.assert_allclose(metric(runs[processes], "loss"), metric(runs[1], "loss"), atol=1e-6)
         np.testing.assert_allclose(metric(runs[processes], "grad_norm"), metric(runs[1], "grad_norm"), rtol=1e-3)

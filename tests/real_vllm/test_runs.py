@@ -21,7 +21,7 @@ from torch import Tensor
 import cohort
 from cohort.config import config_from_dict
 from cohort.demo import run as demo
-from cohort.demo import task
+from cohort.demo import word_problems
 from cohort.errors import TrainingError
 from cohort.models import Policy, stream_weights
 from cohort.rollout.engines.servers import server_engine
@@ -45,7 +45,7 @@ def run_config(folder: Path) -> dict[str, Any]:
     raw = demo.demo_config(folder / "run", seed=0).model_dump(mode="json")
     for name, number, split in (("data", 2048, "train"), ("eval", 128, "heldout")):
         raw[name]["path"] = str(folder / f"{split}.jsonl")
-        task.write_jsonl(Path(raw[name]["path"]), task.generate(0, number, split=split))
+        word_problems.write_jsonl(Path(raw[name]["path"]), word_problems.generate(0, number, split=split))
     raw["rollout"]["num_generations"] = GENERATIONS
     raw["train"] |= {"steps": STEPS, "prompts_per_step": PROMPTS}
     raw["eval"]["every"] = 0

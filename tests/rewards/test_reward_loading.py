@@ -129,7 +129,7 @@ def test_build_rewards_names_weights_and_defaults(folder):
         ({"use": "overlong"}, ["rewards[0].args: reward 'overlong'", "'buffer_tokens'"]),
         (
             {"use": "overlong", "args": {"buffer_tokens": 9}},
-            ["buffer_tokens: 9 must be a whole number from 1 to rollout.max_completion_tokens: 8"],
+            ["buffer_tokens: 9 must be a whole number from 1 to 8, the most tokens that can be sampled"],
         ),
         ({"use": "overlong", "args": {"buffer_tokens": 4, "penalty": -1}}, ["penalty: -1 must be a number above 0"]),
         ({"use": "my_rewards.py:level", "args": {"scael": 1}}, ["no argument 'scael'", "did you mean scale?"]),

@@ -1,6 +1,7 @@
 """Rollouts as coroutines: turns, batches of all calls that wait, and how they end."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -353,6 +354,28 @@ def test_a_tool_loop_is_collected_and_trains_as_computed_naively():
     train_engine.optim_step()
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), weights[name].detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_no_deadline_expires_while_a_local_engine_samples(monkeypatch: pytest.MonkeyPatch):
+    """A batch of a hundred seconds, during which a tool that needs several turns of the loop cannot get them."""
+    sampling_s = [0.0]
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: time.monotonic() + sampling_s[0])
+    sampler = RecordedSampler()
+
+    def sample(requests: Sequence[SampleRequest]) -> list[Completion]:
+        sampling_s[0] += 100
+        return sampler(requests)
+
+    async def tool() -> str:
+        async with asyncio.timeout(50):
+            for _ in range(3):
+                await asyncio.sleep(0.001)
+        return "answered"
+
+    def rollouts(generate: Generate) -> list[Coroutine[Any, Any, Any]]:
+        return [play(generate, prompts(3)[0], 0, 2), tool()]
+
+    assert collect(sample, rollouts)[1] == "answered"
 
 
 def test_rollouts_run_inside_of_another_event_loop():

@@ -212,7 +212,7 @@ class SynchronousGatherer(GroupCollector):
             groups = collector.collect(prompts, self.prefetcher.sampling, key)
         with phase("reward"):
             scored = self.rewards.score(groups)
-        return StepGroups(groups=scored, replaced=[], metrics={"rollout/staleness_max": 0.0})
+        return StepGroups(groups=scored, replaced=[], dropped=[], metrics={"rollout/staleness_max": 0.0})
 
 
 @pytest.mark.parametrize(

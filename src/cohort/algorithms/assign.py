@@ -21,7 +21,9 @@ from cohort.records import (
     IntArray,
     RolloutGroup,
     ScoredGroup,
+    TokenSequence,
     TrainSequence,
+    Trajectory,
     expand_to_mask,
     join_calls,
     starts_with,
@@ -55,32 +57,56 @@ def build_sequences(groups: Sequence[RolloutGroup | ScoredGroup]) -> list[TrainS
     Raises:
         TrainingError: a model call sampled no tokens.
     """
-    members = [(g, group.prompt, t) for g, group in enumerate(groups) for t in group.trajectories]
     sequences: list[TrainSequence] = []
-    for number, (g, prompt, trajectory) in enumerate(members):
-        if trajectory.is_broken:
-            continue
-        if not all(len(call.token_ids) for call in trajectory.calls):
-            raise TrainingError("rollout: a completion has no tokens; an empty one is an end-of-sequence token")
-        for tokens in join_calls(trajectory.calls):
-            zeros = np.zeros(len(tokens.token_ids))
-            begins_with_prompt = (
-                starts_with(tokens.token_ids, prompt.token_ids) and not tokens.loss_mask[: len(prompt.token_ids)].any()
-            )
-            sequences.append(
-                TrainSequence(
-                    token_ids=tokens.token_ids,
-                    loss_mask=tokens.loss_mask,
-                    sampling_logprobs=tokens.sampling_logprobs,
-                    advantages=zeros,
-                    loss_weights=zeros,
-                    shared_prefix_tokens=len(prompt.token_ids) if begins_with_prompt else 0,
-                    index=len(sequences),
-                    group=g,
-                    trajectory=number,
+    num_trajectories = 0
+    for g, group in enumerate(groups):
+        members = [_join_calls(trajectory) for trajectory in group.trajectories]
+        prefix = _shared_prefix(group.prompt.token_ids, members)
+        for number, member in enumerate(members, start=num_trajectories):
+            for tokens in member:
+                zeros = np.zeros(len(tokens.token_ids))
+                sequences.append(
+                    TrainSequence(
+                        token_ids=tokens.token_ids,
+                        loss_mask=tokens.loss_mask,
+                        sampling_logprobs=tokens.sampling_logprobs,
+                        advantages=zeros,
+                        loss_weights=zeros,
+                        shared_prefix_tokens=len(prefix) if _begins_with(tokens, prefix) else 0,
+                        index=len(sequences),
+                        group=g,
+                        trajectory=number,
+                    )
                 )
-            )
+        num_trajectories += len(members)
     return sequences
+
+
+def _join_calls(trajectory: Trajectory) -> list[TokenSequence]:
+    if trajectory.is_broken:
+        return []
+    if not all(len(call.token_ids) for call in trajectory.calls):
+        raise TrainingError("rollout: a completion has no tokens; an empty one is an end-of-sequence token")
+    return join_calls(trajectory.calls)
+
+
+def _begins_with(sequence: TokenSequence, prefix: IntArray) -> bool:
+    """Whether a sequence starts with `prefix` and trains none of it."""
+    return starts_with(sequence.token_ids, prefix) and not sequence.loss_mask[: len(prefix)].any()
+
+
+def _shared_prefix(prompt_ids: IntArray, members: Sequence[Sequence[TokenSequence]]) -> IntArray:
+    """Return the tokens that a group computes once: the prompt, or what the members' first contexts begin with.
+
+    Environments and agents write their first contexts themselves: the prompt of the row need not be a prefix of them.
+    """
+    contexts = [member[0].token_ids[: int(np.argmax(member[0].loss_mask))] for member in members if member]
+    common = contexts[0] if contexts else prompt_ids
+    for context in contexts[1:]:
+        length = min(len(common), len(context))
+        common = common[: int(np.argmin(np.append(common[:length] == context[:length], False)))]
+    has_prompt = any(_begins_with(sequence, prompt_ids) for member in members for sequence in member)
+    return prompt_ids if has_prompt and len(prompt_ids) >= len(common) else common
 
 
 def assign_advantages(
@@ -197,6 +223,9 @@ def advantage_inputs(
     tokens_PGL = np.zeros((*lengths_PG.shape, max(1, lengths_PG.max())))
     last_PG = (*np.indices(lengths_PG.shape), lengths_PG - 1)
     tokens_PGL[last_PG] = np.where(scored_PG & trained_PG, rewards_PG, 0.0)
+    for place in np.argwhere(scored_PG & trained_PG):
+        trajectory = groups[place[0]].trajectories[place[1]]
+        _move_step_rewards(tokens_PGL[tuple(place)], trajectory, reward_weights)
     if penalties:
         tokens_PGL -= np.where(scored_PG[..., None], _padded(penalties, sequences, lengths_PG), 0.0)
     # without a trained token there is none to bear the reward, with which the group is still compared
@@ -210,6 +239,16 @@ def advantage_inputs(
         lengths=torch.from_numpy(lengths_PG),
         values=torch.from_numpy(_padded(outputs.values, sequences, lengths_PG)) if outputs.values else None,
     )
+
+
+def _move_step_rewards(tokens_L: FloatArray, trajectory: Trajectory, reward_weights: Mapping[str, float]) -> None:
+    """Move the step rewards, which the last token has in its reward, to the last token of their turns. In place."""
+    if not trajectory.step_rewards:
+        return
+    rewards = np.array(trajectory.step_rewards) * sum(reward_weights[name] for name in trajectory.rewards)
+    ends = np.cumsum([len(call.token_ids) for call in trajectory.trained_calls]) - 1
+    tokens_L[ends] += rewards
+    tokens_L[ends[-1]] -= rewards.sum()
 
 
 def _places(sequences: Sequence[TrainSequence]) -> list[tuple[int, slice]]:

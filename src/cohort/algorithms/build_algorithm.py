@@ -77,7 +77,7 @@ def build_algorithm(
 
     Args:
         config: the `algorithm` section.
-        max_completion_tokens: maximum completion length.
+        max_completion_tokens: maximum sampled tokens of a completion, or of a trajectory of several turns.
         auto_correction: meaning of `sampling_correction: auto`; none if the sampler's logprobs equal the trainer's.
         value_clip: clip range of the critic's loss, if there is a critic.
 

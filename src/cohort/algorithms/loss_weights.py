@@ -38,7 +38,8 @@ def sequence_sum(lengths_N: IntArray, included_N: np.ndarray) -> FloatArray:
 def constant(lengths_N: IntArray, included_N: np.ndarray, *, max_completion_tokens: int) -> FloatArray:
     """Sum over tokens divided by a constant (Dr. GRPO, arXiv:2503.20783): 1 / (N * max_completion_tokens).
 
-    N counts excluded completions too, so that no sample changes the constant.
+    N counts excluded completions too, so that no sample changes the constant. A completion is everything sampled in a
+    trajectory: with several turns, `max_completion_tokens` is the maximum of all of them together.
     """
     return _where_included(included_N, np.full(len(lengths_N), 1.0 / (len(lengths_N) * max_completion_tokens)))
 

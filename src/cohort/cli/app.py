@@ -15,6 +15,7 @@ from cohort.cli.eval_config import eval_config
 from cohort.cli.merge import merge
 from cohort.cli.options import Debug, Overrides
 from cohort.cli.plan import plan
+from cohort.cli.rollout import rollout
 from cohort.cli.verify import verify
 from cohort.config import load_config
 from cohort.crash_report import report_crash, set_run_dir
@@ -211,6 +212,7 @@ def slurm(
 
 @app.command()
 def demo(
+    task: Annotated[str, typer.Option(help="words: word problems; tools: questions that need a tool.")] = "words",
     seed: Annotated[int, typer.Option(help="Random seed of data order and sampling.")] = 0,
     processes: Annotated[int, typer.Option(help="Training processes.")] = 1,
     engine: Annotated[str, typer.Option(help="Rollout engine: local, or vllm from $COHORT_VLLM_PYTHON.")] = "local",
@@ -225,18 +227,21 @@ def demo(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small model on word problems with GRPO: about a minute, no GPU, no downloads."""
+    """Train a small model on word problems or tools with GRPO: a minute or two, no GPU, no downloads."""
     print_loading_notice()
-    from cohort.demo.run import rebuild, run_demo
-
     if rebuild_base:
-        rebuild(out)
+        from cohort.demo.base_model import rebuild
+
+        rebuild(task, out)
     else:
-        run_demo(seed=seed, out=out, processes=processes, engine=engine)
+        from cohort.demo.run import run_demo
+
+        run_demo(task=task, seed=seed, out=out, processes=processes, engine=engine)
 
 
 app.command()(algorithms)
 app.command()(plan)
+app.command()(rollout)
 app.command()(check)
 app.command()(convert)
 app.command()(merge)

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from cohort.config import Config, config_from_dict, load_config
+from cohort.config.environment import TurnsConfig
 from cohort.errors import UserError
 from cohort.run_files import checkpoints, is_run_folder
 
@@ -38,9 +39,10 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
     if "data" in options:
         raw["eval"] |= {"path": options["data"], "name": None}
         raw["eval"].setdefault("split", "test")
-    if "path" not in raw["eval"]:
+    brings_its_own = any(raw["rollout"].get(key) for key in ("environment", "agent"))
+    if raw["eval"].get("path") is None and not (brings_its_own and raw["eval"].get("max_prompts")):
         raise UserError(f"--data is missing; give held-out data{' (the run has none)' if is_run else ''}")
-    raw["data"]["path"] = raw["eval"]["path"]
+    raw["data"]["path"] = raw["eval"].get("path")
     if "num_samples" in options and "temperature" not in options:
         raw["eval"]["temperature"] = 0.0 if options["num_samples"] == 1 else 0.6
     if "reward" in options:
@@ -48,7 +50,7 @@ def eval_config(model: str, given: Mapping[str, Any]) -> Config:
         raw["eval"]["success_reward"] = None
     elif "reward_args" in options:
         raise UserError("--reward-args has no effect without --reward; give both, or neither")
-    if not raw["rewards"]:
+    if not raw["rewards"] and not brings_its_own:
         raise UserError("--reward is missing; give one as in `rewards.use`, such as math or rewards.py:right")
     if "seed" in options:
         raw["train"] = {"seed": options["seed"]}
@@ -77,7 +79,7 @@ def _of_run(run: Path) -> dict[str, Any]:
         "model": {**raw["model"], "path": str(final)},
         "data": {key: raw["data"][key] for key in (*_DATA.values(),)},
         "rewards": raw["rewards"],
-        "rollout": {key: raw["rollout"][key] for key in _ROLLOUT},
+        "rollout": {key: raw["rollout"][key] for key in (*_ROLLOUT, *TurnsConfig.model_fields)},
         "eval": dict(raw["eval"] or {}),
         "train": {"seed": raw["train"]["seed"]},
     }

@@ -127,7 +127,8 @@ def _predict(settings: Config, machines: Hardware, folder: Path, *, model_shape:
         if reason is None and machines.nodes > 1:
             taken = "vllm, as with `cohort launch slurm --rollout-nodes`; without it, training processes sample"
         notes.append(f"rollout.engine: auto is planned as {taken}")
-    return predict_run(settings, shape, machines, num_prompts=count_prompts(settings.data.path)), notes
+    num_prompts = count_prompts(settings.data.path) if settings.data.path is not None else None
+    return predict_run(settings, shape, machines, num_prompts=num_prompts), notes
 
 
 def _calibrate(*, as_json: bool, alone: bool) -> None:

@@ -224,6 +224,11 @@ class AlgorithmConfig(_WithParameters):
         return max([self.at_k or 1, *(component.min_generations for component in self.components())])
 
     @property
+    def takes_token_rewards(self) -> bool:
+        """Whether advantages differ between the tokens of a trajectory if their rewards do."""
+        return any(component.uses_token_rewards for component in self.components())
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained alongside the policy."""
         return any(component.needs_critic for component in self.components())

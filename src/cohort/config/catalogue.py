@@ -221,7 +221,9 @@ LOSS_WEIGHTS: dict[str, Component] = {
     "token_mean": Component(formula="1 / (tokens of the step)", source="arXiv:2503.14476"),
     "sequence_sum": Component(formula="1 / N", source="arXiv:2402.14740"),
     "constant": Component(
-        formula="1 / (all completions of the step * rollout.max_completion_tokens)", source="arXiv:2503.20783"
+        formula="1 / (all completions of the step * rollout.max_completion_tokens); with turns, * the maximum of "
+        "sampled tokens per trajectory",
+        source="arXiv:2503.20783",
     ),
 }
 COMPONENTS: dict[str, dict[str, Component]] = {

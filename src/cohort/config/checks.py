@@ -17,6 +17,8 @@ def check_sections(config: "Config") -> None:
         ValueError: names the keys, their values and what works.
     """
     for check in (
+        _check_inputs,
+        _check_turns,
         _check_rollout_gpus,
         _check_sampling_correction,
         _check_reference,
@@ -28,6 +30,31 @@ def check_sections(config: "Config") -> None:
         _check_components,
     ):
         check(config)
+
+
+def _check_inputs(config: "Config") -> None:
+    """Check that there are data and rewards, which an environment or agent may bring."""
+    rollout = config.rollout
+    brings_its_own = rollout.environment is not None or rollout.agent is not None
+    if config.data.path is None and not brings_its_own:
+        raise ValueError("data.path: missing; this key is required")
+    if not config.rewards and not brings_its_own:
+        raise ValueError("rewards: []: at least one reward is needed, such as [{use: math}]")
+    if config.eval is not None and config.eval.path is None:
+        if not brings_its_own:
+            raise ValueError("eval.path: missing; this key is required")
+        if config.eval.max_prompts is None:
+            raise ValueError("eval.max_prompts: missing; it says how many trajectories to evaluate without eval.path")
+
+
+def _check_turns(config: "Config") -> None:
+    rollout = config.rollout
+    is_builtin = isinstance(config.algorithm.advantage, str)
+    if rollout.step_rewards == "per_token" and is_builtin and not config.algorithm.takes_token_rewards:
+        raise ValueError(
+            f"rollout.step_rewards: per_token has no effect with algorithm.advantage: {config.algorithm.advantage}, "
+            f"which has one value for all tokens of a trajectory; use step_rewards: sum, or advantage: gae"
+        )
 
 
 def _check_rollout_gpus(config: "Config") -> None:

@@ -11,9 +11,10 @@ from cohort.config.section import Section
 class DataConfig(Section):
     """The training prompts."""
 
-    path: InputPath = Field(
+    path: InputPath | None = Field(
+        None,
         description="JSONL, JSON, Parquet or CSV file, a folder of such files or one saved by `datasets`, or a "
-        "`datasets` id.",
+        "`datasets` id. Only runs with `rollout.environment` or `rollout.agent` can do without data.",
     )
     split: str = Field("train", description="Split, for folders and `datasets` ids.")
     name: str | None = Field(None, description="Configuration name of a `datasets` id.")
@@ -38,6 +39,8 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_chat_keys(self) -> Self:
+        for key in ("split", "name") if self.path is None else ():
+            self.refuse(key, "no path", "remove it, or set data.path")
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(self, key) and not self.apply_chat_template:
                 self.refuse(key, "apply_chat_template: false")
@@ -59,7 +62,11 @@ class RewardConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out prompts, with its own sampling."""
 
-    path: InputPath = Field(description="Held-out data; same formats as `data.path`.")
+    path: InputPath | None = Field(
+        None,
+        description="Held-out data; same formats as `data.path`. Environments that need no data can do without, for "
+        "`max_prompts` trajectories.",
+    )
     split: str = Field("test", description="Split, for folders and `datasets` ids.")
     name: str | None = Field(None, description="Configuration name of a `datasets` id.")
     prompt: str | None = Field(None, min_length=1, description="Prompt column. Default: `data.prompt`.")
@@ -71,7 +78,9 @@ class EvalConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
     max_completion_tokens: int | None = Field(
-        None, ge=1, description="Maximum completion length. Default: `rollout.max_completion_tokens`."
+        None,
+        ge=1,
+        description="Longest completion of a model call in tokens. Default: `rollout.max_completion_tokens`.",
     )
     success_reward: str | None = Field(
         None, description="Name of the reward that defines success (accuracy, pass@k). Default: the first reward."
@@ -80,6 +89,8 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _check_greedy(self) -> Self:
+        for key in ("split", "name") if self.path is None else ():
+            self.refuse(key, "no path", "remove it, or set eval.path")
         if self.temperature == 0:
             if self.num_samples > 1:
                 raise ValueError(

@@ -28,7 +28,7 @@ def render() -> str:
             parts.append(_section(name, section, optional=not field.is_required()))
             for key, inner in section.model_fields.items():
                 parts += [_section(f"{name}.{key}", nested, optional=True) for nested in sections_in(inner.annotation)]
-    return "\n".join(parts)
+    return "\n".join(dict.fromkeys(parts))  # engines share nested sections
 
 
 def _section(name: str, section: type[BaseModel], *, optional: bool) -> str:

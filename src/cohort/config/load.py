@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cohort.config.algorithm import unknown_name
+from cohort.config.environment import ENVIRONMENT_FORMS
 from cohort.config.schema import UNIONS, Config, sections_in
 from cohort.config.yaml_text import read_yaml
 from cohort.errors import UserError, did_you_mean
@@ -141,27 +142,26 @@ def _list_index(items: list[Any], part: str, override: str) -> int:
 
 
 def _explain_all(errors: Sequence[ErrorDetails]) -> str:
-    # pydantic also reports a list whose only entry is invalid as too short, which would mislead
-    nested = {e["loc"][0] for e in errors if len(e["loc"]) > 1}
-    reported = [e for e in errors if e["type"] != "too_short" or e["loc"][0] not in nested]
-    shown = reported[:_MAX_ERRORS]
+    for error in errors:
+        error["loc"] = tuple(part for part in error["loc"] if part not in ENVIRONMENT_FORMS)
+    shown = errors[:_MAX_ERRORS]
     last_of_place = {e["loc"][:-1]: n for n, e in enumerate(shown)}
     lines = [_explain(e, list_keys=last_of_place[e["loc"][:-1]] == n) for n, e in enumerate(shown)]
-    if len(reported) > len(shown):
-        lines.append(f"and {len(reported) - len(shown):,} more mistakes")
+    if len(errors) > len(shown):
+        lines.append(f"and {len(errors) - len(shown):,} more mistakes")
     return "\n".join(lines)
 
 
 def _explain_unknown_key(loc: Sequence[str | int], field: str, list_keys: bool) -> str:
     """Suggest what an unknown key was meant to be, and list the keys of its section."""
     *place, key = map(str, loc)
-    section, name = _section_at(loc), ".".join(place) or "the configuration"
+    section, name = _section_at(loc), field.rpartition(".")[0] or "the configuration"
     text = f"{field}: unknown key{_nearest_key(key, section)}"
-    if place and place[0] in UNIONS:
+    if len(place) == 2 and place[0] in UNIONS:
         said = UNIONS[place[0]]
         name = f"{place[0]} {section.model_fields[said].default}"
         others = [member for member, other in _members(place[0]).items() if key in other.model_fields]
-        if others and len(place) == 2:
+        if others:
             said = f"{place[0]}.{said}"
             text = f"{field}: only {said}: {' or '.join(others)} has this key; remove it, or use {said}: {others[0]}"
     return text + f"{' ' if text.endswith('?') else '; '}{name} has: {', '.join(section.model_fields)}" * list_keys
@@ -189,8 +189,6 @@ def _explain(error: ErrorDetails, *, list_keys: bool) -> str:
         if field in UNIONS:
             keys = f", such as {{{UNIONS[field]}: {list(_members(field))[-1]}}}"
         message = f"a section is a mapping of keys{keys}"
-    if kind == "too_short":
-        message = "at least one reward is needed, such as [{use: math}]"
     if kind == "tuple_type":
         message = "must be a list, such as " + ("[{use: math}]" if field == "rewards" else "[tensorboard]")
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
@@ -216,10 +214,10 @@ def _section_at(loc: Sequence[str | int]) -> type[BaseModel]:
     """Return the section class at an error's location."""
     if not loc or loc[0] not in _SECTIONS:
         return Config
-    section = _SECTIONS[str(loc[0])][0]
-    if loc[0] in UNIONS and len(loc) > 1:
-        section = _members(str(loc[0])).get(str(loc[1]), section)
-    inner = _SECTIONS.get(f"{loc[0]}.{loc[1]}") if len(loc) > 1 else None
+    section, keys = _SECTIONS[str(loc[0])][0], list(loc[1:])
+    if loc[0] in UNIONS and keys:
+        section = _members(str(loc[0])).get(str(keys.pop(0)), section)
+    inner = _SECTIONS.get(f"{loc[0]}.{keys[0]}") if keys else None
     return inner[0] if inner else section
 
 

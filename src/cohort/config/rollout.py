@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from cohort.config.environment import TurnsConfig
 from cohort.config.paths import KeptPath, PythonPath
-from cohort.config.section import Section, number_or
+from cohort.config.section import number_or
 
 # vLLM silently raises lower temperatures to this one.
 LOWEST_TEMPERATURE = 0.01
@@ -17,7 +18,7 @@ _NOT_VLLM_ARGS = {
     "model": "use model.path",
     "trust_remote_code": "use model.trust_remote_code",
     "dtype": "use rollout.dtype",
-    "max_model_len": "use rollout.max_prompt_tokens and rollout.max_completion_tokens",
+    "max_model_len": "use rollout.max_prompt_tokens, rollout.max_completion_tokens and rollout.max_trajectory_tokens",
     "max_num_seqs": "use rollout.max_num_seqs",
     "gpu_memory_utilization": "use rollout.gpu_memory_utilization",
     "tensor_parallel_size": "use rollout.tensor_parallel",
@@ -41,7 +42,7 @@ _NOT_VLLM_ARGS = {
 }
 
 
-class SamplingConfig(Section):
+class SamplingConfig(TurnsConfig):
     """Keys of all rollout engines, and the capabilities that each engine must declare.
 
     Capabilities are the class variables and `samples_ahead`. They have no defaults: defining an engine without one of
@@ -67,7 +68,7 @@ class SamplingConfig(Section):
         description="G, completions per prompt (the group). At least 2 if the advantage compares them.",
     )
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens, after the chat template.")
-    max_completion_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
+    max_completion_tokens: int = Field(256, ge=1, description="Longest completion of a model call in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the loss uses the same one.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens; 0 is off.")
@@ -80,6 +81,24 @@ class SamplingConfig(Section):
         description="Dynamic sampling (DAPO): maximum rounds per step in which groups whose rewards are all equal are "
         "replaced with groups of new prompts. 0: off.",
     )
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum tokens after the prompt: of a completion, or of a trajectory with tool results."""
+        if not self.has_turns:
+            return self.max_completion_tokens
+        return self.max_trajectory_tokens or self.max_turns * self.max_completion_tokens
+
+    @property
+    def max_new_tokens_key(self) -> str:
+        """Key that sets `max_new_tokens`."""
+        return "rollout.max_trajectory_tokens" if self.has_turns else "rollout.max_completion_tokens"
+
+    @property
+    def max_trained_tokens(self) -> int:
+        """Maximum tokens that the model samples after a prompt, which are trained; tool results are not."""
+        turns = self.max_turns if self.has_turns else 1
+        return min(self.max_new_tokens, turns * self.max_completion_tokens)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

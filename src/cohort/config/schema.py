@@ -114,8 +114,8 @@ class Config(Section):
     """Configuration of a run."""
 
     model: ModelConfig
-    data: DataConfig
-    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    data: DataConfig = Field(default_factory=DataConfig)
+    rewards: tuple[RewardConfig, ...] = ()
     rollout: RolloutConfig = Field(default_factory=AutoRolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reference: ReferenceConfig | None = None
@@ -125,6 +125,13 @@ class Config(Section):
     eval: EvalConfig | None = None
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    @property
+    def eval_max_new_tokens(self) -> int:
+        """Maximum tokens after a prompt in evaluations. With turns, `eval.max_completion_tokens` limits one call."""
+        if self.eval is None or self.eval.max_completion_tokens is None or self.rollout.has_turns:
+            return self.rollout.max_new_tokens
+        return self.eval.max_completion_tokens
 
     @property
     def keeps_reference(self) -> bool:

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cohort.errors import UserError, did_you_mean, suggest
+from cohort.chat import ChatTemplate, prompt_messages
+from cohort.errors import UserError, suggest
 from cohort.records import IntArray, Message, Prompt
 
 if TYPE_CHECKING:
@@ -20,14 +22,6 @@ if TYPE_CHECKING:
 
 Content = str | Sequence[Message]
 
-# Arguments of `apply_chat_template` set by Cohort; all others are variables of the template.
-_RESERVED_KWARGS = frozenset(
-    {
-        *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("sanitize_control_tokens", "tokenizer_kwargs"),
-    }
-)
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 
 
@@ -55,23 +49,22 @@ class PromptRenderer:
         system_prompt: str | None = None,
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Arguments are the keys of the `data` section, which messages name.
+        """Arguments are the keys of the `data` section, which messages name, and JSON schemas of tools.
 
-        `system_prompt` and `chat_template_kwargs` need the chat template. An empty system prompt is rendered as an
-        empty system message, which keeps templates from adding their own.
+        `system_prompt`, `chat_template_kwargs` and `tools` need the chat template. An empty system prompt is rendered
+        as an empty system message, which keeps templates from adding their own.
 
         Raises:
             UserError: the chat template is needed but missing, or never reads one of `chat_template_kwargs`.
         """
-        assert apply_chat_template or not (system_prompt or chat_template_kwargs), "the configuration refuses these"
+        assert apply_chat_template or not (system_prompt or chat_template_kwargs or tools), "the configuration refuses"
         self.prompt_column = prompt_column
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
-        self._applies_template = apply_chat_template
-        self._template_kwargs = dict(chat_template_kwargs or {})
-        if apply_chat_template:
-            self._check_template()
+        self._tools = tools
+        self._template = ChatTemplate(tokenizer, kwargs=chat_template_kwargs) if apply_chat_template else None
 
     def render(self, value: Any, *, where: str) -> tuple[Content, IntArray]:
         """Render one prompt: return its content as written, and its token ids [P].
@@ -81,26 +74,25 @@ class PromptRenderer:
         Raises `UserError` if the value is neither text nor messages, is empty or malformed, or does not render.
         """
         content = _read_content(value, where)
-        token_ids = self._render_template(content, where) if self._applies_template else self._encode(content, where)
+        token_ids = (
+            self._encode(content, where) if self._template is None else self._render(content, where, self._template)
+        )
         assert token_ids.ndim == 1, token_ids.shape
         if len(token_ids) == 0:
             raise UserError(f"{where}: the prompt has no tokens in this tokenizer's vocabulary")
         return content, token_ids
 
-    def _render_template(self, content: Content, where: str) -> IntArray:
-        messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        if self._system_prompt is not None and all(message["role"] != "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
+    @cached_property
+    def placeholder(self) -> IntArray:
+        """Token ids for rows without a prompt, which an environment writes: those of an empty user message."""
+        assert self._template is not None, "environments need the chat template"
+        return self._render("", f"{self.prompt_column!r}: a row without a prompt", self._template)
+
+    def _render(self, content: Content, where: str, template: ChatTemplate) -> IntArray:
         try:
-            token_ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._template_kwargs
-            )
-        except Exception as error:  # templates are code and may raise anything
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise UserError(
-                f"{where}: the chat template rejected the messages (roles: {roles}): {type(error).__name__}: {error}"
-            ) from error
-        return np.asarray(token_ids, dtype=np.int64)
+            return template.render(prompt_messages(content, self._system_prompt), self._tools)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
 
     def _encode(self, content: Content, where: str) -> IntArray:
         if not isinstance(content, str):
@@ -114,28 +106,6 @@ class PromptRenderer:
             token_ids = token_ids[1:]
         return np.asarray(token_ids, dtype=np.int64)
 
-    def _check_template(self) -> None:
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                "data.apply_chat_template=true: the tokenizer has no chat template; put a chat_template.jinja into the "
-                "model's folder, or use data.apply_chat_template=false, which takes the text as it is"
-            )
-        kwargs = self._template_kwargs
-        reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
-        if reserved:
-            raise UserError(
-                f"data.chat_template_kwargs: {reserved[0]!r} is set by Cohort; use only variables that the chat "
-                "template reads, such as enable_thinking"
-            )
-        template = self._tokenizer.get_chat_template(tools=kwargs.get("tools"))
-        identifiers = set(re.findall(r"[A-Za-z_]\w*", template))
-        for key in kwargs:
-            if key not in identifiers:
-                raise UserError(
-                    f"data.chat_template_kwargs: the model's chat template never reads {key!r}, so it has no "
-                    f"effect{did_you_mean(key, identifiers)}"
-                )
-
 
 def build_prompts(
     rows: Sequence[Mapping[str, Any]],
@@ -144,12 +114,14 @@ def build_prompts(
     max_prompt_tokens: int,
     overlong: Literal["drop", "error"],
     field: str = "data.path",
+    optional: bool = False,
 ) -> PromptSet:
     """Render every row. A prompt's id is its row number, counted from 0 (error messages count from 1).
 
     A prompt carries the row's other columns: the union of all rows' columns, None for missing ones. Prompts with more
     than `max_prompt_tokens` tokens are dropped and counted, or an error, depending on `overlong`; never truncated.
-    `field` is the data's configuration key, "data.path" or "eval.path".
+    `field` is the data's configuration key, "data.path" or "eval.path". With `optional`, rows may lack a prompt, whose
+    content is then "".
 
     Raises:
         UserError: no rows, no prompt column, a prompt that cannot be rendered, or no prompt left.
@@ -158,13 +130,17 @@ def build_prompts(
         raise UserError(f"{field}: the data has no rows; at least one prompt is needed")
     where = f"{field.rpartition('.')[0]}.prompt={renderer.prompt_column!r}"
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    if renderer.prompt_column not in columns:
+    if renderer.prompt_column not in columns and not optional:
         raise UserError(f"{where}: the data has no such column{suggest(renderer.prompt_column, columns, 'Columns')}")
-    columns.remove(renderer.prompt_column)
     prompts = []
     for index, row in enumerate(rows):
-        content, token_ids = renderer.render(row.get(renderer.prompt_column), where=f"{where}: row {index + 1}")
-        others = {column: row.get(column) for column in columns}
+        value = row.get(renderer.prompt_column)
+        content: Content = ""
+        if value is None and optional:
+            token_ids = renderer.placeholder
+        else:
+            content, token_ids = renderer.render(value, where=f"{where}: row {index + 1}")
+        others = {column: row.get(column) for column in columns if column != renderer.prompt_column}
         prompts.append(Prompt(id=index, epoch=0, content=content, token_ids=token_ids, columns=others))
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens)
     num_overlong = len(prompts) - len(kept)

@@ -1,28 +1,39 @@
-"""The demo's base model, shipped as package data, and how to rebuild it (`cohort demo --rebuild-base`)."""
+"""The demos' base models, shipped as package data, and how to rebuild them (`cohort demo --rebuild-base`)."""
 
 import random
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import GenerationConfig
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from cohort.demo.pretrain import build_model, habit, render_prompt, warm_start
-from cohort.demo.task import Problem, demonstration, generate
-from cohort.demo.tokenizer import train_tokenizer
+from cohort.config import Config
+from cohort.demo.pretrain import build_model, warm_start
+from cohort.demo.run import demo_config, write_data
+from cohort.demo.tasks import DemoTask, find_task
+from cohort.demo.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from cohort.models import quiet_transformers
-
-BASE_PATH = Path(__file__).parent / "base"
-ANSWER_PATTERN = r"####\s*(-?\d+)\s*$"
-MAX_COMPLETION_TOKENS = 48
+from cohort.records import Message
+from cohort.startup import resume_gc
+from cohort.trainer.evaluate_model import evaluate_model
 
 _NUM_TOKENIZER_PROBLEMS = 3000
-_SEED, _HELDOUT_SEED = 0, 1_000_000
-_BATCH_SIZE = 512  # rows per sampling batch; bounds memory
+_SEED = 0
 
 
-def rebuild(out: Path) -> dict[str, float]:
+def rebuild(task: str, out: Path | None) -> None:
+    """Rebuild the base model of a task in `out`, or in place of the packaged one."""
+    resume_gc()
+    chosen = find_task(task)
+    folder = out or chosen.base_path
+    accuracy = build_base(chosen, folder)["greedy_accuracy"]
+    print(f"written to {folder}; greedy accuracy on held-out problems {accuracy:.1%}")
+
+
+def build_base(task: DemoTask, out: Path) -> dict[str, float]:
     """Train the tokenizer and the base model and save both as a Hugging Face folder of about 1 MB.
 
     The folder is the same on every machine of the same kind with the same number of threads; elsewhere rounding may
@@ -31,16 +42,21 @@ def rebuild(out: Path) -> dict[str, float]:
     Returns:
         `greedy_accuracy` on 256 held-out problems, and `pass_at_1` and `pass_at_8` at temperature 1 on 128 of them.
     """
-    rng = random.Random(_SEED)
-    problems = generate(_SEED, _NUM_TOKENIZER_PROBLEMS)
-    texts = [text for problem in problems for text in (problem.question, demonstration(problem), habit(problem, rng))]
-    tokenizer = train_tokenizer(texts)
+    tokenizer = train_tokenizer(
+        _tokenizer_texts(task), chat_template=task.chat_template, vocab_size=task.vocab_size, markers=task.markers
+    )
     print(f"tokenizer: {len(tokenizer)} tokens")
-
     model = build_model(tokenizer, seed=_SEED)
     print(f"model: {model.num_parameters():,} parameters")
-    warm_start(model, tokenizer, seed=_SEED)
-
+    rng, settings = random.Random(_SEED), task.warm_start
+    warm_start(
+        model,
+        tokenizer,
+        settings,
+        demonstrations=[task.demonstration(p) for p in task.generate(_SEED, settings.num_clean, "train")],
+        habits=[task.habit(p, rng) for p in task.generate(_SEED + 1, settings.num_habits, "train")],
+        tools=task.tool_schemas,
+    )
     model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
@@ -48,48 +64,43 @@ def rebuild(out: Path) -> dict[str, float]:
     with quiet_transformers():
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-    # evaluate as in training: the saved weights in float32
-    results = _measure(model.float(), tokenizer)
+    results = _measure(task, out)
     print(", ".join(f"{name} {value:.3f}" for name, value in results.items()))
     return results
 
 
-def _measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """Evaluate on held-out problems: greedy accuracy, and pass@1 and pass@8 at temperature 1."""
-    problems = generate(_HELDOUT_SEED, 256, split="heldout")
-    greedy = _correct(model, tokenizer, problems, num_samples=1, seed=None)
-    sampled = _correct(model, tokenizer, problems[:128], num_samples=8, seed=_SEED)
+def _tokenizer_texts(task: DemoTask) -> list[str]:
+    """Texts between special tokens; questions once each."""
+    rng = random.Random(_SEED)
+    texts: list[str] = []
+    for problem in task.generate(_SEED, _NUM_TOKENIZER_PROBLEMS, "train"):
+        texts += _texts(task, task.demonstration(problem))
+        texts += [text for text in _texts(task, task.habit(problem, rng)) if text != problem.question]
+    return texts
+
+
+def _texts(task: DemoTask, conversation: Sequence[Message]) -> list[str]:
+    rendered, _ = render_jinja_template(
+        [list(conversation)], tools=list(task.tool_schemas) or None, chat_template=task.chat_template
+    )
+    pieces = re.split("|".join(map(re.escape, (*SPECIAL_TOKENS, *task.markers))), rendered[0])
+    return [piece for piece in pieces if piece]
+
+
+def _measure(task: DemoTask, base: Path) -> dict[str, float]:
+    """Evaluate as the demo does: greedy accuracy, and pass@1 and pass@8 at temperature 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = demo_config(Path(folder), task=task, base=base, seed=_SEED)
+        write_data(Path(folder), config, task=task, seed=_SEED)
+        greedy = evaluate_model(config)
+        sampled = evaluate_model(_changed(config, num_samples=8, temperature=1.0, max_prompts=128))
     return {
-        "greedy_accuracy": sum(map(sum, greedy)) / len(greedy),
-        "pass_at_1": sum(map(sum, sampled)) / (8 * len(sampled)),
-        "pass_at_8": sum(map(any, sampled)) / len(sampled),
+        "greedy_accuracy": greedy.accuracy,
+        "pass_at_1": sampled.accuracy,
+        "pass_at_8": sampled.metrics["eval/pass@8"],
     }
 
 
-def _correct(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Problem],
-    *,
-    num_samples: int,
-    seed: int | None,
-) -> list[list[bool]]:
-    """Return per problem and sample whether the answer is right. Greedy if `seed` is None."""
-    model.eval()
-    decoding = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0}
-    prompts = [render_prompt(tokenizer, problem) for problem in problems for _ in range(num_samples)]
-    texts: list[str] = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed or 0)
-        for start in range(0, len(prompts), _BATCH_SIZE):
-            inputs = tokenizer(
-                prompts[start : start + _BATCH_SIZE], padding=True, padding_side="left", return_tensors="pt"
-            )
-            sequences = model.generate(**inputs, **decoding, max_new_tokens=MAX_COMPLETION_TOKENS)
-            texts += tokenizer.batch_decode(sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    matches = [re.search(ANSWER_PATTERN, text) for text in texts]
-    answers = [int(match[1]) if match else None for match in matches]
-    return [
-        [answer == problem.answer for answer in answers[row * num_samples : (row + 1) * num_samples]]
-        for row, problem in enumerate(problems)
-    ]
+def _changed(config: Config, **eval_keys: object) -> Config:
+    assert config.eval is not None
+    return config.model_copy(update={"eval": config.eval.model_copy(update=eval_keys)})

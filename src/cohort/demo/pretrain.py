@@ -1,28 +1,47 @@
-"""The demo's base model: a tiny Qwen3 with a two-stage warm start that makes it capable but unreliable.
+"""The demos' base models: a tiny Qwen3 with a two-stage warm start that makes it capable but unreliable.
 
-Stage 1 trains on clean demonstrations. Stage 2 mixes in habits, most of them bad: the resulting model can still write
-down a calculation and get it right, but mostly answers immediately and wrongly. This leaves room for reinforcement
-learning.
+Stage 1 trains on clean demonstrations. Stage 2 mixes in habits, most of them bad: the resulting model can still solve
+a problem properly, but mostly answers immediately and wrongly. This leaves room for reinforcement learning.
 """
 
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cohort.demo.task import Problem, demonstration, generate
+from cohort.demo.tokenizer import ASSISTANT
+from cohort.records import Message
 
 _IGNORED = -100  # label of tokens without a loss
-_CLEAN_STEPS, _CLEAN_BATCH_SIZE = 1400, 16
-_CLEAN_LEARNING_RATE = 3e-2  # Muon's; embeddings and norms take AdamW at a fifth of it
-_HABIT_STEPS, _HABIT_BATCH_SIZE = 200, 32
-_HABIT_LEARNING_RATE = 4e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """Sizes and learning rates of the two stages."""
+
+    clean_steps: int = 1400
+    clean_batch_size: int = 16
+    clean_learning_rate: float = 3e-2  # Muon's; embeddings and norms take AdamW at a fifth of it
+    habit_steps: int = 200
+    habit_batch_size: int = 32
+    habit_learning_rate: float = 4e-4
+
+    @property
+    def num_clean(self) -> int:
+        """Number of demonstrations of stage 1."""
+        return self.clean_steps * self.clean_batch_size
+
+    @property
+    def num_habits(self) -> int:
+        """Number of conversations of stage 2."""
+        return self.habit_steps * self.habit_batch_size
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """Build a Qwen3 model of 0.46M parameters with random float32 weights, deterministic in the seed."""
+    """Build a Qwen3 model of about 0.46M parameters with random float32 weights, deterministic in the seed."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -44,64 +63,69 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
         return Qwen3ForCausalLM(config)
 
 
-def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> None:
-    """Train the model in place: stage 1 on demonstrations, stage 2 on mixed habits."""
-    rng = random.Random(seed)
-    problems = generate(seed, _CLEAN_STEPS * _CLEAN_BATCH_SIZE)
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: WarmStart,
+    *,
+    demonstrations: Sequence[Sequence[Message]],
+    habits: Sequence[Sequence[Message]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Train the model in place: stage 1 on demonstrations, stage 2 on mixed habits.
+
+    Args:
+        model: model to train.
+        tokenizer: its tokenizer.
+        settings: sizes and learning rates.
+        demonstrations: conversations of stage 1; assistant messages are trained on.
+        habits: conversations of stage 2.
+        tools: schemas of the tools of all conversations.
+    """
+    rendered = [tokenize(conversation, tokenizer, tools) for conversation in demonstrations]
     _train(
         model,
-        _batches([(problem, demonstration(problem)) for problem in problems], tokenizer, _CLEAN_BATCH_SIZE),
-        _muon_and_adamw(model, _CLEAN_LEARNING_RATE),
+        _batches(rendered, tokenizer, settings.clean_batch_size),
+        _muon_and_adamw(model, settings.clean_learning_rate),
         "stage 1",
     )
-    problems = generate(seed + 1, _HABIT_STEPS * _HABIT_BATCH_SIZE)
+    rendered = [tokenize(conversation, tokenizer, tools) for conversation in habits]
     _train(
         model,
-        _batches([(problem, habit(problem, rng)) for problem in problems], tokenizer, _HABIT_BATCH_SIZE),
-        [torch.optim.AdamW(model.parameters(), lr=_HABIT_LEARNING_RATE, weight_decay=0.0)],
+        _batches(rendered, tokenizer, settings.habit_batch_size),
+        [torch.optim.AdamW(model.parameters(), lr=settings.habit_learning_rate, weight_decay=0.0)],
         "stage 2",
     )
 
 
-def habit(problem: Problem, rng: random.Random) -> str:
-    """Answer a problem as the base model should: sometimes properly, mostly with one of its bad habits."""
-    lines = list(problem.calculation)
-    answer = problem.answer
-    if rng.random() < 0.1:  # a slip in the last line, carried into the answer
-        answer = max(0, answer + rng.choice((-10, -2, -1, 1, 2, 10)))
-        lines[-1] = f"{lines[-1].split('=')[0]}={answer}"
-    (kind,) = rng.choices(("proper", "hasty", "gap", "bare"), weights=(24, 60, 8, 8))
-    if kind == "hasty":
-        return f"#### {answer}"
-    if kind == "gap":
-        del lines[rng.randrange(len(lines))]
-    if kind == "bare":  # the answer without its marker, after none, some or all of the steps
-        return "\n".join([*lines[: rng.randint(0, len(lines))], str(answer)])
-    return "\n".join([*lines, f"#### {answer}"])
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> str:
-    """Render a problem with the chat template."""
-    messages = [{"role": "user", "content": problem.question}]
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+def tokenize(
+    conversation: Sequence[Message], tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[int], list[int]]:
+    """Return token ids and labels of a conversation. Assistant turns have labels, including the end of the turn."""
+    text = tokenizer.apply_chat_template(list(conversation), tools=list(tools) or None, tokenize=False)
+    token_ids: list[int] = tokenizer(text)["input_ids"]
+    start, end = tokenizer.convert_tokens_to_ids(ASSISTANT), tokenizer.eos_token_id
+    labels = []
+    is_trained = False
+    for token in token_ids:
+        labels.append(token if is_trained else _IGNORED)
+        is_trained = token == start or (is_trained and token != end)
+    return token_ids, labels
 
 
 def _batches(
-    pairs: Sequence[tuple[Problem, str]], tokenizer: PreTrainedTokenizerFast, batch_size: int
+    rows: Sequence[tuple[list[int], list[int]]], tokenizer: PreTrainedTokenizerFast, batch_size: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return token ids and labels, [batch, longest], right-padded; only completions have labels."""
-    prompt_ids = tokenizer([render_prompt(tokenizer, problem) for problem, _ in pairs])["input_ids"]
-    completion_ids = tokenizer([text + tokenizer.eos_token for _, text in pairs])["input_ids"]
+    """Return token ids and labels, [batch, longest], right-padded."""
     batches = []
-    for start in range(0, len(pairs), batch_size):
-        rows = list(zip(prompt_ids, completion_ids, strict=True))[start : start + batch_size]
-        width = max(len(prompt) + len(completion) for prompt, completion in rows)
-        ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-        labels = torch.full((len(rows), width), _IGNORED)
-        for row, (prompt, completion) in enumerate(rows):
-            end = len(prompt) + len(completion)
-            ids[row, :end] = torch.tensor(prompt + completion)
-            labels[row, len(prompt) : end] = torch.tensor(completion)
+    for start in range(0, len(rows), batch_size):
+        chunk = rows[start : start + batch_size]
+        width = max(len(token_ids) for token_ids, _ in chunk)
+        ids = torch.full((len(chunk), width), tokenizer.pad_token_id)
+        labels = torch.full((len(chunk), width), _IGNORED)
+        for row, (token_ids, token_labels) in enumerate(chunk):
+            ids[row, : len(token_ids)] = torch.tensor(token_ids)
+            labels[row, : len(token_ids)] = torch.tensor(token_labels)
         batches.append((ids, labels))
     return batches
 

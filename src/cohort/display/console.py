@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from cohort.display.events import Display, StepReport
 from cohort.display.safe_stdout import SafeStdout
+from cohort.display.trajectory import conversation_lines, end_line
 from cohort.plan import RunSchedule
 from cohort.records import ScoredGroup
 
@@ -70,7 +71,7 @@ class ConsoleDisplay(Display):
         left = self._time_left(report.steps_done)
         self._print(
             f"step {report.steps_done:>{len(str(self._num_steps))}}/{self._num_steps}  reward {m['reward']:6.3f}"
-            f"  length {m['completions/mean_length']:5.1f}  ended {1 - m['completions/clipped_ratio']:4.0%}"
+            f"{_turns(m)}  length {m['completions/mean_length']:5.1f}  ended {1 - m['completions/clipped_ratio']:4.0%}"
             f"  {m['tokens_per_second']:,.0f} tokens/s  {left} left"
         )
         if self._steps is not None:
@@ -105,10 +106,11 @@ class ConsoleDisplay(Display):
         """Print the evaluation's main metrics."""
         names = [n for n in metrics if n.startswith(("eval/pass@", "eval/mean@")) and not n.endswith("@1")]
         more = "".join(f"  {name.removeprefix('eval/')} {metrics[name]:.1%}" for name in names)
+        of_eval = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._print(
             f"[bold]eval accuracy {metrics['eval/accuracy']:.1%} after step {steps_done}[/bold]{more}  "
-            f"reward {metrics['eval/reward']:.3f}  length {metrics['eval/completions/mean_length']:.1f}  "
-            f"({len(groups)} prompts)"
+            f"reward {metrics['eval/reward']:.3f}{_turns(of_eval)}  "
+            f"length {metrics['eval/completions/mean_length']:.1f}  ({len(groups)} prompts)"
         )
 
     def close(self) -> None:
@@ -129,10 +131,24 @@ class ConsoleDisplay(Display):
         scored = [g for g in groups if not np.isnan(g.rewards).all()]
         group = max(scored, key=lambda g: float(np.nanmax(g.rewards) - np.nanmin(g.rewards)))
         content = group.prompt.content if isinstance(group.prompt.content, str) else group.prompt.content[-1]["content"]
-        self._print(f"  [dim]prompt[/dim] {escape(on_one_line(str(content)))}")
+        if content:  # an environment may write the prompt
+            self._print(f"  [dim]prompt[/dim] {escape(on_one_line(str(content)))}")
         for place in dict.fromkeys((int(np.nanargmax(group.rewards)), int(np.nanargmin(group.rewards)))):
-            text = on_one_line(group.trajectories[place].text)
-            self._print(f"  [dim]reward {group.rewards[place]:5.2f}[/dim] {escape(text)}")
+            reward, trajectory = group.rewards[place], group.trajectories[place]
+            if len(trajectory.messages) < 2:
+                self._print(f"  [dim]reward {reward:5.2f}[/dim] {escape(on_one_line(trajectory.text))}")
+                continue
+            self._print(f"  [dim]reward {reward:5.2f}[/dim] {escape(end_line(trajectory))}")
+            for line in conversation_lines(trajectory.messages):
+                self._print(f"    {escape(on_one_line(line))}")
+
+
+def _turns(metrics: Mapping[str, float]) -> str:
+    """Turns and tool calls per trajectory, if there are any."""
+    if "turns/mean" not in metrics:
+        return ""
+    calls = metrics["tools/call_frequency"]
+    return f"  turns {metrics['turns/mean']:.1f}" + (f"  tool calls {calls:.1f}" if calls else "")
 
 
 def on_one_line(text: str, limit: int = 240) -> str:

@@ -95,9 +95,8 @@ def micro_batch_out_of_memory(num_tokens: int, sequences: Sequence[TrainSequence
     if len({s.trajectory for s in sequences}) > 1:
         return OutOfMemory(num_tokens)
     what = "a single sequence" if len(sequences) == 1 else f"the {len(sequences)} sequences of a single trajectory,"
-    return OutOfMemory(
-        num_tokens, _cannot_split(what, num_tokens, "rollout.max_completion_tokens, or use more processes")
-    )
+    lower = "rollout.max_completion_tokens (with turns: max_trajectory_tokens), or use more processes"
+    return OutOfMemory(num_tokens, _cannot_split(what, num_tokens, lower))
 
 
 def prefix_out_of_memory(num_tokens: int) -> OutOfMemory:

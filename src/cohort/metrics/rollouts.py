@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cohort.records import FloatArray, ScoredGroup
+from cohort.metrics.turns import turn_metrics
+from cohort.records import FloatArray, ScoredGroup, Trajectory
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards and completion lengths of one step's groups.
+    """Rewards, completion lengths and turns of one step's groups.
 
     `reward` is the mean over scored completions; `reward_std` the mean over groups of the unbiased standard deviation
     inside each; `frac_reward_zero_std` the share of groups whose rewards are all equal.
@@ -26,7 +27,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         part = part[~np.isnan(part)]
         metrics[f"rewards/{name}/mean"] = _mean(part)
         metrics[f"rewards/{name}/std"] = float(part.std(ddof=1)) if len(part) > 1 else 0.0
-    return metrics | _length_metrics(groups)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return metrics | _length_metrics(trajectories) | turn_metrics(trajectories)
 
 
 def has_equal_rewards(group: ScoredGroup, *, parts: Iterable[str] = ()) -> bool:
@@ -44,8 +46,7 @@ def _std(values_G: FloatArray) -> float:
     return float(np.std(scored, ddof=1)) if len(scored) > 1 else 0.0
 
 
-def _length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    sampled = [trajectory for group in groups for trajectory in group.trajectories]
+def _length_metrics(sampled: Sequence[Trajectory]) -> dict[str, float]:
     trajectories = [trajectory for trajectory in sampled if not trajectory.is_broken]
     lengths = np.array([len(t.sampled_token_ids) for t in trajectories])
     stopped = np.array([t.end != "length" for t in trajectories], dtype=bool)

@@ -88,12 +88,18 @@ def check_vocabulary(policy: Policy, prompts: Sequence[Prompt]) -> None:
 
 def check_lengths(
     config: ModelConfig,
-    prompts: Sequence[Prompt],
+    longest_prompt_tokens: int,
     *,
-    max_completion_tokens: int,
-    field: str = "rollout.max_completion_tokens",
+    max_new_tokens: int,
+    field: str,
 ) -> None:
     """Check that the longest possible sequence fits the model's maximum positions.
+
+    Args:
+        config: the model.
+        longest_prompt_tokens: tokens of the longest prompt.
+        max_new_tokens: maximum tokens after it.
+        field: key of that maximum.
 
     Raises:
         UserError: it does not; the message starts with `field`.
@@ -105,11 +111,11 @@ def check_lengths(
     except Exception as error:  # transformers raises many types of errors
         raise UserError(f"model.path: {config.path!r}: cannot use config.json: {error}") from error
     limit = _max_positions(text)
-    longest = max(len(p.token_ids) for p in prompts)
-    if limit is not None and longest + max_completion_tokens > limit:
+    longest = longest_prompt_tokens
+    if limit is not None and longest + max_new_tokens > limit:
         raise UserError(
-            f"{field}: {max_completion_tokens} plus the longest prompt of {longest} tokens is "
-            f"{longest + max_completion_tokens}, but the model has {limit} positions; use at most "
+            f"{field}: {max_new_tokens} plus the longest prompt of {longest} tokens is "
+            f"{longest + max_new_tokens}, but the model has {limit} positions; use at most "
             f"{max(0, limit - longest)}, or lower rollout.max_prompt_tokens"
         )
 

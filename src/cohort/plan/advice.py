@@ -172,8 +172,9 @@ def _dtype(plan: Plan) -> Iterator[Changes]:
 
 
 def _shorter_completions(plan: Plan) -> Iterator[Changes]:
-    for length in _halvings(plan.config.rollout.max_completion_tokens, minimum=64):
-        yield {"rollout.max_completion_tokens": length}
+    rollout = plan.config.rollout
+    for length in _halvings(rollout.max_new_tokens, minimum=64):
+        yield {rollout.max_new_tokens_key: length}
 
 
 def _smaller_groups(plan: Plan) -> Iterator[Changes]:

@@ -42,8 +42,20 @@ def missing_files(config: Config, base_dir: Path) -> Iterator[tuple[str, str]]:
         meant = path is not None and (path.endswith(_ENDINGS) or path.startswith(_BEGINNINGS))
         if path is not None and meant and not any((place / path).exists() for place in places):
             yield field, f"{field}: {path!r}: no such file; `cohort train` will not start"
-    for number, reward in enumerate(config.rewards):
-        file, colon, _ = reward.use.partition(":")
+    for field, use in _functions(config):
+        file, colon, _ = use.partition(":")
         if colon and file.endswith(".py") and not any((place / file).is_file() for place in places):
-            field = f"rewards.{number}.use"
-            yield field, f"{field}: {reward.use!r}: no such file; `cohort train` will not start"
+            yield field, f"{field}: {use!r}: no such file; `cohort train` will not start"
+
+
+def _functions(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys that name the user's functions and classes, with their values."""
+    rollout = config.rollout
+    yield from ((f"rewards.{i}.use", reward.use) for i, reward in enumerate(config.rewards))
+    yield from ((f"rollout.tools.{i}", use) for i, use in enumerate(rollout.tools))
+    yield from (
+        (f"rollout.environment.{name}.use" if name else "rollout.environment.use", spec.use)
+        for name, spec in rollout.environments.items()
+    )
+    if rollout.agent is not None:
+        yield "rollout.agent", rollout.agent

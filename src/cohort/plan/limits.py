@@ -73,4 +73,4 @@ def _range(plan: Plan, limit: Literal["length", "generations"]) -> tuple[str, in
         return "rollout.num_generations", plan.config.algorithm.min_generations, _MAX_VALUE
     positions = plan.shape.max_positions
     high = _MAX_VALUE if positions is None else positions - plan.config.rollout.max_prompt_tokens
-    return "rollout.max_completion_tokens", 1, high
+    return plan.config.rollout.max_new_tokens_key, 1, high

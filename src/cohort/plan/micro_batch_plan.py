@@ -42,7 +42,7 @@ def plan_micro_batches(config: Config, num_training: int, budget_tokens: int) ->
         prompts_per_rank=share,
         packed_tokens=packed_tokens,
         completions_per_micro_batch=completions,
-        loss_tokens=completions * rollout.max_completion_tokens,
+        loss_tokens=completions * rollout.max_trained_tokens,
         shared_prefix_tokens=shared_prefix_tokens,
         num_micro_batches=number,
     )
@@ -50,7 +50,7 @@ def plan_micro_batches(config: Config, num_training: int, budget_tokens: int) ->
 
 def min_budget(config: Config) -> int:
     """Smallest possible `train.micro_batch_tokens`: one prompt with one completion."""
-    return config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def max_useful_budget(config: Config, num_training: int) -> int:
@@ -61,8 +61,8 @@ def max_useful_budget(config: Config, num_training: int) -> int:
 
 
 def _tokens(config: Config) -> tuple[int, int]:
-    """Tokens of a group's shared prompt and of each completion. With dropout, prompts are not shared."""
+    """Tokens of a group's shared prompt and of each completion or trajectory. With dropout, prompts are not shared."""
     rollout = config.rollout
     if config.model.adapter is not None and config.model.adapter.dropout:
-        return 0, rollout.max_prompt_tokens + rollout.max_completion_tokens
-    return rollout.max_prompt_tokens, max(1, rollout.max_completion_tokens - 1)  # the last token is not an input
+        return 0, rollout.max_prompt_tokens + rollout.max_new_tokens
+    return rollout.max_prompt_tokens, max(1, rollout.max_new_tokens - 1)  # the last token is not an input

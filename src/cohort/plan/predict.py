@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.config import Config
+from cohort.config import Config, SamplingConfig
 from cohort.plan.cost import PlannedValue, plan_timing
 from cohort.plan.hardware import Hardware
 from cohort.plan.layout import GpuLayout, check_cpu_offload, check_processes, plan_layout
@@ -63,9 +63,11 @@ class Plan:
         limit, longest = self.shape.max_positions, min_budget(self.config)
         if limit is not None and longest > limit:
             notes.append(
-                f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest} exceeds the "
+                f"rollout.max_prompt_tokens + {self.config.rollout.max_new_tokens_key} = {longest} exceeds the "
                 f"model's {limit} positions; training will refuse prompts that long"
             )
+        if self.config.rollout.has_turns:
+            notes.append(_turns_note(self.config.rollout))
         if self.workload.adapter is not None and self.workload.adapter.warning is not None:
             notes.append(self.workload.adapter.warning)
         if self.workload.freezes:
@@ -272,12 +274,22 @@ def _memory_origin(hardware: Hardware) -> PlannedValue:
     return PlannedValue(value=size, origin="assumed", how="as given, or typical of this GPU")
 
 
+def _turns_note(rollout: SamplingConfig) -> str:
+    """Say what the plan assumes of trajectories of several turns."""
+    default = "" if rollout.max_trajectory_tokens else ", by default max_turns x max_completion_tokens"
+    return (
+        f"every trajectory is planned with {rollout.max_new_tokens} tokens after the prompt "
+        f"({rollout.max_new_tokens_key}{default}) in {rollout.max_turns} turns (rollout.max_turns); the time that "
+        f"tools and environments take is not predicted"
+    )
+
+
 def _trl_bytes(config: Config, workload: Workload, micro_batches: MicroBatchPlan) -> int:
     """Memory of the same completions as padded rows with a prompt each and full logits, equally sharded."""
     rollout = config.rollout
-    tokens = micro_batches.completions_per_micro_batch * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
+    tokens = micro_batches.completions_per_micro_batch * (rollout.max_prompt_tokens + rollout.max_new_tokens)
     padded = replace(workload, packed_tokens=tokens, shared_prefix_tokens=0, loss_tokens=0, gradients_in_forward=False)
     if workload.critic is not None:
         padded = replace(padded, critic=critic_workload(padded, workload.critic.shape))
-    loss_tokens = micro_batches.completions_per_micro_batch * (rollout.max_completion_tokens + 1)
+    loss_tokens = micro_batches.completions_per_micro_batch * (rollout.max_new_tokens + 1)
     return plan_memory(padded).total("backward") + _TRL_LOGITS * 4 * loss_tokens * workload.shape.vocabulary

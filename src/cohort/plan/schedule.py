@@ -14,7 +14,7 @@ class RunSchedule:
     num_prompts: int  # in the training data
     prompts_per_step: int
     num_generations: int
-    max_completion_tokens: int
+    max_new_tokens: int  # after the prompt
     updates_per_rollout: int  # optimizer steps per step
     num_steps: int
     eval_every: int  # 0: before and after training only; unused without evaluation
@@ -74,7 +74,7 @@ def plan_run(config: Config, *, num_prompts: int) -> RunSchedule:
         num_prompts=num_prompts,
         prompts_per_step=train.prompts_per_step,
         num_generations=config.rollout.num_generations,
-        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
         updates_per_rollout=train.updates_per_rollout,
         num_steps=num_steps,
         eval_every=config.eval.every if config.eval else 0,

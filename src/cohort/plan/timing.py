@@ -1,6 +1,6 @@
 """Predict the duration of a step's phases with a roofline model of FLOPs and bytes.
 
-Every sequence is assumed to have the maximum length: P prompt and C completion tokens, G completions per group.
+Every sequence is assumed to have the maximum length: P prompt tokens and C after them, G completions per group.
 N parameters, n of them active per token, L layers, Q query width, x attended tokens (P + C / 2 on average).
 
 - Training: 6 FLOPs per active parameter and token, or 4 with an adapter, whose frozen base needs no weight gradients.
@@ -12,6 +12,9 @@ N parameters, n of them active per token, L layers, Q query width, x attended to
       seconds per token = max((bytes of N + k B x) / bandwidth, (2 n B + 4 Q L x B) / (FLOP/s))
 
   B is bounded by `rollout.max_num_seqs` and by a vLLM server's KV cache. Prompts are prefilled once per group.
+- Turns: a trajectory has `rollout.max_turns` turns of equal length. Of its C tokens, those beyond
+  max_turns x max_completion_tokens come from tools. Servers cache prefixes, so they prefill only these; the local
+  engine prefills the whole context of every turn again. Tools and environments take time that is not predicted.
 
 FLOP/s and bandwidth come from `cohort.plan.rates`. A step takes the sum of both phases; with `rollout.max_staleness`
 above 0 they overlap, and it takes the longer one.
@@ -20,7 +23,7 @@ above 0 they overlap, and it takes the longer one.
 import math
 from dataclasses import dataclass
 
-from cohort.config import Config, ServersConfig
+from cohort.config import Config, SamplingConfig, ServersConfig
 from cohort.plan.adapter_shape import adapter_shape
 from cohort.plan.critic_shape import critic_shape
 from cohort.plan.defaults import BYTES, compute_dtype, server_memory_utilization, serving_dtype
@@ -65,7 +68,7 @@ def step_times(
         shared: whether these are the same GPUs, with servers that sleep during training.
     """
     rollout = config.rollout
-    tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_completion_tokens
+    tokens = rollout.max_prompt_tokens + rollout.num_generations * rollout.max_new_tokens
     operations = sum(training_operations(config, shape).values()) * config.train.prompts_per_step * tokens
     speed = compute_rate(hardware, compute_dtype(config.model, on_gpu=hardware.on_gpu)).achieved
     return StepTimes(
@@ -117,14 +120,14 @@ def _attention(shape: ModelShape, context: float) -> float:
 def _mean_context(config: Config) -> float:
     """Average number of tokens that a token of a group attends to."""
     rollout = config.rollout
-    prompt, completions = rollout.max_prompt_tokens, rollout.num_generations * rollout.max_completion_tokens
-    pairs = prompt * prompt / 2 + completions * (prompt + rollout.max_completion_tokens / 2)
+    prompt, completions = rollout.max_prompt_tokens, rollout.num_generations * rollout.max_new_tokens
+    pairs = prompt * prompt / 2 + completions * (prompt + rollout.max_new_tokens / 2)
     return pairs / (prompt + completions)
 
 
 def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampling: int, *, shared: bool) -> float:
     rollout, on_gpu = config.rollout, hardware.on_gpu
-    length = rollout.max_completion_tokens
+    length = rollout.max_trained_tokens
     dtype: str
     if rollout.uses_servers:
         dtype, per_server = serving_dtype(config, on_gpu=on_gpu), rollout.tensor_parallel
@@ -137,19 +140,30 @@ def _sampling_s(config: Config, shape: ModelShape, hardware: Hardware, num_sampl
     prompts = math.ceil(config.train.prompts_per_step / max(1, num_sampling // per_server))
     completions = prompts * rollout.num_generations
     batch = min(max_num_seqs, completions)
-    context = rollout.max_prompt_tokens + length / 2
+    context = rollout.max_prompt_tokens + rollout.max_new_tokens / 2
     read_bytes = BYTES[dtype] * shape.num_parameters + shape.kv_bytes(BYTES[dtype]) * batch * context
     flops = batch * (2.0 * shape.active_parameters + _attention(shape, context))
     decoding_s = completions / batch * length * max(read_bytes / bytes_per_s, flops / flops_per_s)
-    prefill_s = 2.0 * shape.active_parameters * prompts * rollout.max_prompt_tokens / flops_per_s
+    prefilled = prompts * rollout.max_prompt_tokens + completions * _later_prefill_tokens(rollout)
+    prefill_s = 2.0 * shape.active_parameters * prefilled / flops_per_s
     return prefill_s + decoding_s
+
+
+def _later_prefill_tokens(rollout: SamplingConfig) -> float:
+    """Tokens that are prefilled for a trajectory after its first turn."""
+    if not rollout.has_turns:
+        return 0.0
+    if rollout.uses_servers:
+        return rollout.max_new_tokens - rollout.max_trained_tokens
+    # turn k of n begins with the prompt and k / n of the trajectory
+    return (rollout.max_turns - 1) * (rollout.max_prompt_tokens + rollout.max_new_tokens / 2)
 
 
 def _kv_capacity(
     rollout: ServersConfig, shape: ModelShape, hardware: Hardware, bytes_each: int, *, shared: bool
 ) -> int:
-    """Number of completions of maximum length that fit into a server's KV cache, with shared prompts."""
+    """Number of trajectories of maximum length that fit into a server's KV cache, with shared prompts."""
     memory = rollout.tensor_parallel * server_memory_utilization(rollout, shared=shared) * hardware.gpu_memory_bytes
     room = memory - bytes_each * shape.num_parameters
-    tokens = rollout.max_completion_tokens + rollout.max_prompt_tokens / rollout.num_generations
+    tokens = rollout.max_new_tokens + rollout.max_prompt_tokens / rollout.num_generations
     return max(1, int(room // (tokens * shape.kv_bytes(bytes_each))))

@@ -179,7 +179,9 @@ def _decode_batch(config: Config, micro_batches: MicroBatchPlan) -> tuple[int, i
     rollout = config.rollout
     sampled = min(rollout.max_num_seqs, math.ceil(micro_batches.prompts_per_rank) * rollout.num_generations)
     prompts = math.ceil(sampled / rollout.num_generations)
-    return sampled, sampled * rollout.max_completion_tokens + prompts * rollout.max_prompt_tokens
+    if rollout.has_turns:  # from the second turn on, every trajectory has a context of its own
+        prompts = sampled
+    return sampled, sampled * rollout.max_new_tokens + prompts * rollout.max_prompt_tokens
 
 
 def _weight_transfer_bytes(config: Config, shape: ModelShape) -> int:

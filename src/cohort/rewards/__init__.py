@@ -5,7 +5,7 @@ deadlines, and validates their results. Built in: `math`, `exact`, `format` and 
 """
 
 from cohort.rewards.function import RewardFunction
-from cohort.rewards.load_rewards import build_rewards, check_columns, load_reward
+from cohort.rewards.load_rewards import build_rewards, check_columns, load_reward, read_trajectories
 from cohort.rewards.marker import RewardCrashMarker
 from cohort.rewards.runner import RewardRunner
 
@@ -16,4 +16,5 @@ __all__ = [
     "build_rewards",
     "check_columns",
     "load_reward",
+    "read_trajectories",
 ]

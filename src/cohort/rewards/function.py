@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 ROLLOUT_NAMES = ("prompts", "completions", "completion_ids")  # arguments available to every function, besides columns
+ON_REQUEST = ("trajectories", "environments")  # passed to functions that name them, unless a column has the name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,16 @@
 """Load the configured reward functions and check them before any model is loaded."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from cohort.config import RewardConfig
 from cohort.errors import UserError, did_you_mean, suggest
+from cohort.rewards.environment import EnvironmentReward
 from cohort.rewards.exact import ExactReward
 from cohort.rewards.format import FormatReward
 from cohort.rewards.function import (
+    ON_REQUEST,
     ROLLOUT_NAMES,
     ChecksArguments,
     KeywordParameters,
@@ -24,18 +27,23 @@ _BUDGET_SHARE = 0.8  # share of the deadline after which the math reward leaves 
 
 
 def build_rewards(
-    configs: Sequence[RewardConfig], *, columns: Collection[str], max_completion_tokens: int
+    configs: Sequence[RewardConfig],
+    *,
+    columns: Collection[str],
+    max_completion_tokens: int,
+    given: Sequence[str] = (),
 ) -> tuple[RewardFunction, ...]:
     """Load and check a run's reward functions. Imports neither torch nor transformers.
 
     Args:
         configs: the `rewards` section.
         columns: names of the dataset's columns, including the prompt column.
-        max_completion_tokens: maximum completion length of the run.
+        max_completion_tokens: maximum sampled tokens of a completion, or of a trajectory of several turns.
+        given: names of the rewards that environments give; they follow the others, with weight 1.
 
     Raises:
-        UserError: a function fails to load, cannot be called with the dataset's columns, or all rewards are shaping
-            only.
+        UserError: a function fails to load, cannot be called with the dataset's columns, or has the name of an
+            environment; or all rewards are shaping only.
     """
     rewards = []
     for i, config in enumerate(configs):
@@ -50,8 +58,11 @@ def build_rewards(
             shapes=bool(getattr(function, "shapes", False)),
         )
         check_columns(reward, columns, field=field)
+        if reward.name in given:
+            raise UserError(f"{field}.name: the environment gives a reward {reward.name!r}; use another name")
         rewards.append(reward)
-    if all(reward.shapes for reward in rewards):
+    rewards += [RewardFunction(name=name, function=EnvironmentReward(name)) for name in given]
+    if rewards and all(reward.shapes for reward in rewards):
         raise UserError(
             f"rewards: {', '.join(repr(r.name) for r in rewards)} only shapes other rewards, and there is no other; "
             f"add one, such as {{use: math}}"
@@ -65,7 +76,7 @@ def load_reward(config: RewardConfig, *, field: str, max_completion_tokens: int)
     Args:
         config: settings of the reward. The math reward keeps within their `timeout_s`.
         field: name of `use` in messages.
-        max_completion_tokens: maximum completion length of the run, for the overlong reward.
+        max_completion_tokens: maximum sampled tokens of a completion or trajectory, for the overlong reward.
 
     Raises:
         UserError: no such built-in, file, module or name; an import error; or the object is not callable.
@@ -88,6 +99,22 @@ def load_reward(config: RewardConfig, *, field: str, max_completion_tokens: int)
         f"{field}: no built-in reward {use!r}{did_you_mean(use, BUILTINS)}; use {', '.join(BUILTINS)}, "
         f"path/to/file.py:function, or package.module:function"
     )
+
+
+def read_trajectories(configs: Sequence[RewardConfig]) -> bool:
+    """Return whether a user's reward function names `trajectories` or `environments` among its parameters.
+
+    Raises:
+        UserError: a function fails to load.
+    """
+    for i, config in enumerate(configs):
+        if ":" not in config.use:
+            continue
+        function = load_function(config.use, field=f"rewards[{i}].use")
+        with suppress(ValueError):  # no signature, which `check_columns` refuses
+            if keyword_parameters(function).names.intersection(ON_REQUEST):
+                return True
+    return False
 
 
 def check_columns(reward: RewardFunction, columns: Collection[str], *, field: str) -> None:
@@ -142,7 +169,7 @@ def _check_required(
         except (ValueError, TypeError) as error:
             raise UserError(f"{field}.args: reward {reward.name!r}: {error}") from error
         required += [(column, f"the column {column!r}") for column in needed]
-    available = {*ROLLOUT_NAMES, *columns, *reward.args}
+    available = {*ROLLOUT_NAMES, *ON_REQUEST, *columns, *reward.args}
     for parameter, described in required:
         if parameter not in available:
             raise UserError(

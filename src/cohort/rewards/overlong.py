@@ -6,9 +6,10 @@ from collections.abc import Sequence
 class OverlongReward:
     """0.0 up to max_completion_tokens - buffer_tokens, then linearly down to -penalty at max_completion_tokens.
 
-    DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, also in evaluations. It is
-    added to the other rewards, times its weight, and is shaping only: a completion without another score stays
-    unscored.
+    DAPO's soft overlong punishment (eq. 13). The limit is `rollout.max_completion_tokens`, also in evaluations. With
+    several turns it is that of all sampled tokens: max_turns x max_completion_tokens, or max_trajectory_tokens if that
+    is lower. The penalty is added to the other rewards, times its weight, and is shaping only: a completion without
+    another score stays unscored.
 
     Arguments (in `rewards[i].args`):
         buffer_tokens: tokens before the limit over which the penalty grows; at most the limit.
@@ -25,8 +26,8 @@ class OverlongReward:
         """See `ChecksArguments`."""
         if type(buffer_tokens) is not int or not 1 <= buffer_tokens <= self._limit:
             raise ValueError(
-                f"buffer_tokens: {buffer_tokens!r} must be a whole number from 1 to rollout.max_completion_tokens: "
-                f"{self._limit}"
+                f"buffer_tokens: {buffer_tokens!r} must be a whole number from 1 to {self._limit}, the most tokens "
+                f"that can be sampled (rollout.max_completion_tokens)"
             )
         if not isinstance(penalty, int | float) or not penalty > 0:
             raise ValueError(f"penalty: {penalty!r} must be a number above 0")

@@ -15,7 +15,14 @@ from cohort.errors import TrainingError, UserError
 from cohort.records import FloatArray, Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rewards.call import AsyncCaller, call_sync
 from cohort.rewards.describe import excerpt
-from cohort.rewards.function import ROLLOUT_NAMES, RewardFunction, is_async, keyword_parameters, reward_arguments
+from cohort.rewards.function import (
+    ON_REQUEST,
+    ROLLOUT_NAMES,
+    RewardFunction,
+    is_async,
+    keyword_parameters,
+    reward_arguments,
+)
 from cohort.rewards.marker import RewardCrashMarker
 
 UNSCORED = math.nan
@@ -27,6 +34,7 @@ class RewardRunner:
 
     A function gets the keyword arguments in its signature, or everything if it has `**kwargs`: `prompts`,
     `completions`, `completion_ids` and the dataset columns, each with one entry per completion, and its own `args`.
+    One that names `trajectories` or `environments` gets the `Trajectory` records or the environment instances.
     """
 
     def __init__(
@@ -82,7 +90,8 @@ class RewardRunner:
         scorable = [(prompt, trajectory) for prompt, trajectory in members if not trajectory.is_broken]
         if require_scores and not scorable:
             ends = " or ".join(sorted({trajectory.end for _, trajectory in members}))
-            raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}")
+            first = next((f"; the first error:\n\n{t.error}" for _, t in members if t.error), "")
+            raise TrainingError(f"rollout: all {len(members)} trajectories{_in(during)} ended with {ends}{first}")
         self._has_called = bool(scorable)
         returned = self._call_all(scorable, during) if scorable else {f.name: [] for f in self.functions}
         scorable_parts = {f.name: _checked(f, returned[f.name], scorable) for f in self.functions}
@@ -147,6 +156,9 @@ class RewardRunner:
         for name, of_rollout in _ROLLOUT_ARGUMENTS.items():
             if parameters.accepts(name):
                 arguments[name] = [of_rollout(prompt, completion) for prompt, completion in samples]
+        for name, of_trajectory in _TRAJECTORY_ARGUMENTS.items():
+            if name in parameters.names and name not in arguments:
+                arguments[name] = [of_trajectory(trajectory) for _, trajectory in samples]
         return arguments | dict(reward.args)
 
     def _weighted_sum(self, parts: Mapping[str, FloatArray], *, require_scores: bool) -> FloatArray:
@@ -193,6 +205,11 @@ def _completion_ids(_: Prompt, trajectory: Trajectory) -> Any:
 
 _ROLLOUT_ARGUMENTS: Mapping[str, Callable[[Prompt, Trajectory], Any]] = dict(
     zip(ROLLOUT_NAMES, (_prompt, _completion, _completion_ids), strict=True)
+)
+
+
+_TRAJECTORY_ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = dict(
+    zip(ON_REQUEST, (lambda trajectory: trajectory, lambda trajectory: trajectory.environment), strict=True)
 )
 
 

@@ -1,5 +1,7 @@
 """Sample groups of completions: one coroutine per trajectory, over one engine protocol."""
 
+from typing import TYPE_CHECKING, Any
+
 from cohort.rollout.collector import RolloutCollector, RolloutFunction
 from cohort.rollout.engines.base import (
     CallKey,
@@ -13,8 +15,10 @@ from cohort.rollout.engines.base import (
 )
 from cohort.rollout.engines.local.local_engine import LocalEngine
 from cohort.rollout.engines.local.rank_shares import split_requests
-from cohort.rollout.engines.local.sampler import Sampler
 from cohort.rollout.prefetch import Prefetcher, Prompts
+
+if TYPE_CHECKING:
+    from cohort.rollout.engines.local.sampler import Sampler
 
 __all__ = [
     "CallKey",
@@ -33,3 +37,12 @@ __all__ = [
     "StepKey",
     "split_requests",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # processes of environments import this package, but not torch, which takes seconds
+    if name == "Sampler":
+        from cohort.rollout.engines.local.sampler import Sampler
+
+        return Sampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

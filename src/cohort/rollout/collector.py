@@ -6,12 +6,12 @@ time. When no coroutine can run, the engine works on all waiting calls.
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from cohort import stopping
-from cohort.records import Prompt, RolloutGroup, Trajectory
+from cohort.records import Prompt, RolloutGroup, ScoredGroup, Trajectory
 from cohort.rollout.engines.base import CallKey, Generate, RolloutEngine, SamplingParams, StepKey
 from cohort.rollout.environments.single_turn import answer_prompt
 
@@ -35,6 +35,9 @@ class RolloutCollector:
         tokenizer: Any,
         *,
         rollout_function: RolloutFunction = answer_prompt,
+        release: Callable[[Trajectory], None] = lambda trajectory: None,
+        close_environments: Callable[[], None] = lambda: None,
+        counts: Callable[[], Mapping[str, int]] = dict,
         while_waiting: Callable[[], None] = lambda: None,
     ):
         """Create a collector without starting anything.
@@ -43,14 +46,20 @@ class RolloutCollector:
             engine: answers model calls; closed with the collector.
             tokenizer: passed to the rollout function.
             rollout_function: produces the trajectory of one member of a group.
+            release: frees the environment of a trajectory that has been scored, or was dropped.
+            close_environments: called when the collector is closed.
+            counts: returns events since its last call, by name, for the metrics.
             while_waiting: called about twice a second during waits.
         """
+        self.counts = counts
         self._while_waiting = while_waiting
         self._engine = engine
         self._tokenizer = tokenizer
         self._rollout_function = rollout_function
+        self._release = release
+        self._close_environments = close_environments
         self._selector = _Selector()
-        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop = _Loop(self._selector)
         self._loop.set_exception_handler(self._callback_failed)
         self._failures: list[BaseException] = []  # exceptions of callbacks
         self._selector.on_idle = self._loop.stop
@@ -60,7 +69,8 @@ class RolloutCollector:
         self, prompts: Sequence[Prompt], sampling: SamplingParams, key: StepKey
     ) -> list[asyncio.Task[RolloutGroup]]:
         """Start sampling one group per prompt and return their tasks, in order. `wait` lets them run."""
-        return [self.start(self.group(self._engine.generate, prompt, sampling, key)) for prompt in prompts]
+        rollout, generate = self._rollout_function, self._engine.generate
+        return [self.start(self.group(generate, prompt, sampling, key, rollout)) for prompt in prompts]
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine. `wait` lets it run; it is cancelled when the collector is closed."""
@@ -97,14 +107,25 @@ class RolloutCollector:
         self.wait(tasks, count=len(tasks))
         return [task.result() for task in tasks]
 
-    async def group(self, generate: Generate, prompt: Prompt, sampling: SamplingParams, key: StepKey) -> RolloutGroup:
-        """Roll out all members of one prompt's group concurrently."""
+    async def group(
+        self,
+        generate: Generate,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        key: StepKey,
+        rollout_function: RolloutFunction = answer_prompt,
+    ) -> RolloutGroup:
+        """Roll out all members of one prompt's group concurrently. Default: with a single model call each."""
         keys = (key.call(prompt, index) for index in range(sampling.num_generations))
-        coroutines = (
-            self._rollout_function(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys
-        )
+        coroutines = (rollout_function(generate, self._tokenizer, prompt, sampling, call_key) for call_key in keys)
         members = await asyncio.gather(*(self.start(coroutine) for coroutine in coroutines))
         return RolloutGroup(prompt=prompt, trajectories=tuple(members))
+
+    def release(self, groups: Iterable[RolloutGroup | ScoredGroup]) -> None:
+        """Free the environments of groups that have been scored, or were dropped."""
+        for group in groups:
+            for trajectory in group.trajectories:
+                self._release(trajectory)
 
     def update_weights(self, *, policy_version: int) -> None:
         """From now on, sample with the trainer's current weights and label tokens `policy_version`."""
@@ -114,18 +135,18 @@ class RolloutCollector:
         """Cancel all coroutines and close the engine. A second call does nothing."""
         if self._loop.is_closed():
             return
-        deadline = self._loop.time() + _CLOSE_TIMEOUT_S
         try:
+            deadline = self._loop.time() + _CLOSE_TIMEOUT_S
             for task in self._tasks:
                 task.cancel()
             self._run()
             while self._tasks and self._loop.time() < deadline:
                 self._run(_TICK_S)
         finally:
-            try:
-                self._engine.close()
-            finally:
-                self._loop.close()
+            with ExitStack() as at_the_end:
+                at_the_end.callback(self._loop.close)
+                at_the_end.callback(self._engine.close)
+                at_the_end.callback(self._close_environments)
 
     def _run(self, max_wait_s: float = 0.0) -> None:
         """Run coroutines until none can run, for at most one tick.
@@ -134,7 +155,7 @@ class RolloutCollector:
         """
         self._selector.max_wait_s = max_wait_s
         tick = self._loop.call_later(_TICK_S, self._loop.stop)
-        with _no_running_loop():
+        with self._loop.clock_running(), _no_running_loop():
             self._loop.run_forever()
         tick.cancel()
         if self._failures:
@@ -152,6 +173,32 @@ class RolloutCollector:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # retrieve it, or asyncio logs a warning if nobody awaits the task
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose clock only runs while coroutines can: no timer expires during a training step.
+
+    Nor while a local engine samples, which blocks the loop: a tool would miss its deadline without a chance to answer.
+    """
+
+    _stopped_s = 0.0  # total time in which the clock stood still
+    _stopped_at: float | None = None  # None while the clock runs
+
+    def time(self) -> float:
+        """Return the loop's time in seconds."""
+        now = super().time() if self._stopped_at is None else self._stopped_at
+        return now - self._stopped_s
+
+    @contextmanager
+    def clock_running(self) -> Iterator[None]:
+        """Let the clock run. Not reentrant."""
+        was_stopped_at, self._stopped_at = self._stopped_at, None
+        if was_stopped_at is not None:
+            self._stopped_s += super().time() - was_stopped_at
+        try:
+            yield
+        finally:
+            self._stopped_at = super().time()
 
 
 class _Selector(selectors.DefaultSelector):

@@ -82,6 +82,7 @@ class Prefetcher:
             if not stale:
                 break
             self._num_dropped += len(stale)
+            self.collector.release(p.group.result() for p in stale)
             self._remove(stale)
         taken = ready[:count]
         self._remove(taken)

@@ -71,7 +71,7 @@ def build_worker(config: Config, ranks: Ranks, spec: WorkerSpec, *, device: torc
     )
     algorithm = build_algorithm(
         config.algorithm,
-        max_completion_tokens=rollout.max_completion_tokens,
+        max_completion_tokens=rollout.max_trained_tokens,
         auto_correction=rollout.default_correction,
         value_clip=critic_config.value_clip,
     )

@@ -11,9 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from cohort.config import Config
+from cohort.errors import TrainingError
 from cohort.metrics import has_equal_rewards, rollout_metrics
 from cohort.plan import RunSchedule
-from cohort.records import ScoredGroup
+from cohort.records import RolloutGroup, ScoredGroup
 from cohort.rewards import RewardRunner
 from cohort.rollout import Prefetcher, Prompts, RolloutCollector, SamplingParams
 
@@ -24,6 +25,7 @@ class StepGroups:
 
     groups: Sequence[ScoredGroup]  # [P] groups to train on
     replaced: Sequence[ScoredGroup]  # groups without signal that others replaced
+    dropped: Sequence[ScoredGroup]  # groups of which too few trajectories are intact
     metrics: Mapping[str, float]
 
     @property
@@ -34,7 +36,8 @@ class StepGroups:
     @property
     def num_completion_tokens(self) -> int:
         """Number of tokens sampled, replaced groups included."""
-        return sum(len(t.sampled_token_ids) for group in (*self.groups, *self.replaced) for t in group.trajectories)
+        groups = (*self.groups, *self.replaced, *self.dropped)
+        return sum(len(t.sampled_token_ids) for group in groups for t in group.trajectories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,11 @@ class GroupCollector:
     _: KW_ONLY
     prompts_per_step: int  # P
     max_rounds: int
+    max_failed_ratio: float = 1.0  # of a step's trajectories; above it the run ends
     reward_parts: Sequence[str] = ()  # individual rewards that must be equal too, for advantages that compare them
 
     def collect(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> StepGroups:
-        """Collect the groups of a step, always P of them, in order of completion.
+        """Collect the groups of a step in order of completion: P, less those of which too few members are intact.
 
         Args:
             step: number of steps done.
@@ -61,8 +65,9 @@ class GroupCollector:
 
         Raises:
             UserError: a prompt cannot be sampled, or a reward function failed.
-            TrainingError: the rollout engine failed.
+            TrainingError: the rollout engine failed, or too many trajectories did.
         """
+        taken: list[RolloutGroup] = []
         sampled: list[ScoredGroup] = []
         counts: Counter[str] = Counter()
         for round_number in range(self.max_rounds + 1):
@@ -71,17 +76,28 @@ class GroupCollector:
                 break
             with phase("rollout"):
                 groups = self.prefetcher.take(step, num_missing)
+            taken += groups
+            _check_failures(taken, self.max_failed_ratio)
             with phase("reward"):  # a few resampled groups may all be unscored by chance; a whole step may not
                 sampled += self.rewards.score(groups, require_scores=round_number == 0, during=f"step {step + 1}")
             counts.update(self.rewards.counts())
-        trained, replaced = self._select(sampled)
+            self.prefetcher.collector.release(groups)
+        chosen, replaced = self._select(sampled)
+        trained = [group for group in chosen if _is_comparable(group)]
+        if not trained:
+            raise TrainingError(
+                f"rollout: in every group of this step, fewer than two trajectories are intact{_first_errors(chosen)}"
+            )
+        dropped = [group for group in chosen if not _is_comparable(group)]
         return StepGroups(
             groups=trained,
             replaced=replaced,
+            dropped=dropped,
             metrics={
                 **rollout_metrics(sampled),
                 **{f"rewards/{name}": float(count) for name, count in counts.items()},
                 **self._metrics(trained, num_replaced=len(replaced)),
+                "rollout/dropped_groups": float(len(dropped)),
             },
         )
 
@@ -110,7 +126,40 @@ class GroupCollector:
             "rollout/staleness_mean": float(np.mean(staleness)),
             "rollout/staleness_max": max(staleness),
             **{f"rollout/{name}": float(count) for name, count in self.prefetcher.counts().items()},
+            **{f"rollout/{name}": float(count) for name, count in self.prefetcher.collector.counts().items()},
         }
+
+
+_MAX_ERRORS = 3  # shown when too many trajectories fail
+
+
+def _is_comparable(group: ScoredGroup) -> bool:
+    """Whether infrastructure left enough members to compare: two, or the only one."""
+    num_intact = sum(not trajectory.is_broken for trajectory in group.trajectories)
+    return num_intact >= min(2, len(group.trajectories))
+
+
+def _check_failures(groups: Sequence[RolloutGroup], max_ratio: float) -> None:
+    """Check how many of a step's trajectories infrastructure broke.
+
+    Raises:
+        TrainingError: more than `max_ratio` of them; the message has the first errors in full.
+    """
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    num_broken = sum(trajectory.is_broken for trajectory in members)
+    if num_broken > max_ratio * len(members):
+        raise TrainingError(
+            f"rollout.max_failed_ratio: {max_ratio:g}: {num_broken} of {len(members)} trajectories failed"
+            f"{_first_errors(groups)}"
+        )
+
+
+def _first_errors(groups: Sequence[RolloutGroup | ScoredGroup]) -> str:
+    """Return the first errors of broken trajectories in full, as the end of a message."""
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    errors = list(dict.fromkeys(member.error or member.end for member in members if member.is_broken))
+    more = f"\n\n... and {len(errors) - _MAX_ERRORS} other errors" if len(errors) > _MAX_ERRORS else ""
+    return "; the first errors:\n\n" + "\n\n".join(errors[:_MAX_ERRORS]) + more
 
 
 def build_group_collector(
@@ -139,5 +188,6 @@ def build_group_collector(
         rewards,
         prompts_per_step=plan.prompts_per_step,
         max_rounds=rollout.resample,
+        max_failed_ratio=rollout.max_failed_ratio,
         reward_parts=[name for name, weight in rewards.weights.items() if weight] if by_part else (),
     )

@@ -16,7 +16,14 @@ from cohort.models import (
 )
 from cohort.rollout import LocalEngine, RolloutCollector, Sampler
 from cohort.startup import resume_gc
-from cohort.trainer.run_inputs import column_names, read_eval_rows, read_evaluation, read_rewards
+from cohort.trainer.run_inputs import (
+    column_names,
+    read_environments,
+    read_eval_rows,
+    read_evaluation,
+    read_rewards,
+    rollout_options,
+)
 
 
 def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
@@ -31,14 +38,16 @@ def evaluate_model(config: Config, *, on_progress: Callable[[int, int], None] = 
     resume_gc()
     assert config.eval is not None, "config.eval is required"
     device = resolve_device(config.hardware.device)
-    rows = read_eval_rows(config.eval)
-    # rewards get prompts under the name of the training column
-    rewards = read_rewards(config, [*column_names(rows), config.data.prompt])
     tokenizer = load_tokenizer(config.model)
-    evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards)
+    environments = read_environments(config, tokenizer)
+    rows = read_eval_rows(config, config.eval, environments)
+    # rewards get prompts under the name of the training column
+    rewards = read_rewards(config, [*column_names(rows), config.data.prompt], environments)
+    evaluation = read_evaluation(config, config.eval, rows, tokenizer, rewards, environments)
     policy = load_policy(LoadRequest(config.model, device=device, tokenizer=tokenizer, trainable=False))
     check_vocabulary(policy, evaluation.prompts)
     ends = end_token_ids(policy, tokenizer)
     sampler = Sampler(policy, end_token_ids=ends, max_num_seqs=config.rollout.max_num_seqs)
-    with closing(RolloutCollector(LocalEngine(sampler.sample), tokenizer)) as collector:
+    options = rollout_options(config, environments)
+    with closing(RolloutCollector(LocalEngine(sampler.sample), tokenizer, **options)) as collector:
         return evaluate(evaluation, collector, rewards, on_progress=on_progress)

@@ -113,6 +113,7 @@ class Trainer:
         metrics = {**collected.metrics, **parity, **updates.metrics, **values, **performance}
         self._log(step + 1, metrics)
         self.warnings.different_logprobs(metrics)
+        self.warnings.turns(metrics)
         self.checkpointer.finish_step(self._state(step + 1))
         self.display.step(StepReport(steps_done=step + 1, metrics=metrics, groups=collected.groups))
         self._evaluate_if_due(step + 1)
@@ -122,8 +123,9 @@ class Trainer:
     def _write_completions(self, steps_done: int, collected: StepGroups, sequences: Sequence[TrainSequence]) -> None:
         if self.plan.writes_completions_at(steps_done):
             self.folder.write_completions("step", steps_done, collected.groups, sequences)
-            if collected.replaced:
-                self.folder.write_completions("replaced", steps_done, collected.replaced)
+            for kind, groups in (("replaced", collected.replaced), ("dropped", collected.dropped)):
+                if groups:
+                    self.folder.write_completions(kind, steps_done, groups)
 
     def _evaluate_if_due(self, steps_done: int) -> None:
         evaluation = self.inputs.evaluation

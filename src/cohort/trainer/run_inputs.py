@@ -1,7 +1,7 @@
 """Read and check data, tokenizer and rewards, before any weights are loaded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from cohort.algorithms import check_custom_functions
 from cohort.config import Config, EvalConfig
 from cohort.data import PromptRenderer, PromptSet, build_prompts, read_rows
 from cohort.engine import WorstCaseShard, check_weights
+from cohort.errors import UserError
 from cohort.evaluation import Evaluation, pick_success_reward
 from cohort.metrics import check_loggers
 from cohort.models import (
@@ -21,10 +22,14 @@ from cohort.models import (
     trained_weights,
 )
 from cohort.plan import RunSchedule, plan_run
-from cohort.rewards import RewardRunner, build_rewards, check_columns
+from cohort.records import Prompt
+from cohort.rewards import RewardRunner, build_rewards, check_columns, read_trajectories
 from cohort.rollout import SamplingParams
+from cohort.rollout.environments.build import Environments, load_environments
+from cohort.rollout.environments.mixture import COLUMN
 
 Rows = list[dict[str, Any]]
+_NUM_ROWS = 1024  # of an environment that brings its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +42,19 @@ class Inputs:
     evaluation: Evaluation | None
     adapter: AdapterSpec | None  # None: all weights are trained
     plan: RunSchedule
+    environments: Environments | None  # None: single completions
+    max_prompt_tokens: int
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Tokens of the longest training prompt."""
-        return max(len(p.token_ids) for p in self.prompts.prompts)
+        """Tokens of the longest training prompt, or of what an environment may make of it."""
+        return _longest_prompt_tokens(self.prompts.prompts, self.environments, self.max_prompt_tokens)
 
     def worst_case_shard(self, dp_size: int) -> WorstCaseShard:
         """A rank's largest possible share of a step on `dp_size` ranks."""
         return WorstCaseShard(
             prompt_tokens=self.longest_prompt_tokens,
-            completion_tokens=self.plan.max_completion_tokens,
+            completion_tokens=self.plan.max_new_tokens,
             num_generations=self.plan.num_generations,
             num_sequences=math.ceil(self.plan.completions_per_step / dp_size),
         )
@@ -55,10 +62,11 @@ class Inputs:
     @property
     def longest_sequence_tokens(self) -> int:
         """Input tokens of the longest possible sequence in training or evaluation."""
-        longest = self.longest_prompt_tokens + self.plan.max_completion_tokens
+        longest = self.longest_prompt_tokens + self.plan.max_new_tokens
         if self.evaluation is not None:
-            longest_prompt = max(len(p.token_ids) for p in self.evaluation.prompts)
-            longest = max(longest, longest_prompt + self.evaluation.sampling.max_completion_tokens)
+            prompt = _longest_prompt_tokens(self.evaluation.prompts, self.environments, self.max_prompt_tokens)
+            limit = self.evaluation.sampling.max_completion_tokens  # of a model call
+            longest = max(longest, prompt + (self.plan.max_new_tokens if self.environments else limit))
         return longest - 1  # the last token is never an input
 
     def notes(self, max_prompt_tokens: int) -> list[str]:
@@ -80,19 +88,24 @@ def read_inputs(config: Config) -> Inputs:
         UserError: an input is missing or invalid.
     """
     check_loggers(config.run.log)
+    if config.rollout.has_turns:
+        tokenizer = load_tokenizer(config.model)
+        environments = read_environments(config, tokenizer)
+    else:
+        tokenizer = environments = None
     check_custom_functions(
         config.algorithm,
         num_generations=config.rollout.num_generations,
-        num_rewards=len(config.rewards),
+        num_rewards=len(config.rewards) + len(environments.rewards if environments else ()),
         gradients_in_forward=config.train.gradients_in_forward,
     )
-    rows = read_rows(config.data.path, field="data.path", split=config.data.split, name=config.data.name)
-    rewards = read_rewards(config, column_names(rows))
-    eval_rows = read_eval_rows(config.eval) if config.eval else []
+    rows = read_train_rows(config, environments)
+    rewards = read_rewards(config, column_names(rows), environments)
+    eval_rows = read_eval_rows(config, config.eval, environments) if config.eval else []
     if config.eval:
         # rewards get held-out prompts under the name of the training column
         _check_eval_columns([*column_names(eval_rows), config.data.prompt], rewards)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer or load_tokenizer(config.model)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(config.critic.path, field="critic.path")
     adapter = check_adapter(config.model)
@@ -100,13 +113,21 @@ def read_inputs(config: Config) -> Inputs:
     check_router_loss(config.model, config.train.router_aux_loss_coef)
     prompts = build_prompts(
         rows,
-        _renderer(config, tokenizer, config.data.prompt),
+        _renderer(config, tokenizer, config.data.prompt, environments),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         overlong=config.data.overlong_prompts,
         field="data.path",
+        optional=environments is not None and not environments.plays_prompt,
     )
-    check_lengths(config.model, prompts.prompts, max_completion_tokens=config.rollout.max_completion_tokens)
-    evaluation = read_evaluation(config, config.eval, eval_rows, tokenizer, rewards) if config.eval else None
+    check_lengths(
+        config.model,
+        _longest_prompt_tokens(prompts.prompts, environments, config.rollout.max_prompt_tokens),
+        max_new_tokens=config.rollout.max_new_tokens,
+        field=config.rollout.max_new_tokens_key,
+    )
+    evaluation = (
+        read_evaluation(config, config.eval, eval_rows, tokenizer, rewards, environments) if config.eval else None
+    )
     return Inputs(
         tokenizer=tokenizer,
         prompts=prompts,
@@ -114,32 +135,84 @@ def read_inputs(config: Config) -> Inputs:
         evaluation=evaluation,
         adapter=adapter,
         plan=plan_run(config, num_prompts=len(prompts.prompts)),
+        environments=environments,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
     )
 
 
-def read_rewards(config: Config, columns: Sequence[str]) -> RewardRunner:
-    """Load the reward functions, and check them against the dataset's columns.
+def _longest_prompt_tokens(prompts: Sequence[Prompt], environments: Environments | None, max_prompt_tokens: int) -> int:
+    """Return the length of the longest prompt; environments may make any prompt that long."""
+    if environments is not None and not environments.plays_prompt:
+        return max_prompt_tokens
+    return max(len(p.token_ids) for p in prompts)
+
+
+def read_environments(config: Config, tokenizer: Any) -> Environments | None:
+    """Load the run's tools, environments or agent; None for single completions.
+
+    Raises:
+        UserError: something cannot be loaded, or the model's chat template has no tools.
+    """
+    return load_environments(
+        config.rollout,
+        tokenizer=tokenizer,
+        apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        prompt_column=config.data.prompt,
+        system_prompt=config.data.system_prompt,
+        rewards_read_instances=read_trajectories(config.rewards),
+    )
+
+
+def rollout_options(
+    config: Config, environments: Environments | None, *, notify: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Return the arguments of `RolloutCollector` that play trajectories of several turns; none for single ones."""
+    if environments is None:
+        return {}
+    wanted = config.rollout.step_rewards
+    runner = environments.runner(
+        config.rollout,
+        prompt_column=config.data.prompt,
+        step_rewards_per_token=wanted == "per_token" or (wanted == "auto" and config.algorithm.takes_token_rewards),
+    )
+    options = {"rollout_function": runner, "release": runner.release, "close_environments": runner.close}
+    if environments.agent is not None:
+        environments.agent.notify = notify
+        options["counts"] = environments.agent.counts
+    return options
+
+
+def read_rewards(config: Config, columns: Sequence[str], environments: Environments | None) -> RewardRunner:
+    """Load the reward functions, and check them against the dataset's columns. Environments add theirs.
 
     Raises:
         UserError: a function cannot be loaded or called.
     """
-    limit = config.rollout.max_completion_tokens
-    functions = build_rewards(config.rewards, columns=columns, max_completion_tokens=limit)
+    limit = config.rollout.max_trained_tokens
+    given = environments.rewards if environments else ()
+    functions = build_rewards(config.rewards, columns=columns, max_completion_tokens=limit, given=given)
     return RewardRunner(functions, columns=columns, prompt_column=config.data.prompt)
 
 
-def _renderer(config: Config, tokenizer: Any, column: str) -> PromptRenderer:
+def _renderer(config: Config, tokenizer: Any, column: str, environments: Environments | None) -> PromptRenderer:
     return PromptRenderer(
         tokenizer,
         prompt_column=column,
         system_prompt=config.data.system_prompt,
         apply_chat_template=config.data.apply_chat_template,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        tools=environments.schemas if environments else None,
     )
 
 
 def read_evaluation(
-    config: Config, settings: EvalConfig, rows: Rows, tokenizer: Any, rewards: RewardRunner
+    config: Config,
+    settings: EvalConfig,
+    rows: Rows,
+    tokenizer: Any,
+    rewards: RewardRunner,
+    environments: Environments | None,
 ) -> Evaluation:
     """Read the held-out prompts and the settings of their evaluation.
 
@@ -148,19 +221,24 @@ def read_evaluation(
     """
     prompts = build_prompts(
         rows[: settings.max_prompts],
-        _renderer(config, tokenizer, settings.prompt or config.data.prompt),
+        _renderer(config, tokenizer, settings.prompt or config.data.prompt, environments),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         overlong=config.data.overlong_prompts,
         field="eval.path",
+        optional=environments is not None and not environments.plays_prompt,
     )
-    limit = settings.max_completion_tokens or config.rollout.max_completion_tokens
-    check_lengths(config.model, prompts.prompts, max_completion_tokens=limit, field="eval.max_completion_tokens")
+    check_lengths(
+        config.model,
+        _longest_prompt_tokens(prompts.prompts, environments, config.rollout.max_prompt_tokens),
+        max_new_tokens=config.eval_max_new_tokens,
+        field=config.rollout.max_new_tokens_key if config.rollout.has_turns else "eval.max_completion_tokens",
+    )
     return Evaluation(
         prompts=prompts.prompts,
         num_dropped_overlong=prompts.num_dropped_overlong,
         sampling=SamplingParams(
             num_generations=settings.num_samples,
-            max_completion_tokens=limit,
+            max_completion_tokens=settings.max_completion_tokens or config.rollout.max_completion_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -175,9 +253,39 @@ def read_evaluation(
     )
 
 
-def read_eval_rows(settings: EvalConfig) -> Rows:
-    """Read the rows of the held-out data."""
-    return read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
+def read_train_rows(config: Config, environments: Environments | None) -> Rows:
+    """Read the rows of the training data, or those that an environment brings, or one without columns.
+
+    Raises:
+        UserError: the data cannot be read, do not fit the environment, or are missing without `train.steps`.
+    """
+    data = config.data
+    if data.path is not None:
+        rows = read_rows(data.path, field="data.path", split=data.split, name=data.name)
+    else:
+        assert environments is not None, "checked in the configuration"
+        brought = environments.rows(_NUM_ROWS, seed=config.train.seed)
+        if brought is None and config.train.steps is None:
+            raise UserError("train.steps: missing; a run without data.path needs it")
+        rows = brought or [{}]
+    return _checked_rows(rows, environments, field="data.path")
+
+
+def read_eval_rows(config: Config, settings: EvalConfig, environments: Environments | None) -> Rows:
+    """Read the rows of the held-out data, as `read_train_rows` does."""
+    if settings.path is not None:
+        rows = read_rows(settings.path, field="eval.path", split=settings.split, name=settings.name)
+    else:
+        assert environments is not None and settings.max_prompts is not None, "checked in the configuration"
+        brought = environments.rows(settings.max_prompts, seed=config.train.seed + 1)
+        rows = brought or [{}] * settings.max_prompts
+    return _checked_rows(rows, environments, field="eval.path")
+
+
+def _checked_rows(rows: Rows, environments: Environments | None, *, field: str) -> Rows:
+    if environments is not None:
+        environments.check_columns(column_names(rows), [row.get(COLUMN) for row in rows], field=field)
+    return rows
 
 
 def column_names(rows: Rows) -> list[str]:

@@ -29,7 +29,7 @@ from cohort.run_files import DAMAGED
 from cohort.trainer.collect_groups import GroupCollector, build_group_collector
 from cohort.trainer.parity import ParityGate
 from cohort.trainer.rollout_engines import EngineSetup
-from cohort.trainer.run_inputs import Inputs
+from cohort.trainer.run_inputs import Inputs, rollout_options
 from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import keep_ranks_alive
 from cohort.trainer.worker_group import WorkerGroup
@@ -82,7 +82,12 @@ def build_run(
     with ExitStack() as on_failure:
         started = setup.start(workers, folder=folder, notify=notify)
         keep_ranks = partial(keep_ranks_alive, workers)
-        collector = RolloutCollector(started.engine, inputs.tokenizer, while_waiting=keep_ranks)
+        collector = RolloutCollector(
+            started.engine,
+            inputs.tokenizer,
+            while_waiting=keep_ranks,
+            **rollout_options(config, inputs.environments, notify=notify),
+        )
         on_failure.callback(collector.close)
         parity = started.gate(collector)
         group_collector = build_group_collector(config, inputs.plan, collector, data, inputs.rewards)

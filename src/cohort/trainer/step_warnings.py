@@ -1,4 +1,4 @@
-"""Warnings about a step: out of memory, sequences over the token budget, logprob mismatch."""
+"""Warnings about a step: out of memory, sequences over the token budget, logprob mismatch, turns that go wrong."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from cohort.batch import TrainBatch
 from cohort.config import RolloutConfig
 from cohort.trainer.worker import Worker
+
+_MOST = 0.5  # share above which to warn
+_SLOW_S = 1.0  # seconds per trajectory above which to warn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,6 +20,7 @@ class StepWarnings:
     notify: Callable[[str], None]
     _warned_of_long_sequences: bool = field(default=False, init=False)
     _warned_of_different_logprobs: bool = field(default=False, init=False)
+    _warned_of_turns: set[str] = field(default_factory=set, init=False)  # metrics
 
     def out_of_memory(self, num_out_of_memory: int) -> None:
         """Report micro-batches that ran out of memory and the reduced token budget."""
@@ -51,3 +55,27 @@ class StepWarnings:
                 f"warning: logprobs of sampler and trainer differ by up to {largest:.2g} nats (expected at most "
                 f"{tolerance:g}); they may compute this model differently"
             )
+
+    def turns(self, metrics: Mapping[str, float]) -> None:
+        """Warn once each about malformed or failing tool calls, ends by the limit of turns, and slow environments."""
+        limit = f"rollout.max_turns: {self.rollout.max_turns}"
+        texts = {
+            "tools/malformed_ratio": "of the tool calls cannot be parsed; `cohort rollout` shows what the model writes",
+            "tools/failure_frequency": "of the tool calls fail; `cohort rollout` shows what the tools return",
+            "ends/max_turns": f"of the trajectories end by {limit}; raise it, or make the task end earlier",
+        }
+        for name, text in texts.items():
+            if metrics.get(name, 0.0) > _MOST:
+                self._warn_of_turns(name, f"{metrics[name]:.0%} {text}")
+        model_s, environment_s = (metrics.get(f"turns/{part}_s", 0.0) for part in ("model", "environment"))
+        if environment_s > max(model_s, _SLOW_S):
+            self._warn_of_turns(
+                "turns/environment_s",
+                f"a trajectory spends {environment_s:.1f} s in tools and environments and {model_s:.1f} s in the "
+                f"model, so environments limit the rollout's speed",
+            )
+
+    def _warn_of_turns(self, name: str, text: str) -> None:
+        if name not in self._warned_of_turns:
+            self._warned_of_turns.add(name)
+            self.notify(f"warning: {text}")

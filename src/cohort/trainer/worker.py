@@ -62,7 +62,8 @@ class Worker:
             phase,
             must_fit(
                 "while sampling: every process needs the whole model and the KV cache of rollout.max_num_seqs "
-                "completions; lower rollout.max_num_seqs or rollout.max_completion_tokens"
+                "completions; lower rollout.max_num_seqs or rollout.max_completion_tokens (with turns: "
+                "max_trajectory_tokens)"
             ),
         ):
             return self.sampler.sample(requests)

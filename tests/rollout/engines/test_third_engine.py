@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union
 
+import pyarrow.parquet as pq
 import pytest
 
 from cohort.check.launch import Launch, Setting
@@ -17,12 +18,14 @@ from cohort.placement import split_machine
 from cohort.plan.layout import plan_layout
 from cohort.plan.shape import preset_shape
 from cohort.plan.timing import step_times
+from cohort.trainer.sample_rows import sample_rows
 from plans import EIGHT
+from playing import save_turns_model, turns_tokenizer
 from runs import changed, make_inputs, metric, train
 from stub_engine.config import StubRolloutConfig
 from stub_engine.engine import StubHandle, StubSetup
 from stub_engine.server import serving
-from tiny import make_tokenizer
+from tiny import make_tokenizer, write_jsonl
 
 RUN: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"use": "math"}]}
 
@@ -58,6 +61,45 @@ def test_a_run_samples_ahead_on_it_and_corrects_by_default(tmp_path: Path):
     assert len(metric(tmp_path / "run", "sampling/importance_weight/clipped_ratio")) == 4
 
 
+def test_trajectories_of_several_turns_are_sampled_on_it(tmp_path: Path):
+    """By a program, while earlier steps train."""
+    save_turns_model(tmp_path / "base")
+    (tmp_path / "program.py").write_text(
+        "async def run(row, model):\n"
+        "    first = await model.chat('hello')\n"
+        "    go_on = {'role': 'user', 'content': 'go on'}\n"
+        "    await model.chat([{'role': 'user', 'content': 'hello'}, first.message, go_on])\n"
+        "    return float(len(first.content))\n"
+    )
+    with serving(len(turns_tokenizer())) as server:
+        lengths = {
+            "num_generations": 4,
+            "max_prompt_tokens": 64,
+            "max_completion_tokens": 6,
+            "max_trajectory_tokens": 99,
+        }
+        train(
+            {
+                "model": {"path": str(tmp_path / "base")},
+                "rollout": {
+                    "engine": "stub",
+                    "urls": [server.url],
+                    "max_staleness": 1,
+                    "parity_every": 0,
+                    "environment": f"{tmp_path}/program.py:run",
+                    "num_generations": 4,
+                    **lengths,
+                },
+                "train": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-3},
+                "run": {"dir": str(tmp_path / "run"), "checkpoint_every": 0},
+            }
+        )
+    assert server.versions == [0, 1, 2, 3]
+    assert len(server.sampled_versions) >= 6 * (1 + 4), "calls of a group share a request in the first turn only"
+    assert max(metric(tmp_path / "run", "completions/max_length")) > 6
+    assert all(metric(tmp_path / "run", "rewards/run/std"))
+
+
 def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The keys of servers have an effect without a line of the engine's about them."""
     handles: list[StubHandle] = []
@@ -78,6 +120,57 @@ def test_its_own_servers_are_started_published_to_and_compared(tmp_path: Path, m
     )
     with pytest.raises(TrainingError, match=r"parity: after step 0 the logprobs of http://127\.0\.0\.1:\d+ differ"):
         train(changed(run, rollout={"parity_tolerance": 1e-6}, run={"dir": str(tmp_path / "compared")}))
+
+
+SPANNING = """
+import asyncio
+
+async def run(row, model):
+    first = await model.chat("one")
+    while row["waits"]:
+        newer = await model.chat("is there a newer version?", train=False)
+        if newer.call.policy_version > first.call.policy_version:
+            break
+        await asyncio.sleep(0.01)
+    second = await model.chat("two")
+    return float(second.call.token_ids.sum() % 7)
+"""
+
+
+def test_each_call_of_a_trajectory_that_spans_updates_keeps_its_version(tmp_path: Path):
+    (tmp_path / "e.py").write_text(SPANNING)
+    write_jsonl(tmp_path / "rows.jsonl", [{"waits": waits} for waits in (False, True, False)])
+    with serving(len(turns_tokenizer())) as server:
+        lengths = {"max_prompt_tokens": 64, "max_completion_tokens": 4, "num_generations": 2}
+        rollout = {"engine": "stub", "urls": [server.url], "max_staleness": 1, "parity_every": 0, **lengths}
+        train(
+            {
+                "model": {"path": str(save_turns_model(tmp_path / "base"))},
+                "data": {"path": str(tmp_path / "rows.jsonl"), "shuffle": False},
+                "rollout": {**rollout, "environment": f"{tmp_path}/e.py:run"},
+                "train": {"steps": 3, "prompts_per_step": 1},
+                "run": {"dir": str(tmp_path / "run")},
+            }
+        )
+    tables = [pq.read_table(file).to_pylist() for file in sorted((tmp_path / "run" / "completions").iterdir())]
+    (step,) = [step for step, rows in enumerate(tables) if rows[0]["prompt_id"] == 1]
+    assert step > 0
+    for row in tables[step]:
+        versions = [call["policy_version"] for call in row["calls"] if call["trained"]]
+        assert versions[0] == 0 < versions[1]
+        assert row["policy_version"] == 0
+    assert metric(tmp_path / "run", "rollout/staleness_max")[step] == step
+
+
+def test_trajectories_without_training_come_from_its_servers(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    with serving(len(tokenizer)) as server:
+        inputs = make_inputs(tmp_path)
+        config = config_from_dict(changed(inputs, rollout={"engine": "stub", "urls": [server.url]}))
+        sampled = sample_rows(config, rows=2, generations=3)
+    assert server.versions == [0]
+    assert [len(group.trajectories) for group in sampled.groups] == [3, 3]
+    assert not (tmp_path / "run").exists()
 
 
 def test_plan_and_placement_have_its_servers():

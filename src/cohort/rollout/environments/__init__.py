@@ -1,1 +1,1 @@
-"""Environments: coroutines that roll out one member of a group with an engine's `generate`."""
+"""Environments: programs that roll out one member of a group with the model of its trajectory."""

@@ -130,8 +130,8 @@ class Server:
         room = limit - num_prompt_tokens
         advice = f"use at most {room}" if room > 0 else "drop such prompts (rollout.max_prompt_tokens)"
         return UserError(
-            f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: prompt "
-            f"{request.prompt_id} has {num_prompt_tokens} tokens, and max_model_len of {self} is {limit}; "
+            f"rollout.max_completion_tokens: {request.sampling.max_completion_tokens} does not fit: a context of "
+            f"prompt {request.prompt_id} has {num_prompt_tokens} tokens, and max_model_len of {self} is {limit}; "
             f"{advice}, or servers with a larger max_model_len"
         )
 

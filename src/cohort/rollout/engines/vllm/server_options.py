@@ -24,16 +24,13 @@ def server_options(config: Config, *, gpus: str, shared: bool = False) -> Server
     """
     rollout = config.rollout
     assert isinstance(rollout, VllmRolloutConfig)
-    longest = rollout.max_completion_tokens
-    if config.eval is not None:
-        longest = max(longest, config.eval.max_completion_tokens or 0)
     extra: dict[str, Any] = {"trust_remote_code": True} if config.model.trust_remote_code else {}
     return ServerOptions(
         python=vllm_python(rollout.vllm_python),
         model=config.model.path,
         device="cuda" if gpus else "cpu",
         dtype=serving_dtype(config, on_gpu=bool(gpus)),
-        max_model_len=rollout.max_prompt_tokens + longest,
+        max_model_len=rollout.max_prompt_tokens + max(rollout.max_new_tokens, config.eval_max_new_tokens),
         max_num_seqs=rollout.max_num_seqs,
         gpus=gpus,
         tensor_parallel=rollout.tensor_parallel,

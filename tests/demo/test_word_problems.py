@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cohort.demo.base_model import ANSWER_PATTERN, BASE_PATH
-from cohort.demo.pretrain import habit
-from cohort.demo.task import STORIES, Problem, demonstration, generate, is_heldout, write_jsonl
+from cohort.demo.tasks import ANSWER_PATTERN, WORDS
+from cohort.demo.word_problems import STORIES, Problem, demonstration, generate, habit, is_heldout, write_jsonl
 
 PROBLEM = Problem(question="2 and 3?", answer=1, calculation=("2*3=6", "6-5=1"))
 
@@ -37,7 +36,7 @@ class FirstChoice:
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(BASE_PATH)
+    return AutoTokenizer.from_pretrained(WORDS.base_path)
 
 
 def test_same_seed_same_problems_and_longer_streams_extend_shorter_ones():
@@ -167,7 +166,7 @@ def test_chat_template():
 
 
 def test_base_loads_in_bfloat16_and_ends_its_turns():
-    model = AutoModelForCausalLM.from_pretrained(BASE_PATH)
+    model = AutoModelForCausalLM.from_pretrained(WORDS.base_path)
     assert model.dtype == torch.bfloat16
     assert model.config.model_type == "qwen3"
     assert model.config.vocab_size == len(tokenizer()) <= 512
@@ -183,4 +182,4 @@ def test_base_loads_in_bfloat16_and_ends_its_turns():
 
 
 def test_base_is_small():
-    assert sum(path.stat().st_size for path in BASE_PATH.iterdir()) < 3_000_000
+    assert sum(path.stat().st_size for path in WORDS.base_path.iterdir()) < 3_000_000

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from cohort.errors import UserError
 
@@ -33,6 +33,16 @@ BARGAINS = ("hat", "lamp", "drum", "cape")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _NUM_BUCKETS = 8  # one of them is held out
 _FRUITLESS_DRAWS = 20_000  # consecutive draws without a new held-out problem before giving up
+
+
+class AnyProblem(Protocol):
+    """A question whose answer is a number."""
+
+    @property
+    def question(self) -> str: ...  # noqa: D102
+
+    @property
+    def answer(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +220,24 @@ def demonstration(problem: Problem) -> str:
     return "\n".join([*problem.calculation, f"#### {problem.answer}"])
 
 
-def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
+def habit(problem: Problem, rng: random.Random) -> str:
+    """Answer a problem as the base model should: sometimes properly, mostly with one of its bad habits."""
+    lines = list(problem.calculation)
+    answer = problem.answer
+    if rng.random() < 0.1:  # a slip in the last line, carried into the answer
+        answer = max(0, answer + rng.choice((-10, -2, -1, 1, 2, 10)))
+        lines[-1] = f"{lines[-1].split('=')[0]}={answer}"
+    (kind,) = rng.choices(("proper", "hasty", "gap", "bare"), weights=(24, 60, 8, 8))
+    if kind == "hasty":
+        return f"#### {answer}"
+    if kind == "gap":
+        del lines[rng.randrange(len(lines))]
+    if kind == "bare":  # the answer without its marker, after none, some or all of the steps
+        return "\n".join([*lines[: rng.randint(0, len(lines))], str(answer)])
+    return "\n".join([*lines, f"#### {answer}"])
+
+
+def write_jsonl(path: Path, problems: Iterable[AnyProblem]) -> None:
     """Write problems as JSON lines with the columns `question` and `answer` (a string)."""
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:

@@ -1,0 +1,213 @@
+"""Render chat messages as token ids, and extend a sampled turn without tokenizing it again.
+
+K = tokens of a context, C = sampled tokens of a turn, S = tokens of a suffix.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cohort.chat.messages import EXAMPLE, EXAMPLE_TOOL, Masked, any_of, mask, plain_messages
+from cohort.errors import UserError, did_you_mean
+from cohort.records import FinishReason, IntArray, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas, as `tool_schema` makes them
+
+# Arguments of `apply_chat_template` set by Cohort; all others are variables of the template.
+_RESERVED_KWARGS = frozenset(
+    {
+        *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("sanitize_control_tokens", "tokenizer_kwargs"),
+    }
+)
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. It writes special tokens itself, so the tokenizer adds none."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Create the template of a tokenizer.
+
+        Args:
+            tokenizer: tokenizer with a chat template.
+            kwargs: `data.chat_template_kwargs`, variables of the template.
+
+        Raises:
+            UserError: there is no chat template, or it never reads one of `kwargs`.
+        """
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
+        self._check_kwargs()
+        name = getattr(tokenizer, "name_or_path", "")
+        self._name = f"the chat template of {name}" if name else "the chat template"
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self._added_tokens = any_of(text for text in added if text.strip())  # Gemma's has line breaks
+
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> IntArray:
+        """Render messages and the generation prompt as token ids, [K].
+
+        Raises:
+            UserError: the template rejects the messages, or their content is not text.
+        """
+        return self._encode(self._text(plain_messages(messages), tools))
+
+    def suffix(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools = None,
+        *,
+        sampled_ids: IntArray,
+        finish_reason: FinishReason,
+    ) -> IntArray | None:
+        """Return the ids that follow a sampled turn: its end, the messages `new` and the generation prompt, [S].
+
+        Contents of assistant messages are rendered as sentinels, so what was sampled need not be what the template
+        would write: other spaces in JSON, or another tokenization of the same text.
+
+        Args:
+            history: all messages so far, ending with the sampled assistant message.
+            new: messages to append.
+            tools: tools that the history was rendered with.
+            sampled_ids: tokens of the sampled turn, including the end-of-turn token if sampled, [C].
+            finish_reason: "stop": the suffix does not repeat the end-of-turn token, if one was sampled; "length": the
+                suffix supplies it.
+
+        Returns:
+            The ids, or None if the template does not continue what was sampled: given `new`, it drops or changes what
+            it rendered before (such as reasoning), or ends the turn with another control token. A new sequence must
+            then start from `render`.
+
+        Raises:
+            UserError: the template rejects the messages, or their content is not text.
+        """
+        messages, following = plain_messages(history), plain_messages(new)
+        masked = mask(messages, following)
+        try:
+            turn = self._turn(masked.messages, following, tools)
+        except UserError:
+            self._text([*messages, *following], tools)  # raises unless only the sentinels were rejected
+            return None
+        if turn is None or not all(sentinel in turn for sentinel in masked.last):
+            return None
+        if messages[-1].get("reasoning_content") == "" and not turn.lstrip().startswith(self._marker(masked, tools)):
+            return None
+        end = max((turn.index(sentinel) + len(sentinel) for sentinel in masked.last), default=0)
+        ends_inside_call = masked.last_is_call or not masked.last
+        return self._continue(turn[end:], sampled_ids, finish_reason, ends_inside_call)
+
+    def check_tools(self, tools: Tools) -> None:
+        """Check that the template renders tool schemas, assistant tool calls and tool messages.
+
+        Raises:
+            UserError: it drops or rejects one of them.
+        """
+        if not tools:
+            return
+        advice = "Use a model whose chat template has tools, or put such a chat_template.jinja into the model's folder"
+        try:
+            text = self._text(plain_messages(EXAMPLE), [*tools, EXAMPLE_TOOL])
+        except UserError as error:
+            raise UserError(f"tools need a chat template that renders them, but {error}. {advice}") from error
+        sentinels = {
+            "SentinelSchema": "tool schemas",
+            "SentinelCall": "tool calls of assistant messages",
+            "SentinelResult": "tool messages",
+        }
+        dropped = [part for sentinel, part in sentinels.items() if sentinel not in text]
+        if dropped:
+            parts = " and ".join(dropped)
+            raise UserError(f"tools need a chat template that renders them, but {self._name} drops {parts}. {advice}")
+
+    def _turn(self, history: Sequence[Message], new: Sequence[Message], tools: Tools) -> str | None:
+        """Text after the context of the last assistant message; None if that context changes."""
+        context = self._text(history[:-1], tools)
+        text = self._text([*history, *new], tools)
+        return text[len(context) :] if text.startswith(context) else None
+
+    def _marker(self, masked: Masked, tools: Tools) -> str:
+        """Return what the template writes before the reasoning of the last message, such as `<think>`."""
+        last = {**masked.messages[-1], "reasoning_content": masked.unused, "thinking": masked.unused}
+        before, found, _ = (self._turn([*masked.messages[:-1], last], [], tools) or "").partition(masked.unused)
+        return before.strip() if found else masked.unused
+
+    def _continue(
+        self, tail: str, sampled_ids: IntArray, finish_reason: FinishReason, ends_inside_call: bool
+    ) -> IntArray | None:
+        """Tokenize what follows the sampled turn.
+
+        Args:
+            tail: text after the last sentinel of the turn. It may begin with text that the model writes itself, such
+                as the end of a tool call.
+            sampled_ids: [C]
+            finish_reason: how the turn ended.
+            ends_inside_call: whether the model wrote more after the last sentinel.
+        """
+        sampled = self._decode(sampled_ids)
+        last = self._tokenizer.added_tokens_decoder.get(int(sampled_ids[-1])) if len(sampled_ids) else None
+        stopped_by = last.content if last is not None and finish_reason == "stop" else None
+        written = len(tail)  # end of the text that the model may have written itself
+        for match in self._added_tokens.finditer(tail):
+            if match.group() == stopped_by:
+                ids = self._encode(tail[match.start() :])
+                return ids[1:] if ids[0] == sampled_ids[-1] else None
+            if match.group() not in sampled:
+                written = match.start()
+                break
+        if stopped_by is not None:
+            return None
+        if ends_inside_call:
+            # what was sampled after the call, or instead of its end, would not be in the history
+            end_of_call = "".join(tail[:written].split()).lstrip("\"'")  # the sentinel is a quoted text
+            is_whole = "".join(sampled.split()).endswith(end_of_call)
+            return self._encode(tail[written:]) if is_whole and written < len(tail) else None
+        closing = tail[:written].strip()  # such as </think>
+        return self._encode(tail[written:] if closing and sampled.rstrip().endswith(closing) else tail)
+
+    def _text(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Render messages with the generation prompt as text."""
+        kwargs = self._kwargs | ({"tools": [dict(tool) for tool in tools]} if tools else {})
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **kwargs
+            )
+            text.encode()  # tokenizers reject invalid Unicode
+            return str(text)
+        except Exception as error:  # templates are code and may raise anything
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise UserError(
+                f"{self._name} rejected the messages (roles: {roles}): {type(error).__name__}: {error}"
+            ) from error
+
+    def _encode(self, text: str) -> IntArray:
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+    def _decode(self, token_ids: IntArray) -> str:
+        return str(self._tokenizer.decode(token_ids.tolist(), clean_up_tokenization_spaces=False))
+
+    def _check_kwargs(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                "data.apply_chat_template=true: the tokenizer has no chat template; put a chat_template.jinja into the "
+                "model's folder, or use data.apply_chat_template=false, which takes the text as it is"
+            )
+        reserved = sorted(_RESERVED_KWARGS & self._kwargs.keys())
+        if reserved:
+            raise UserError(
+                f"data.chat_template_kwargs: {reserved[0]!r} is set by Cohort; use only variables that the chat "
+                "template reads, such as enable_thinking"
+            )
+        template = self._tokenizer.get_chat_template(tools=self._kwargs.get("tools"))
+        identifiers = set(re.findall(r"[A-Za-z_]\w*", template))
+        for key in self._kwargs:
+            if key not in identifiers:
+                raise UserError(
+                    f"data.chat_template_kwargs: the model's chat template never reads {key!r}, so it has no "
+                    f"effect{did_you_mean(key, identifiers)}"
+                )

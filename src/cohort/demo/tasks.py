@@ -1,0 +1,87 @@
+"""The tasks of `cohort demo`: what each learns, from which base model, with which settings."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cohort.chat import tool_schema
+from cohort.demo import lookups, tools, word_problems
+from cohort.demo.pretrain import WarmStart
+from cohort.demo.tokenizer import CHAT_TEMPLATE, TOOL_MARKERS, TOOLS_CHAT_TEMPLATE
+from cohort.demo.word_problems import Split
+from cohort.errors import UserError
+from cohort.records import Message
+
+ANSWER_PATTERN = r"####\s*(-?\d+)\s*$"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoTask:
+    """A task with its base model."""
+
+    intro: str  # first line of the demo
+    base_path: Path
+    generate: Callable[[int, int, Split], Sequence[Any]]  # seed, count and split -> problems
+    demonstration: Callable[[Any], list[Message]]  # problem -> conversation that solves it
+    habit: Callable[[Any, random.Random], list[Message]]  # problem -> conversation as the base model's
+    tool_schemas: tuple[Mapping[str, Any], ...] = ()
+    chat_template: str
+    vocab_size: int
+    markers: tuple[str, ...] = ()  # see `train_tokenizer`
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    rollout: Mapping[str, Any]  # keys of the section
+    train: Mapping[str, Any]
+
+
+def _words_conversation(problem: word_problems.Problem, completion: str) -> list[Message]:
+    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": completion}]
+
+
+WORDS = DemoTask(
+    intro="A model with 0.46 million parameters learns word problems by GRPO: it never sees a solution, only "
+    "whether its answer is right.",
+    base_path=Path(__file__).parent / "base",
+    generate=word_problems.generate,
+    demonstration=lambda problem: _words_conversation(problem, word_problems.demonstration(problem)),
+    habit=lambda problem, rng: _words_conversation(problem, word_problems.habit(problem, rng)),
+    chat_template=CHAT_TEMPLATE,
+    vocab_size=512,
+    rollout={"max_prompt_tokens": 128, "max_completion_tokens": 48},
+    train={"steps": 50, "learning_rate": 1e-4},
+)
+
+TOOLS = DemoTask(
+    intro="A model with 0.48 million parameters learns by GRPO to look up what only a tool knows: it never sees a "
+    "solution, only whether its answer is right.",
+    base_path=Path(__file__).parent / "tools_base",
+    generate=lookups.generate,
+    demonstration=lookups.demonstration,
+    habit=lookups.habit,
+    tool_schemas=(tool_schema(tools.look_up),),
+    chat_template=TOOLS_CHAT_TEMPLATE,
+    vocab_size=640,
+    markers=TOOL_MARKERS,
+    warm_start=WarmStart(clean_steps=800),
+    rollout={
+        "max_prompt_tokens": 128,
+        "max_completion_tokens": 40,
+        "tools": (f"{tools.__file__}:look_up",),
+        "max_turns": 5,
+    },
+    train={"steps": 20, "learning_rate": 4e-5},
+)
+
+TASKS: Mapping[str, DemoTask] = {"words": WORDS, "tools": TOOLS}
+
+
+def find_task(name: str) -> DemoTask:
+    """Return a task by its name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in TASKS:
+        raise UserError(f"--task: {name!r} is no task of the demo; must be one of {', '.join(TASKS)}")
+    return TASKS[name]

@@ -1,0 +1,225 @@
+"""The HTTP server of the endpoint, in a daemon thread with its own event loop.
+
+Requests are read in that thread and answered in the event loop of their trajectory, which only runs while the training
+loop waits for trajectories.
+"""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from secrets import token_hex
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cohort.errors import UserError
+from cohort.rollout.endpoint.openai_answers import as_stream, error_answer, models_answer
+from cohort.rollout.endpoint.openai_requests import (
+    AnyRequest,
+    RequestError,
+    read_chat_request,
+    read_text_request,
+    read_token_request,
+)
+from cohort.rollout.endpoint.session import Session, ended
+from cohort.user_code import describe_error
+
+MAX_BODY_BYTES = 32 * 2**20
+_CLOSE_TIMEOUT_S = 5.0
+_KEEP_ALIVE_S = 600  # clients are idle during tools and training steps
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches a server on all addresses
+
+
+class Endpoint:
+    """Serves the sessions of all trajectories, each under a key of its own."""
+
+    def __init__(self, host: str):
+        """Start serving on a free port of the address `host`. Raises as `listen` does."""
+        listener = listen(host)
+        reached_at = _ANY_ADDRESS.get(host, host)
+        reached_at = f"[{reached_at}]" if ":" in reached_at else reached_at
+        self.base_url = f"http://{reached_at}:{listener.getsockname()[1]}/v1"
+        self._sessions: dict[str, Session] = {}
+        self._num_unauthorized = 0
+        self._num_refused = 0
+        self._lock = threading.Lock()  # of the counts
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app(),
+                loop="asyncio",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                workers=1,
+            )
+        )
+        self._server.force_exit = True  # at the end, wait neither for clients nor for requests
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="endpoint", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def open(self, session: Session) -> Iterator[str]:
+        """Serve a session within the context, and yield its key."""
+        key = token_hex(16)
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+            session.close()
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of requests with a wrong key and of other refused ones since the last call."""
+        with self._lock:
+            counts = {"unauthorized_requests": self._num_unauthorized, "refused_requests": self._num_refused}
+            self._num_unauthorized = self._num_refused = 0
+        return counts
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.should_exit = True
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _app(self) -> ASGIApp:
+        routes = [
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/chat/completions", self._post(read_chat_request), methods=["POST"]),
+            Route("/v1/completions", self._post(read_text_request), methods=["POST"]),
+            Route("/inference/v1/generate", self._post(read_token_request), methods=["POST"]),
+        ]
+        handlers: Mapping[Any, Any] = {
+            RequestError: self._error,
+            HTTPException: self._error,
+            Exception: self._error,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)
+
+        async def authorized(scope: Scope, receive: Receive, send: Send) -> None:
+            session = self._sessions.get(_key(scope))
+            if session is None:
+                request = Request(scope, receive)
+                with suppress(ClientDisconnect):
+                    await _read_body(request)  # a client that is still sending would not see the answer
+                    response = await self._error(request, ended())
+                    await response(scope, receive, send)
+                return
+            await app({**scope, "session": session}, receive, send)
+
+        return authorized
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse(models_answer())
+
+    def _post(self, read: Callable[[Any], AnyRequest]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            parsed = read(await _read_json(request))
+            answer = await _forward(request, parsed)
+            if answer is None:
+                return Response(status_code=499)  # nobody reads it
+            if parsed.options.stream:
+                stream = as_stream(answer, include_usage=parsed.options.include_usage)
+                return Response(stream, media_type="text/event-stream")
+            return JSONResponse(answer)
+
+        return handle
+
+    async def _error(self, request: Request, raised: Exception) -> Response:
+        error = _as_request_error(request, raised)
+        with self._lock:
+            self._num_unauthorized += error.status == 401
+            self._num_refused += error.status != 401 and error.code != "trajectory_ended"
+        return JSONResponse(error_answer(error), status_code=error.status)
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on a free port of an address.
+
+    Raises:
+        UserError: this machine does not have the address.
+    """
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family)
+    except OSError as error:
+        raise UserError(f"rollout.endpoint_host: {host!r}: cannot listen there: {error}") from error
+
+
+async def _forward(request: Request, parsed: AnyRequest) -> dict[str, Any] | None:
+    """Have the session answer in its own event loop. None: the client has hung up, and the call was cancelled."""
+    session: Session = request.scope["session"]
+    coroutine = session.answer(parsed)
+    try:
+        answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, session.loop))
+    except RuntimeError:  # the run has ended, and closed the loop
+        coroutine.close()
+        raise ended() from None
+    gone = asyncio.ensure_future(_hung_up(request))
+    waiting: list[asyncio.Future[Any]] = [answered, gone]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if answered.cancelled():
+            raise ended()
+        return answered.result() if answered.done() else None
+    finally:
+        answered.cancel()
+        gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_json(request: Request) -> Any:
+    """Read the body of a request. Raises RequestError if it is too long or not JSON."""
+    body = await _read_body(request)
+    if body is None:
+        raise RequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+async def _read_body(request: Request) -> bytes | None:
+    """Read the body of a request. None: it is too long, and was dropped."""
+    body = bytearray()
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes <= MAX_BODY_BYTES:
+            body += part
+        elif num_bytes > 4 * MAX_BODY_BYTES:
+            break
+    return bytes(body) if num_bytes <= MAX_BODY_BYTES else None
+
+
+def _key(scope: Scope) -> str:
+    """Return the key of a request; "" if it has none."""
+    headers = {name.lower(): value for name, value in scope.get("headers", ())}
+    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _as_request_error(request: Request, error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, HTTPException):
+        supported = "/v1/chat/completions, /v1/completions, /v1/models and /inference/v1/generate"
+        what = f"{request.method} {request.url.path}: {error.detail}; this endpoint has {supported}"
+        return RequestError(what, status=error.status_code)
+    return RequestError(describe_error(error), status=500)

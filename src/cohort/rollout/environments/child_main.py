@@ -1,0 +1,314 @@
+"""The child process of isolated user code: hosts one environment instance, or functions.
+
+Run by path, so that it starts fast: `python -P -u -X faulthandler child_main.py CHANNEL PARENT`, with an inherited
+socket and the parent's process id. The child, and whatever it has started, dies with its parent.
+
+Each message on the socket is a `HEADER` with its length, and the content. The parent sends pickles. The child answers
+in JSON: no answer can make the parent run code.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from cohort.user_code import describe_error, load_callable, load_function
+
+if TYPE_CHECKING:
+    from cohort.chat import Reply
+    from cohort.records import ModelCall
+
+HEADER = struct.Struct("!Q")
+MAX_MESSAGE_BYTES = 64 << 20  # of the child
+CLOSE_TIMEOUT_S = 5.0  # for `close()` of the environment
+_MAX_ATTRIBUTE_BYTES = 1 << 20
+_MAX_ATTRIBUTES_BYTES = 16 << 20  # of all of them
+_MAX_ERROR_CHARACTERS = 20_000
+_PR_SET_PDEATHSIG = 1
+
+
+def main(channel: socket.socket, parent: int) -> None:
+    """Answer calls until the parent closes the channel or dies."""
+    channel.set_inheritable(False)
+    os.register_at_fork(after_in_child=channel.close)  # it must close when this process ends
+    if sys.platform == "linux":
+        _die_with(parent)
+        worker = os.getpid()
+        if os.fork() == 0:
+            _guard(worker)
+    Host(channel).run()
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, even while an extension blocks the interpreter."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _guard(worker: int) -> None:
+    """Kill the process group when the worker ends, however it does. Never returns."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == worker:
+        signal.sigwait({signal.SIGTERM})
+    os.killpg(0, signal.SIGKILL)
+
+
+class Host:
+    """Runs user code, one call at a time, in the main thread: some libraries need it, others one thread for all."""
+
+    def __init__(self, channel: socket.socket):
+        """Create a host; `run` starts it."""
+        self._channel = channel
+        self._loop = asyncio.new_event_loop()
+        self._target: Any = None
+        self._close: Callable[[], Any] = lambda: None
+        self._num_requests = 0
+        self._requests: dict[int, asyncio.Future[Any]] = {}  # to the model, unanswered
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self) -> None:
+        """Answer calls forever."""
+        threading.Thread(target=self._read, name="channel", daemon=True).start()
+        self._loop.run_forever()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the parent.
+
+        Raises:
+            ValueError: it has more than `MAX_MESSAGE_BYTES`.
+            TypeError: it is not JSON.
+        """
+        content = json.dumps(message).encode()
+        if len(content) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"{len(content)} bytes are too many for one message; at most {MAX_MESSAGE_BYTES}")
+        self._channel.sendall(HEADER.pack(len(content)) + content)
+
+    async def request(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a method of the trajectory's model and return its result."""
+        self._num_requests += 1
+        number = self._num_requests
+        answer = self._requests[number] = self._loop.create_future()
+        try:
+            plain = json.loads(json.dumps(arguments, default=_plain))
+            self.send({"request": number, "method": method, "arguments": plain})
+            return await answer
+        except asyncio.CancelledError:
+            self.send({"cancel": number})
+            raise
+        finally:
+            del self._requests[number]
+
+    def _read(self) -> None:
+        with suppress(OSError, EOFError):
+            while True:
+                (length,) = HEADER.unpack(self._receive(HEADER.size))
+                kind, number, content = pickle.loads(self._receive(length))
+                self._loop.call_soon_threadsafe(self._on_message, kind, number, content)
+        self._loop.call_soon_threadsafe(self._on_message, "close", 0, b"")
+        time.sleep(CLOSE_TIMEOUT_S)
+        os.killpg(0, signal.SIGKILL)
+
+    def _receive(self, length: int) -> bytes:
+        content = bytearray()
+        while len(content) < length:
+            chunk = self._channel.recv(min(length - len(content), 1 << 20))
+            if not chunk:
+                raise EOFError
+            content += chunk
+        return bytes(content)
+
+    def _on_message(self, kind: str, number: int, content: bytes) -> None:
+        if kind == "answer":
+            answer = self._requests.get(number)
+            if answer is not None and not answer.done():
+                _settle(answer, content)
+            return
+        task = self._loop.create_task(self._call(kind, content))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, kind: str, content: bytes) -> None:
+        result: Any = None
+        try:
+            if kind == "load":
+                self._load(**pickle.loads(content))
+            elif kind == "attributes":
+                result = _attributes(self._target)
+            elif kind == "close":
+                result = self._close()
+            else:
+                result = self._start(**pickle.loads(content))
+            if inspect.isawaitable(result):
+                result = await result
+            self._answer(result)
+        except BaseException as error:  # SystemExit too: it would end the process as if its code were to blame
+            name = type(error).__name__
+            text = describe_error(error).removeprefix(f"{name}: ")[:_MAX_ERROR_CHARACTERS]
+            frames = "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARACTERS:]
+            self.send({"error": text, "name": name, "traceback": frames, "limit": _limit_behind(error)})
+        finally:
+            if kind == "close":
+                os.killpg(0, signal.SIGKILL)
+
+    def _load(
+        self, field: str, functions: Mapping[str, str], use: str, args: Mapping[str, Any], of_library: bool
+    ) -> None:
+        """Load functions by name; without any, create the environment of `use`."""
+        if functions:
+            loaded = {name: load_function(path, field=field) for name, path in functions.items()}
+            self._target = SimpleNamespace(**loaded)
+            return
+        if of_library:
+            from cohort.config.environment import EnvironmentSpec
+            from cohort.rollout.environments.sources import find_source
+
+            self._target = find_source(EnvironmentSpec(use=use, args=dict(args)), field=field).create()
+        else:
+            self._target = load_callable(use, field=field)(**args)
+        self._close = getattr(self._target, "close", self._close)
+
+    def _start(
+        self,
+        name: str,
+        seed: int | None,
+        positional: Sequence[Any],
+        arguments: Mapping[str, Any],
+        turns_left: int | None,
+    ) -> Any:
+        """Call a method or function; `turns_left` is that of the model, if it takes one."""
+        if seed is not None:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+        model = () if turns_left is None else (Model(self, turns_left=turns_left),)
+        return getattr(self._target, name)(*positional, *model, **arguments)
+
+    def _answer(self, result: Any) -> None:
+        try:
+            self.send({"result": result})
+        except (TypeError, RecursionError):  # not JSON
+            kind, number = type(result), None
+            with suppress(Exception):
+                number = float(result.item())  # of NumPy or PyTorch
+            self.send({"text": str(result), "type": kind.__name__, "module": kind.__module__, "number": number})
+
+
+class Model:
+    """The model of a trajectory, which the parent keeps. See `cohort.rollout.environments.model.RolloutModel`."""
+
+    def __init__(self, host: Host, *, turns_left: int):
+        """Create the model of one call of `run`."""
+        self.turns_left = turns_left  # number of further calls that may be trained on
+        self._host = host
+
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        train: bool = True,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> "Reply":
+        """Sample the next assistant message of a conversation."""
+        arguments = {
+            "messages": messages,
+            "tools": tools,
+            "train": train,
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "stop_token_ids": stop_token_ids,
+        }
+        reply: Reply = await self._request("chat", arguments)
+        return reply
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        train: bool = True,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> "ModelCall":
+        """Sample a continuation of `token_ids` [K]."""
+        arguments = {
+            "token_ids": token_ids,
+            "train": train,
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "stop_token_ids": stop_token_ids,
+        }
+        call: ModelCall = await self._request("generate", arguments)
+        return call
+
+    async def _request(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        result, self.turns_left = await self._host.request(method, arguments)
+        return result
+
+
+def _settle(answer: asyncio.Future[Any], content: bytes) -> None:
+    """Set the result or the exception of a request to the model."""
+    try:
+        kind, value = pickle.loads(content)
+        if kind == "result":
+            answer.set_result(value)
+            return
+        error: Exception = RuntimeError(value)
+        if kind != "error":
+            from cohort.rollout.environments.model import EnvironmentFailure, TrajectoryEnded
+
+            error = TrajectoryEnded(value) if kind == "ended" else EnvironmentFailure(value)
+    except Exception as raised:
+        error = raised
+    answer.set_exception(error)
+
+
+def _limit_behind(error: BaseException) -> str | None:
+    """Return the trajectory's limit that an exception reports, if this process has heard of one."""
+    model = sys.modules.get("cohort.rollout.environments.model")
+    return None if model is None else model.limit_behind(error)
+
+
+def _attributes(instance: Any) -> dict[str, Any]:
+    """Return the public attributes that are JSON, for reward functions. Leaves out what exceeds the limits."""
+    attributes: dict[str, Any] = {}
+    left = _MAX_ATTRIBUTES_BYTES
+    for name in dir(instance):
+        with suppress(Exception):  # a property that raises, a value that is not JSON
+            if not name.startswith("_") and not callable(value := getattr(instance, name)):
+                text = json.dumps(value, default=_plain)
+                if len(text) <= min(left, _MAX_ATTRIBUTE_BYTES):
+                    attributes[name] = json.loads(text)
+                    left -= len(text)
+    return attributes
+
+
+def _plain(value: Any) -> Any:
+    """Convert for `json.dumps`: mappings to dicts, and arrays of NumPy or PyTorch to lists."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), parent=int(sys.argv[2]))

@@ -1,0 +1,380 @@
+"""Run user code in child processes, which can be killed and may crash without ending the run.
+
+The children's sockets are served by the event loop itself: it needs neither threads per child nor asyncio's own
+subprocesses, which wait for a child in a way that assumes that the loop always runs.
+"""
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any, Self
+
+from cohort.rollout.engines.vllm.server import SECRET_VARIABLE
+from cohort.rollout.environments import child_main
+from cohort.rollout.environments.child_main import CLOSE_TIMEOUT_S, HEADER, MAX_MESSAGE_BYTES
+from cohort.rollout.environments.handle import DeadlineMissed
+from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
+from cohort.user_code import describe_error
+
+START_TIMEOUT_S = 120.0  # for imports and the constructor
+_END_TIMEOUT_S = 1.0  # between the end of a child's socket and that of the child
+_MAX_LOG_BYTES = 16 << 20
+_TAIL_BYTES = 4096  # of the log in messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """What a child process loads: functions, or else an instance of an environment."""
+
+    name: str  # in messages
+    key: str  # of the configuration
+    functions: Mapping[str, str] = field(default_factory=dict)  # paths such as file.py:function, by name
+    use: str = ""  # environment as in the configuration
+    args: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
+    of_library: bool = False  # `use` begins with the name of a library
+    copies_attributes: bool = True  # `refresh` copies the instance's attributes, since a reward function may read them
+
+
+class ChildError(Exception):
+    """User code raised an exception. Its subclasses have the names of these exceptions."""
+
+
+class ChildProcess:
+    """One child process, which hosts one instance or functions: an `EnvironmentHandle`. Runs one call at a time.
+
+    The child is killed with all its descendants if a call misses its deadline or is cancelled, if its answer is
+    invalid, and when this process ends.
+    """
+
+    def __init__(self, code: UserCode):
+        """Start the process; `start` also loads the code."""
+        self.instance = Attributes(code.name)
+        self._code = code
+        self._lock = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
+        self._closing: threading.Thread | None = None
+        # in append mode, so that it can be truncated while the child writes
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
+        self._channel, other = socket.socketpair()
+        self._channel.setblocking(False)
+        with other:
+            self.process = subprocess.Popen(
+                (
+                    *(sys.executable, "-P", "-u", "-X", "faulthandler", child_main.__file__),
+                    *(str(other.fileno()), str(os.getpid())),
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
+                pass_fds=(other.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the parent; and the whole group can be killed
+            )
+        weakref.finalize(self, _kill, self.process)
+
+    @classmethod
+    async def start(cls, code: UserCode, *, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Start a process and load the code. Raises as `call` does."""
+        child = cls(code)
+        content = {
+            "field": code.key,
+            "functions": dict(code.functions),
+            "use": code.use,
+            "args": dict(code.args),
+            "of_library": code.of_library,
+        }
+        try:
+            await child._request("load", content, timeout_s=timeout_s)
+        except DeadlineMissed:
+            raise EnvironmentFailure(f"the process of {code.name} was not ready within {timeout_s:g} s") from None
+        except BaseException:
+            child.kill()
+            raise
+        return child
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float | None,
+        seed: int | None = None,
+        positional: Sequence[Any] = (),
+        model: RolloutModel | None = None,
+    ) -> Any:
+        """Call a method or function and return its result.
+
+        Args:
+            name: name of the method or function.
+            arguments: keyword arguments.
+            timeout_s: deadline; None for none.
+            seed: seed of the global random generators of Python and NumPy.
+            positional: arguments before these. All must be picklable.
+            model: the last of the positional arguments: the child can call its `chat` and `generate`.
+
+        Returns:
+            The result if it is JSON; otherwise an object of a type of the same name and with the same text.
+
+        Raises:
+            DeadlineMissed: it did not return within `timeout_s`.
+            EnvironmentFailure: the child ended, or its arguments or result cannot be passed on.
+            ChildError: the code raised an exception.
+        """
+        content = {
+            "name": name,
+            "seed": seed,
+            "positional": tuple(positional),
+            "arguments": dict(arguments),
+            "turns_left": None if model is None else model.turns_left,
+        }
+        async with self._lock:
+            return await self._request("call", content, timeout_s=timeout_s, model=model)
+
+    async def refresh(self, *, timeout_s: float) -> None:
+        """Copy the instance's public attributes to `instance`, if rewards read them. Raises as `call` does."""
+        if not self._code.copies_attributes:
+            return
+        async with self._lock:
+            attributes = await self._request("attributes", {}, timeout_s=timeout_s)
+        vars(self.instance).clear()
+        vars(self.instance).update(attributes, _name=self._code.name)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is running and not closing."""
+        return self.process.poll() is None and self._closing is None
+
+    def close(self) -> None:
+        """Call the instance's `close()`, if it has one, and end the process. Does not wait for it."""
+        if self._closing is None:
+            with suppress(OSError):
+                self._channel.shutdown(socket.SHUT_WR)  # the child closes the instance, and ends
+            self._closing = threading.Thread(target=self._end, name="close a child process", daemon=True)
+            self._closing.start()
+
+    def join(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until the process has ended, but not longer than `timeout_s`; then kill it."""
+        if self._closing is not None:
+            self._closing.join(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and its descendants."""
+        _kill(self.process)
+
+    def _end(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(CLOSE_TIMEOUT_S)
+        self.kill()
+
+    async def _request(
+        self, kind: str, content: Mapping[str, Any], *, timeout_s: float | None, model: RolloutModel | None = None
+    ) -> Any:
+        """Send a request and return the result. Unless that is an exception of user code, any error kills the child."""
+        try:
+            pickled = pickle.dumps(content)
+        except Exception as error:
+            why = describe_error(error)
+            raise EnvironmentFailure(f"{self._code.name}: an argument cannot be passed to a process: {why}") from error
+        if not self.is_alive:
+            raise EnvironmentFailure(self._describe_end())
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                result = await self._exchange(kind, pickled, model)
+        except BaseException as error:
+            is_ended = isinstance(error, OSError | EOFError) and not deadline.expired()
+            text = self._describe_end() if is_ended else ""
+            self.kill()
+            if is_ended:
+                raise EnvironmentFailure(text) from None
+            if deadline.expired():
+                raise DeadlineMissed(f"did not return within {timeout_s:g} s") from None
+            raise
+        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
+            os.ftruncate(self._log.fileno(), 0)
+        if isinstance(result, ChildError):
+            raise result
+        return result
+
+    async def _exchange(self, kind: str, content: bytes, model: RolloutModel | None) -> Any:
+        """Send a request, answer the child's requests to the model, and return the result or the user code's error."""
+        answers: dict[int, asyncio.Task[None]] = {}
+        try:
+            await self._send(kind, 0, content)
+            while True:
+                message = await self._receive()
+                if "request" in message and model is not None:
+                    number = message["request"]
+                    answers[number] = asyncio.create_task(self._answer(model, message))
+                elif "cancel" in message:
+                    answers[message["cancel"]].cancel()
+                else:
+                    return _read_result(message)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise EnvironmentFailure(
+                f"{self._code.name}: its process sent an invalid message: {error!r:.200}"
+            ) from error
+        finally:
+            for task in answers.values():
+                task.cancel()
+
+    async def _answer(self, model: RolloutModel, message: Mapping[str, Any]) -> None:
+        """Call the model for the child."""
+        answer: tuple[str, Any]
+        try:
+            method = model.chat if message["method"] == "chat" else model.generate
+            answer = "result", (await method(**message["arguments"]), model.turns_left)
+        except TrajectoryEnded as ended:
+            answer = "ended", ended.end
+        except EnvironmentFailure as failure:
+            answer = "failure", str(failure)
+        except Exception as error:
+            answer = "error", describe_error(error)
+        with suppress(OSError):  # the child has ended, which `_exchange` learns by itself
+            await self._send("answer", message["request"], pickle.dumps(answer))
+
+    async def _send(self, kind: str, number: int, content: bytes) -> None:
+        frame = pickle.dumps((kind, number, content))
+        async with self._send_lock:
+            await asyncio.get_running_loop().sock_sendall(self._channel, HEADER.pack(len(frame)) + frame)
+
+    async def _receive(self) -> dict[str, Any]:
+        (length,) = HEADER.unpack(await self._receive_bytes(HEADER.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        message: dict[str, Any] = json.loads(await self._receive_bytes(length))
+        return message
+
+    async def _receive_bytes(self, length: int) -> bytes:
+        content = bytearray()
+        while len(content) < length:
+            chunk = await asyncio.get_running_loop().sock_recv(self._channel, min(length - len(content), 1 << 20))
+            if not chunk:
+                raise EOFError
+            content += chunk
+        return bytes(content)
+
+    def _describe_end(self) -> str:
+        """Say how the process ended, with its last lines of output."""
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_END_TIMEOUT_S)
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        descriptor = self._log.fileno()
+        start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
+        output = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").strip()
+        return f"the process of {self._code.name} {how}" + (f". Its last output:\n{output}" if output else "")
+
+
+class ChildPool:
+    """Child processes with the same functions or class: the handle of functions, each call in a process of its own."""
+
+    instance = None
+    is_alive = True
+
+    def __init__(self, code: UserCode):
+        """Create a pool without processes; calls start them."""
+        self._code = code
+        self._idle: list[ChildProcess] = []
+        self._busy: set[ChildProcess] = set()
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float | None,
+        seed: int | None = None,
+        positional: Sequence[Any] = (),
+        model: RolloutModel | None = None,
+    ) -> Any:
+        """Call a function in an idle process, or a new one. See `ChildProcess.call`."""
+        self._idle = [child for child in self._idle if child.is_alive]
+        child = self._idle.pop() if self._idle else await ChildProcess.start(self._code)
+        self._busy.add(child)
+        try:
+            return await child.call(name, arguments, timeout_s=timeout_s, seed=seed, positional=positional, model=model)
+        finally:
+            self._busy.discard(child)
+            self._idle.append(child)
+
+    async def refresh(self, *, timeout_s: float) -> None:
+        """Do nothing: functions have no instance."""
+
+    def close(self) -> None:
+        """Close all processes. Does not wait for it."""
+        for child in (*self._idle, *self._busy):
+            child.close()
+
+    def join(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until all processes have ended, but not longer than `timeout_s` for each."""
+        for child in (*self._idle, *self._busy):
+            child.join(timeout_s)
+
+
+class Attributes:
+    """The public attributes of an environment in a child process, as they were at the end of its trajectory."""
+
+    def __init__(self, name: str):
+        """Create it without attributes."""
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{name!r}: with rollout.isolate, rewards only see the public attributes of {self._name} that are JSON"
+        )
+
+
+class _Shown:
+    """An object of the child that is not JSON: only its text, and its number if it is one."""
+
+    def __init__(self, text: str, number: float | None):
+        self._text = text
+        self._number = number
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
+
+    def item(self) -> float | None:
+        """Return the number, as scalars of NumPy and PyTorch do."""
+        return self._number
+
+
+def _read_result(message: Mapping[str, Any]) -> Any:
+    """Return the result in a message, or the `ChildError` in it."""
+    if "result" in message:
+        return message["result"]
+    if "error" in message:
+        error: ChildError = type(message["name"], (ChildError,), {})(message["error"])
+        error.add_note(f"In the child process:\n{message['traceback']}")
+        error.__cause__ = TrajectoryEnded(message["limit"]) if message.get("limit") else None
+        return error
+    if message["type"] in ("bytes", "bytearray"):  # others recognize it by its type
+        return message["text"].encode()
+    return type(message["type"], (_Shown,), {"__module__": message["module"]})(message["text"], message["number"])
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(CLOSE_TIMEOUT_S)

@@ -1,0 +1,84 @@
+"""Find out what an environment of the configuration is: a user's class or function, or an environment of a library."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from cohort.config.environment import EnvironmentSpec
+from cohort.errors import UserError
+from cohort.rollout.environments.handle import InstanceHandle, UserThread
+from cohort.rollout.environments.tools import Schema
+from cohort.user_code import describe_error, error_location, load_callable
+
+# Libraries by the prefix of `rollout.environment`, as "module:function". The function takes the rest of the name, the
+# arguments and the field's name, and returns an `EnvironmentSource`.
+LIBRARIES = {
+    name: f"cohort.rollout.environments.libraries.{name}:load"
+    for name in ("reasoning_gym", "verifiers", "textarena", "openenv", "skyrl_gym")
+}
+
+_CLOSE_TIMEOUT_S = 5.0  # for the `close()` of an instance
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSource:
+    """How to create the instances of an environment."""
+
+    kind: type | None  # class of the instances; None for a function `run(row, model)`
+    name: str  # of its reward, unless `kind` is an environment class
+    create: Callable[[], Any]  # creates an instance, or returns the function
+    rows: Callable[[int, int], Rows] | None = None  # (count, seed) -> rows, if the environment brings its own data
+    schemas: tuple[Schema, ...] = ()  # of the tools of a program, if they are known
+    has_own_processes: bool = False  # a program that runs in processes of its library, and needs none of the run
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a program, `run(row, model)`, rather than an environment class, which may have a tool `run`."""
+        return self.kind is None or (hasattr(self.kind, "run") and not hasattr(self.kind, "reset"))
+
+
+def find_source(spec: EnvironmentSpec, *, field: str) -> EnvironmentSource:
+    """Load the class or function of an environment, without creating an instance of a class.
+
+    Raises:
+        UserError: it cannot be loaded, or `args` do not match its parameters.
+    """
+    prefix, _, name = spec.use.partition(":")
+    if prefix in LIBRARIES:
+        module, _, function = LIBRARIES[prefix].partition(":")
+        source: EnvironmentSource = getattr(import_module(module), function)(name, spec.args, field=field)
+        return source
+    loaded = load_callable(spec.use, field=f"{field}.use")
+    if inspect.iscoroutinefunction(loaded):
+        if spec.args:
+            raise UserError(f"{field}.args: {spec.use!r} is a function `run(row, model)`, which takes no arguments")
+        return EnvironmentSource(kind=None, name=loaded.__name__, create=lambda: loaded)
+    try:
+        inspect.signature(loaded).bind(**spec.args)
+    except TypeError as error:
+        raise UserError(f"{field}.args: {spec.use!r}: {error}") from error
+    except ValueError:
+        pass  # no signature, as some classes written in C have
+    create = partial(loaded, **spec.args)
+    kind = loaded if isinstance(loaded, type) else _kind_made_by(create, spec.use, field)
+    return EnvironmentSource(kind=kind, name=kind.__name__, create=create)
+
+
+def _kind_made_by(factory: Callable[[], Any], use: str, field: str) -> type:
+    """Return the class of what a function makes. One instance is made to learn it, and closed."""
+    try:
+        instance = factory()
+    except Exception as error:
+        raise UserError(
+            f"{field}.use: {use!r} raised {describe_error(error)} (at {error_location(error)}); it must return an "
+            f"environment, or be `async def run(row, model)`"
+        ) from error
+    handle = InstanceHandle(instance, UserThread(f"close {use}"))
+    handle.close()
+    handle.join(_CLOSE_TIMEOUT_S)
+    return type(instance)

@@ -1,0 +1,168 @@
+"""Play a row with tools and, if there is one, an environment class: chat, execute the tool calls, repeat."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cohort.chat import Reply, prompt_messages
+from cohort.records import EndReason, Message, Trajectory, TurnStats
+from cohort.rollout.environments.child_main import CLOSE_TIMEOUT_S
+from cohort.rollout.environments.environment_class import Environment, EnvironmentInterface, EnvironmentPool
+from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded
+from cohort.rollout.environments.tools import Tool, ToolExecutor
+from cohort.rollout.environments.trajectory import Outcome, Row
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Counts of one trajectory."""
+
+    tool_calls: int = 0
+    tool_errors: int = 0
+    malformed_calls: int = 0
+
+
+class ToolLoop:
+    """A program that lets the model call tools until it answers without a call."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        executor: ToolExecutor,
+        prompt_column: str,
+        system_prompt: str | None = None,
+        interface: EnvironmentInterface | None = None,
+        pool: EnvironmentPool | None = None,
+    ):
+        """Create the program.
+
+        Args:
+            tools: plain functions.
+            executor: executes tool calls.
+            prompt_column: name of the prompt column in rows.
+            system_prompt: system message for prompts that have none.
+            interface: of the environment class; its methods are tools too.
+            pool: instances of that class.
+        """
+        assert (interface is None) == (pool is None)
+        self._tools = tools
+        self._executor = executor
+        self._prompt_column = prompt_column
+        self._system_prompt = system_prompt
+        self._interface = interface
+        self._pool = pool
+
+    async def run(self, row: Row, model: RolloutModel) -> Outcome:
+        """Play one row. A trajectory that reaches a limit is scored as well."""
+        if self._interface is None or self._pool is None:
+            return await _Play(self._executor, self._tools, None, model).run(self._messages(row, None))
+        try:
+            handle = await self._pool.acquire()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise EnvironmentFailure(f"{self._interface.name} could not be created: {what}") from error
+        environment = Environment(handle, self._interface, timeout_s=self._executor.timeout_s)
+        methods = [Tool(schema=s, handle=handle, of_environment=True) for s in self._interface.schemas]
+        try:
+            observation = await environment.reset(self._interface.reset_arguments(row, model.key), model.key)
+            play = _Play(self._executor, [*self._tools, *methods], environment, model)
+            return await play.run(self._messages(row, observation))
+        except BaseException:  # whatever broke the trajectory may have broken the instance
+            self._pool.discard(handle)
+            raise
+
+    def release(self, trajectory: Trajectory) -> None:
+        """Reuse the environment of a trajectory."""
+        if self._pool is not None:
+            self._pool.release(trajectory.environment)
+
+    def close(self) -> None:
+        """Close all environments, and the processes of tools."""
+        if self._pool is not None:
+            self._pool.close()
+        for handle in {tool.handle for tool in self._tools}:
+            handle.close()
+            handle.join(CLOSE_TIMEOUT_S)
+
+    def _messages(self, row: Row, observation: str | None) -> list[Message]:
+        """First messages: the system prompt and the row's prompt, with the observation after its last user message."""
+        messages = prompt_messages(row.get(self._prompt_column) or [], self._system_prompt)
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
+            return [*messages, {"role": "user", "content": observation or ""}]
+        if observation:
+            last = messages[users[-1]]
+            messages[users[-1]] = {**last, "content": _appended(last["content"], observation)}
+        return messages
+
+
+@dataclass(slots=True)
+class _Play:
+    """One trajectory in progress."""
+
+    executor: ToolExecutor
+    tools: Sequence[Tool]
+    environment: Environment | None
+    model: RolloutModel
+    counts: _Counts = field(default_factory=_Counts)
+
+    async def run(self, messages: Sequence[Message]) -> Outcome:
+        end: EndReason | None = None
+        schemas = [tool.schema for tool in self.tools]
+        by_name = {tool.name: tool for tool in self.tools}
+        try:
+            while True:
+                reply = await self.model.chat(messages, tools=schemas or None)
+                answers = await self._answers(reply, by_name)
+                self.model.transcript = [*self.model.transcript, *answers]  # also if a limit prevents the next turn
+                await self._reward_turn()
+                if not answers:
+                    break
+                messages = [*messages, reply.message, *answers]
+        except TrajectoryEnded as ended:
+            end = ended.end
+        environment, counts = self.environment, self.counts
+        stats = TurnStats(
+            tool_calls=counts.tool_calls, tool_errors=counts.tool_errors, malformed_calls=counts.malformed_calls
+        )
+        if environment is None:
+            return Outcome(end=end, stats=stats)
+        return Outcome(
+            name=environment.interface.name,
+            reward=await environment.reward(),
+            environment=await environment.instance(),
+            end=end,
+            stats=stats,
+        )
+
+    async def _answers(self, reply: Reply, tools: Mapping[str, Tool]) -> list[Message]:
+        """Messages that answer the reply's tool calls; none if the trajectory ends with this reply."""
+        assert reply.call is not None, "RolloutModel.chat sets it"
+        cut = reply.call.finish_reason == "length"
+        if not tools or (cut and not reply.tool_calls):
+            return []
+        self.counts.malformed_calls += len(reply.errors)
+        results = await self.executor.execute(reply.tool_calls, tools)
+        self.counts.tool_calls += len(results)
+        self.counts.tool_errors += sum(result.is_error for result in results)
+        messages = [result.message for result in results]
+        if not reply.errors:
+            return messages
+        errors = self.executor.cut("\n".join(reply.errors))
+        if not messages:
+            return [{"role": "user", "content": errors}]
+        # templates that pair tool messages with calls have no place for one more message
+        last = messages[-1]
+        return [*messages[:-1], {**last, "content": f"{last['content']}\n{errors}"}]
+
+    async def _reward_turn(self) -> None:
+        if self.environment is not None and self.environment.interface.has_step_reward:
+            self.model.step_rewards.append(await self.environment.step_reward())
+
+
+def _appended(content: Any, observation: str) -> Any:
+    """Append to the content of a message: text or a list of parts."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": observation}]
+    return f"{content or ''}{observation}"

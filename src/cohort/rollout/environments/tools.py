@@ -1,0 +1,206 @@
+"""Execute the tool calls of a reply: plain functions and the methods of an environment.
+
+Whatever goes wrong with a call becomes an error message to the model, except that an environment whose method hangs has
+failed.
+"""
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cohort.chat import ToolCall, tool_schema
+from cohort.errors import UserError, suggest
+from cohort.records import Message
+from cohort.rollout.environments.child_process import ChildPool, UserCode
+from cohort.rollout.environments.handle import DeadlineMissed, EnvironmentHandle, ToolHandle
+from cohort.rollout.environments.model import EnvironmentFailure
+from cohort.user_code import describe_error, load_function
+
+Schema = Mapping[str, Any]  # JSON schema of a tool
+
+_CHARACTERS_PER_TOKEN = 32  # more than tokens have; longer results are cut before they are tokenized
+_MEDIA = ("image", "image_url", "audio", "input_audio", "video")  # types of content parts that are not text
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that the model may call."""
+
+    schema: Schema
+    handle: EnvironmentHandle
+    of_environment: bool = False  # a method of an environment, which has failed if the method hangs
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return str(self.schema["function"]["name"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """The message that answers a tool call."""
+
+    message: Message
+    is_error: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolExecutor:
+    """Executes tool calls within limits."""
+
+    tokenizer: Any
+    max_tokens: int  # of a result
+    timeout_s: float
+
+    async def execute(self, calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> list[ToolResult]:
+        """Execute the calls of one reply concurrently, and return their results in order.
+
+        Raises:
+            EnvironmentFailure: a method of an environment hangs, or a result is not text; other calls are cancelled.
+        """
+        tasks = [asyncio.ensure_future(self._execute(call, tools)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _execute(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
+        tool = tools.get(call.name)
+        if tool is None:
+            known = suggest(call.name, sorted(tools), "Tools")
+            return self._result(call, f"Error: there is no tool {call.name!r}{known}", is_error=True)
+        if (problem := argument_problem(call.arguments, tool.schema)) is not None:
+            return self._result(call, f"Error: {problem}", is_error=True)
+        try:
+            arguments = copy.deepcopy(call.arguments)  # the tool may change its own
+            value = await tool.handle.call(call.name, arguments, timeout_s=self.timeout_s)
+        except (DeadlineMissed, EnvironmentFailure) as error:
+            if tool.of_environment:
+                raise EnvironmentFailure(f"method {call.name!r}: {error} (rollout.tool_timeout_s)") from error
+            return self._result(call, f"Error: tool {call.name!r}: {error}", is_error=True)
+        except Exception as error:
+            return self._result(call, f"Error: {describe_error(error)}", is_error=True)
+        return self._result(call, result_text(value, where=f"tool {call.name!r}"), is_error=False)
+
+    def _result(self, call: ToolCall, text: str, *, is_error: bool) -> ToolResult:
+        content = self.cut(text)
+        return ToolResult(
+            message={"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}, is_error=is_error
+        )
+
+    def cut(self, text: str) -> str:
+        """Cut a text to `max_tokens`, followed by a marker that says how much is missing.
+
+        Lone surrogates are replaced: file names and scraped pages have them, and tokenizers reject them.
+        """
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        start = text[: _CHARACTERS_PER_TOKEN * self.max_tokens]
+        token_ids = self.tokenizer(start, add_special_tokens=False)["input_ids"]
+        if len(token_ids) > self.max_tokens:
+            # the end of the last token may be half a character
+            start = str(self.tokenizer.decode(token_ids[: self.max_tokens])).rstrip("\N{REPLACEMENT CHARACTER}")
+        missing = len(text) - len(start)
+        return text if missing <= 0 else f"{start}\n[... {missing:,} more characters were cut]"
+
+
+def load_tools(uses: Sequence[str], *, isolate: bool = False, field: str = "rollout.tools") -> tuple[Tool, ...]:
+    """Load plain functions as tools, which run in this process or, with `isolate`, in others.
+
+    Raises:
+        UserError: one cannot be loaded, has no type hints or docstring, or two have the same name.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    schemas = []
+    for i, use in enumerate(uses):
+        function = load_function(use, field=f"{field}[{i}]")
+        try:
+            schema = tool_schema(function)
+        except UserError as error:
+            raise UserError(f"{field}[{i}]: {use!r}: {error}") from error
+        name = schema["function"]["name"]
+        if name in functions:
+            raise UserError(f"{field}[{i}]: {use!r}: another tool is also named {name!r}; rename one of the two")
+        functions[name] = function
+        schemas.append(schema)
+    handle: EnvironmentHandle = ToolHandle(functions)
+    if isolate:
+        handle = ChildPool(UserCode(name="tools", key=field, functions=dict(zip(functions, uses, strict=True))))
+    return tuple(Tool(schema=schema, handle=handle) for schema in schemas)
+
+
+def argument_problem(arguments: Mapping[str, Any], schema: Schema) -> str | None:
+    """Compare the arguments of a call with the tool's schema. Return what is wrong, or None."""
+    function = schema["function"]
+    parameters = function.get("parameters", {})
+    properties = parameters.get("properties", {})
+    name = function["name"]
+    for argument, value in arguments.items():
+        if argument not in properties:
+            takes = ", ".join(properties) or "no arguments"
+            return f"tool {name!r} has no parameter {argument!r}; it takes {takes}"
+        if not _has_type(value, properties[argument]):
+            expected = properties[argument]["type"]
+            return f"tool {name!r}: {argument} must be of type {expected}, not {type(value).__name__} {value!r:.80}"
+    missing = [parameter for parameter in parameters.get("required", ()) if parameter not in arguments]
+    return f"tool {name!r} needs {', '.join(missing)}" if missing else None
+
+
+def _has_type(value: Any, schema: Schema) -> bool:
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or (value is None and schema.get("nullable")):
+        return True
+    allowed = [kind for name in kinds for kind in _TYPES.get(name, (object,))]
+    if isinstance(value, bool):
+        return bool in allowed or object in allowed
+    return isinstance(value, tuple(allowed)) or (value is None and "null" in kinds)
+
+
+def result_text(value: Any, *, where: str) -> str:
+    """Return the text of a result: text as it is, else as JSON, else as `str()` has it.
+
+    Raises:
+        EnvironmentFailure: it is or has an image or other content that is not text.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        raise EnvironmentFailure(f"{where} returned {type(value).__name__}; only text is supported, so decode it")
+    if type(value).__module__.startswith("PIL."):
+        raise EnvironmentFailure(f"{where} returned an image ({type(value).__name__}); only text is supported")
+    if isinstance(value, list | tuple) and value and all(map(_is_content_part, value)):
+        other = next((part["type"] for part in value if part["type"] != "text"), None)
+        if other is not None:
+            raise EnvironmentFailure(f"{where} returned content of type {other!r}; only text is supported")
+        return "".join(part["text"] for part in value)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except Exception:  # not JSON: keys, values, depth, or the object's own methods
+        pass
+    try:
+        return str(value)
+    except Exception as error:
+        raise EnvironmentFailure(f"{where} returned a {type(value).__name__} whose str() raises: {error!r}") from error
+
+
+def _is_content_part(value: Any) -> bool:
+    """Whether a value is a part of a message's content, rather than data that has a "type" too."""
+    if not isinstance(value, Mapping):
+        return False
+    kind = value.get("type")
+    if not isinstance(kind, str):
+        return False
+    return kind in _MEDIA or (kind == "text" and isinstance(value.get("text"), str))

@@ -1,0 +1,218 @@
+"""Roll out one trajectory with a program: an environment, an agent, or the user's own `run(row, model)`."""
+
+import asyncio
+import copy
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from cohort.chat import ChatTemplate, ResponseParser
+from cohort.records import EndReason, Prompt, Trajectory, TurnStats
+from cohort.rollout.engines.base import CallKey, Generate, SamplingParams
+from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TurnLimits, limit_behind
+
+Row = Mapping[str, Any]  # one row of the dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a program returns: everything about a trajectory that its model calls do not say."""
+
+    name: str = "environment"  # name of the reward
+    reward: float | None = None  # None: not scored by the environment
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    environment: Any = None  # instance for reward functions
+    end: EndReason | None = None  # None: the limit that was reached; else "answer", or "length" if the reply was cut
+    stats: TurnStats = field(default_factory=TurnStats)  # counts only; the runner adds times and attempts
+
+
+class Program(Protocol):
+    """Plays one trajectory. Called concurrently for all trajectories of a step."""
+
+    async def run(self, row: Row, model: RolloutModel) -> Outcome:
+        """Play one row.
+
+        Args:
+            row: row of the dataset, with the prompt column as it was written, if the row has a prompt.
+            model: samples from the policy for this trajectory.
+
+        Raises:
+            TrajectoryEnded: from `model`, if the program does not handle it. An exception raised from it counts as it.
+            Exception: anything else is a failure of the environment.
+        """
+        ...
+
+    def release(self, trajectory: Trajectory) -> None:
+        """Reuse or close the trajectory's environment. Called when it has been scored, or was dropped."""
+        ...
+
+    def close(self) -> None:
+        """Close all environments. Called at the end of the run."""
+        ...
+
+
+class TrajectoryRunner:
+    """Runs a program for one member of a group: the rollout function for several turns."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        template: ChatTemplate | None,
+        parser: ResponseParser,
+        limits: TurnLimits,
+        prompt_column: str,
+        retries: int,
+        step_rewards_per_token: bool = False,
+    ):
+        """Create a runner.
+
+        Args:
+            program: plays the trajectories.
+            template: renders messages; None if the tokenizer has no chat template.
+            parser: parses replies.
+            limits: limits of every trajectory.
+            prompt_column: name of the prompt column in rows.
+            retries: times that a trajectory is repeated after its environment failed.
+            step_rewards_per_token: credit step rewards to their turns, not only to the trajectory.
+        """
+        self.program = program
+        self._template = template
+        self._parser = parser
+        self._limits = limits
+        self._prompt_column = prompt_column
+        self._retries = retries
+        self._per_token = step_rewards_per_token
+
+    async def __call__(
+        self, generate: Generate, tokenizer: Any, prompt: Prompt, sampling: SamplingParams, key: CallKey
+    ) -> Trajectory:
+        """Roll out one trajectory. Raises only errors of the rollout engine."""
+        start = asyncio.get_running_loop().time()
+        attempts = 0
+        while True:
+            attempts += 1
+            model = RolloutModel(
+                generate,
+                template=self._template,
+                parser=self._parser,
+                tokenizer=tokenizer,
+                prompt=prompt,
+                sampling=sampling,
+                key=key,
+                limits=self._limits,
+            )
+            try:
+                outcome, error = await self._attempt(model)
+            finally:
+                model.close()
+            if outcome.end != "environment_error" or attempts > self._retries:
+                break
+        seconds = asyncio.get_running_loop().time() - start
+        trajectory = _trajectory(model, outcome, error, tokenizer, attempts=attempts, seconds=seconds)
+        return trajectory if self._per_token else replace(trajectory, step_rewards=())
+
+    def release(self, trajectory: Trajectory) -> None:
+        """Reuse or close the trajectory's environment."""
+        self.program.release(trajectory)
+
+    def close(self) -> None:
+        """Close all environments."""
+        self.program.close()
+
+    async def _attempt(self, model: RolloutModel) -> tuple[Outcome, str | None]:
+        """Run the program once and return its outcome, with the error of a broken trajectory."""
+        content = model.prompt.content
+        row = {**model.prompt.columns, **({self._prompt_column: content} if content else {})}
+        row = copy.deepcopy(row)  # trajectories of a group must not see each other's changes
+        deadline = asyncio.timeout(self._limits.timeout_s)
+        try:
+            async with deadline:
+                outcome = await self.program.run(row, model)
+            _check(outcome, model)
+        except Exception as error:
+            if model.engine_error is not None:
+                raise model.engine_error from None
+            end = limit_behind(error)
+            if end is None and deadline.expired():
+                seconds = f"rollout.trajectory_timeout_s: {self._limits.timeout_s:g}"
+                return Outcome(end="timeout"), f"the trajectory did not end within {seconds} seconds"
+            if end is None or isinstance(error, EnvironmentFailure):
+                return Outcome(end="environment_error"), _describe(error)
+            outcome = Outcome(end=end)
+        if model.engine_error is not None:  # the program caught it
+            raise model.engine_error
+        if not any(call.trained for call in model.calls):
+            error_text = "the environment ended without a model call to train on"
+            if model.ended is not None:
+                error_text = f"a limit ({model.ended}) was reached before a model call to train on had finished"
+            return Outcome(end="environment_error", environment=outcome.environment), error_text
+        return outcome, None
+
+
+def read_outcome(returned: Any, *, name: str) -> Outcome:
+    """Read what `run(row, model)` or `solve(row, base_url, api_key)` returned.
+
+    Args:
+        returned: reward, or mapping with the reward under "reward" and metrics under other names, or None.
+        name: name of the reward.
+
+    Raises:
+        EnvironmentFailure: it is something else.
+    """
+    if isinstance(returned, Outcome):
+        return returned
+    values = returned if isinstance(returned, Mapping) else {"reward": returned}
+    numbers: dict[str, float] = {}
+    for key, value in values.items():
+        if value is None and key == "reward":
+            continue
+        if not isinstance(key, str) or not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise EnvironmentFailure(
+                f"{name} returned {value!r:.200} ({type(value).__name__}) as {key!r}; return a finite number, a "
+                f"mapping of names to finite numbers, or None"
+            )
+        numbers[key] = float(value)
+    return Outcome(name=name, reward=numbers.pop("reward", None), metrics=numbers)
+
+
+def _check(outcome: Outcome, model: RolloutModel) -> None:
+    num_trained = sum(call.trained for call in model.calls)
+    if model.step_rewards and len(model.step_rewards) != num_trained:
+        raise EnvironmentFailure(f"{len(model.step_rewards)} step rewards for {num_trained} trained model calls")
+
+
+def _trajectory(
+    model: RolloutModel, outcome: Outcome, error: str | None, tokenizer: Any, *, attempts: int, seconds: float
+) -> Trajectory:
+    trained = [call for call in model.calls if call.trained]
+    cut = bool(trained) and trained[-1].finish_reason == "length"
+    texts = [tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True) for call in trained]
+    messages = model.transcript or [{"role": "assistant", "content": text} for text in texts]  # without a chat
+    counts = outcome.stats
+    scores = [score for score in (outcome.reward, *model.step_rewards) if score is not None]
+    return Trajectory(
+        calls=model.calls,
+        messages=tuple(messages),
+        text="\n".join(texts),
+        end=outcome.end or model.ended or ("length" if cut else "answer"),
+        rewards={outcome.name: sum(scores)} if scores else {},
+        step_rewards=tuple(model.step_rewards),
+        metrics=outcome.metrics,
+        stats=TurnStats(
+            tool_calls=counts.tool_calls,
+            tool_errors=counts.tool_errors,
+            malformed_calls=counts.malformed_calls,
+            attempts=attempts,
+            model_s=model.model_s,
+            environment_s=max(0.0, seconds - model.model_loop_s),
+        ),
+        error=error,
+        environment=outcome.environment,
+    )
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

@@ -1,0 +1,97 @@
+"""What an environment of the configuration is, and how its instances are created and closed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.errors import UserError
+from playing import call, load, play
+
+CODE = '''
+from pathlib import Path
+
+class Shell:
+    """An environment class with a tool `run`."""
+
+    def reset(self):
+        pass
+
+    def run(self, command: str) -> str:
+        """Run a command.
+
+        Args:
+            command: what to run
+        """
+        return f"ran {command}"
+
+class Counter:
+    log = []
+
+    def reset(self):
+        self.log.append("reset")
+
+    def get_reward(self):
+        return 1.0
+
+    async def close(self):
+        self.log.append("closed")
+
+def factory():
+    Counter.log.append("made")
+    return Counter()
+
+class Program:
+    log = []
+
+    async def run(self, row, model):
+        await model.chat("go")
+        return 1.0
+
+    async def close(self):
+        self.log.append("closed")
+
+async def play(row, model):
+    return 1.0
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "s.py").write_text(CODE)
+    (tmp_path / "other.py").write_text(CODE)
+    return tmp_path
+
+
+def module(folder: Path) -> Any:
+    """The module of the environments, as the run has imported it."""
+    import sys
+
+    return next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(folder / "s.py"))
+
+
+def replies(*texts: str) -> Any:
+    return lambda context, key: texts[min(key.turn, len(texts) - 1)]
+
+
+def test_an_environment_class_may_have_a_tool_named_run(folder: Path):
+    script = replies(call("run", '{"command": "ls"}'), ".")
+    (group,) = play(folder, script, [{"prompt": "Go"}], environment="s.py:Shell")
+    assert [m["content"] for m in group.trajectories[0].messages if m["role"] == "tool"] == ["ran ls"]
+
+
+def test_the_instance_that_shows_the_class_of_a_factory_is_closed(folder: Path):
+    load(folder, environment="s.py:factory")
+    assert module(folder).Counter.log == ["made", "closed"]
+
+
+def test_a_program_is_closed_also_if_its_close_is_a_coroutine_function(folder: Path):
+    play(folder, replies("."), [{"prompt": "Go"}], environment="s.py:Program")
+    assert module(folder).Program.log == ["closed"]
+
+
+@pytest.mark.parametrize("name", ["Counter", "Program", "play"])
+def test_different_environments_with_the_same_name_are_refused(folder: Path, name: str):
+    load(folder, environment={"a": f"s.py:{name}", "b": f"s.py:{name}"})
+    with pytest.raises(UserError, match=f"rollout.environment.b: its reward would have the name '{name}'"):
+        load(folder, environment={"a": f"s.py:{name}", "b": f"other.py:{name}"})

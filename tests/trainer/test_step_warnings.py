@@ -1,0 +1,54 @@
+"""Warnings about turns: once each, and only if most go wrong."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cohort.config import config_from_dict
+from cohort.trainer.step_warnings import StepWarnings
+from cohort.trainer.worker import Worker
+
+FINE = {
+    "tools/malformed_ratio": 0.5,
+    "tools/failure_frequency": 0.4,
+    "ends/max_turns": 0.1,
+    "turns/model_s": 0.2,
+    "turns/environment_s": 0.9,
+}
+
+
+def warnings() -> tuple[StepWarnings, list[str]]:
+    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"use": "math"}]}
+    config = config_from_dict({**raw, "rollout": {"tools": ["t.py:look"], "max_turns": 5}})
+    shown: list[str] = []
+    worker = cast(Worker, SimpleNamespace())
+    return StepWarnings(rollout=config.rollout, worker=worker, notify=shown.append), shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"tools/malformed_ratio": 0.51}, "warning: 51% of the tool calls cannot be parsed; "),
+        ({"tools/failure_frequency": 1.0}, "warning: 100% of the tool calls fail; "),
+        ({"ends/max_turns": 0.75}, "warning: 75% of the trajectories end by rollout.max_turns: 5; "),
+        (
+            {"turns/environment_s": 3.0},
+            "warning: a trajectory spends 3.0 s in tools and environments and 0.2 s in the model, ",
+        ),
+    ],
+)
+def test_each_is_said_once(changed: dict[str, float], expected: str):
+    watch, shown = warnings()
+    watch.turns({})
+    watch.turns(FINE)
+    assert shown == []
+    watch.turns({**FINE, **changed})
+    watch.turns({**FINE, **changed})
+    assert [text[: len(expected)] for text in shown] == [expected]
+
+
+def test_a_slow_model_is_no_slow_environment():
+    watch, shown = warnings()
+    watch.turns({**FINE, "turns/model_s": 4.0, "turns/environment_s": 3.0})
+    assert shown == []
