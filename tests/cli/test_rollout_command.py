@@ -10,6 +10,7 @@ import pytest
 from cohort.chat import ResponseParser
 from commands import assert_refused, set_up
 from playing import save_turns_model
+from selection import slow
 
 CODE = '''
 import json
@@ -54,7 +55,13 @@ def solve(row, base_url, api_key):
     urlopen(Request(f"{base_url}/chat/completions", body.encode(), headers)).read()
     return 0.25
 '''
-ROLLOUT = {"max_prompt_tokens": 600, "max_completion_tokens": 40, "max_turns": 2, "max_trajectory_tokens": 1000, "engine": "local"}
+ROLLOUT = {
+    "max_prompt_tokens": 600,
+    "max_completion_tokens": 40,
+    "max_turns": 2,
+    "max_trajectory_tokens": 1000,
+    "engine": "local",
+}
 
 
 @pytest.fixture
@@ -122,6 +129,7 @@ def test_agents(folder, cohort):
     assert "turn 1, 5 tokens trained, " in ended.out and "reward: 0.25 = solve 0.25" in ended.out
 
 
+@slow("it trains a step; other tests show trajectories")
 def test_single_completions_are_those_of_the_first_step(folder, cohort):
     lengths = {"max_prompt_tokens": 64, "max_completion_tokens": 6, "engine": "local"}
     run = set_up(folder, rollout={**lengths, "num_generations": 3})

@@ -136,6 +136,7 @@ def test_tools_train(folder: Path):
     assert all(norm > 0 for norm in metric(folder / "run", "grad_norm"))
 
 
+@slow("a program and tools train, and a class whose groups are dropped")
 def test_an_environment_class_trains_without_data_and_the_same_seed_is_the_same_run(folder: Path):
     game = {"rollout": {"environment": f"{folder}/e.py:Game"}}
     train(config(folder, run="a", **game))
@@ -189,6 +190,7 @@ def test_killed_in_the_middle_of_a_step_and_resumed_is_uninterrupted(folder: Pat
     assert metric(folder / "killed", "processes") == 3 * [processes]
 
 
+@slow("tests/algorithms/test_step_rewards.py has their places")
 def test_step_rewards_reach_the_tokens_of_their_turns(folder: Path):
     """With a critic, which takes token rewards; and summed for others."""
     steps = {"rollout": {"environment": f"{folder}/e.py:Stepwise"}, "train": {"steps": 1}}

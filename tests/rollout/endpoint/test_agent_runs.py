@@ -62,6 +62,7 @@ def agent_config(folder: Path, agent: str = "solve") -> dict[str, Any]:
     return changed(make_inputs(folder), rollout=rollout, train={"steps": 2}, eval={"max_prompts": 3, "every": 0})
 
 
+@slow("`cohort rollout` plays an agent over the local engine")
 def test_a_run_trains_with_an_agent_over_the_local_engine(tmp_path):
     notes = Notes()
     run = cohort.train(agent_config(tmp_path), display=notes).run_dir
@@ -96,6 +97,7 @@ def launch_and_train(config: dict[str, Any]) -> None:
     launch.train(config_from_dict(config))
 
 
+@slow("tests of agents have one that never calls")
 def test_a_run_whose_agent_never_calls_the_model_ends_and_says_why(tmp_path):
     why = r"max_failed_ratio: 0\.5: 12 of 12 trajectories failed; the first errors:\n\nthe environment ended without"
     with pytest.raises(TrainingError, match=why):

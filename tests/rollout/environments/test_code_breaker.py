@@ -10,7 +10,7 @@ import pytest
 from cohort.config import load_config
 from playing import call, play
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "games"
 GAME = str(EXAMPLES / "code_breaker.py:CodeBreaker")
 
 

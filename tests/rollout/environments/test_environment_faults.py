@@ -8,7 +8,7 @@ import pytest
 
 from cohort.records import Trajectory
 from playing import call, play
-from selection import slow
+from selection import mostly_slow, slow
 from waiting import until
 
 CODE = '''
@@ -99,7 +99,9 @@ FAULTS = {  # how -> what the error says
 }
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    "isolate", mostly_slow([False, True], False, reason="tests of child processes have such functions")
+)
 def test_an_environment_that_fails_is_masked_and_the_others_go_on(folder: Path, isolate: bool):
     cases = [(where, how) for where in ("reset", "get_reward") for how in FAULTS]
     cases += [("reset", "flood"), ("get_reward", "flood"), ("nowhere", "exit"), ("tool", "flood")]
@@ -116,6 +118,7 @@ def test_an_environment_that_fails_is_masked_and_the_others_go_on(folder: Path, 
     assert "more characters were cut]" in cut.messages[1]["content"] and len(cut.messages[1]["content"]) < 10_000
 
 
+@slow("tests of child processes have functions that hang and exit")
 def test_an_environment_that_hangs_or_exits_in_a_process_of_its_own_is_masked_and_gone(folder: Path):
     cases = [(where, how) for where in ("reset", "get_reward", "tool") for how in ("hang", "kill")]
     rows = [{"prompt": "p", "where": where, "how": how} for where, how in [*cases, ("nowhere", "exit")]]
@@ -143,7 +146,9 @@ PROGRAMS = {  # how -> what the error says
 }
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    "isolate", mostly_slow([False, True], False, reason="tests of child processes have such functions")
+)
 def test_a_program_that_fails_is_masked_and_the_others_go_on(folder: Path, isolate: bool):
     rows = [{"prompt": "p", "how": how} for how in [*PROGRAMS, ""]]
     *broken, right = played(folder, "program", rows, **({"isolate": True} if isolate else {}))

@@ -134,15 +134,7 @@ def load_environments(
         apply_chat_template=apply_chat_template,
         rewards_read_instances=rewards_read_instances,
     )
-    if rollout.agent is not None:
-        parts = {"": load.agent(rollout.agent)}
-    elif isinstance(rollout.environment, dict):
-        parts = {n: load.environment(s, field=f"rollout.environment.{n}") for n, s in rollout.environment.items()}
-        _check_names(parts, rollout.environment)
-    elif rollout.environment is not None:
-        parts = {"": load.environment(rollout.environment, field="rollout.environment")}
-    else:
-        parts = {"": _Part(program=load.tool_loop())}
+    parts = load.parts()
     weights = {name: spec.weight for name, spec in rollout.environments.items()}
     is_mixture = isinstance(rollout.environment, dict)
     part = next(iter(parts.values()))
@@ -199,6 +191,19 @@ class _Loader:
             tokenizer=tokenizer, max_tokens=rollout.max_tool_tokens, timeout_s=rollout.tool_timeout_s
         )
         self._check_tools(self.tool_schemas, field="rollout.tools")
+
+    def parts(self) -> dict[str, _Part]:
+        """Load what the run plays: environments by name, or one thing under the empty name."""
+        environment = self._rollout.environment
+        if self._rollout.agent is not None:
+            return {"": self.agent(self._rollout.agent)}
+        if isinstance(environment, dict):
+            parts = {n: self.environment(s, field=f"rollout.environment.{n}") for n, s in environment.items()}
+            _check_names(parts, environment)
+            return parts
+        if environment is not None:
+            return {"": self.environment(environment, field="rollout.environment")}
+        return {"": _Part(program=self.tool_loop())}
 
     def tool_loop(self, interface: EnvironmentInterface | None = None, pool: EnvironmentPool | None = None) -> ToolLoop:
         """Return the program for tools and, if given, an environment class."""
