@@ -153,11 +153,13 @@ WAYS_IN: dict[str, dict[str, Any]] = {
 
 
 def assert_as_sampled(folder: Path, trajectories: list[dict[str, Any]]) -> None:
-    """Trained tokens have the server's logprobs, of both policy versions, and each trajectory is one sequence."""
+    """Trained tokens have the server's logprobs, of both policy versions."""
     differences = metric(folder, "sampling/sampling_logp_difference/max")
     assert len(differences) == 2 and all(0 < difference < 1e-4 for difference in differences)
     assert {version for t in trajectories for version, *_ in t["calls"]} == {0, 1}
-    assert {t["sequences"] for t in trajectories} == {1}
+    # a new sequence starts after random text that is cut off and read as a call
+    assert all(1 <= t["sequences"] <= len(t["calls"]) for t in trajectories)
+    assert any(t["sequences"] < len(t["calls"]) for t in trajectories)
 
 
 @pytest.mark.parametrize("name", WAYS_IN)
