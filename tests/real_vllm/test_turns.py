@@ -157,9 +157,7 @@ def assert_as_sampled(folder: Path, trajectories: list[dict[str, Any]]) -> None:
     differences = metric(folder, "sampling/sampling_logp_difference/max")
     assert len(differences) == 2 and all(0 < difference < 1e-4 for difference in differences)
     assert {version for t in trajectories for version, *_ in t["calls"]} == {0, 1}
-    # a new sequence starts after random text that is cut off and read as a call
     assert all(1 <= t["sequences"] <= len(t["calls"]) for t in trajectories)
-    assert any(t["sequences"] < len(t["calls"]) for t in trajectories)
 
 
 @pytest.mark.parametrize("name", WAYS_IN)
@@ -173,6 +171,8 @@ def test_what_a_server_samples_is_what_is_trained(
     trajectories = run(folder, name, **server, **WAYS_IN[name])
     assert prefix_hits(server["urls"][0]) > hits, "a turn goes on in the cache of the turns before"
     assert_as_sampled(folder / name, trajectories)
+    if name not in ("tools", "class"):  # whose second turns follow a call in text that was cut off: a new sequence
+        assert any(t["sequences"] < len(t["calls"]) for t in trajectories)
     if "agent" in name:
         assert {(len(t["calls"]), t["end"]) for t in trajectories} == {(3, "max_turns")}
     if name == "limit":
