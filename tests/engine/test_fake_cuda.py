@@ -114,7 +114,7 @@ VARIANTS = {
     "sgd": Variant(config={"optim": {"name": "sgd", "momentum": 0.9}}),
     "before Ampere": Variant(config={}, capability=(7, 5)),
 }
-QUICK = ("autocast", "bfloat16, made in forward", "adapter, reference", "critic")
+QUICK = ("autocast", "bfloat16, made in forward", "adapter, reference")
 
 
 @pytest.fixture(scope="module")

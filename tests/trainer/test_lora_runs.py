@@ -14,6 +14,7 @@ from cohort.errors import UserError
 from cohort.models import Policy
 from cohort.trainer.evaluate_model import evaluate_model
 from runs import changed, make_inputs, metric, stop_after, train
+from selection import slow
 
 # Runs
 
@@ -24,7 +25,7 @@ def run_config(folder: Path, **adapter: Any) -> dict[str, Any]:
     return {**config, "algorithm": {"name": "grpo", "beta": 0.05}}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow("bfloat16 is tried")), "bfloat16"])
 def test_a_run_resumes_bit_for_bit_and_leaves_an_adapter(tmp_path: Path, dtype: str):
     config = changed(run_config(tmp_path, rank=4), model={"dtype": dtype})
     whole = train(changed(config, run={"dir": str(tmp_path / "whole")}))

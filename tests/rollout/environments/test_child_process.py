@@ -335,12 +335,12 @@ def test_many_children_at_once_and_each_is_reused(code: UserCode):
     pool = ChildPool(UserCode(name="tools", key="rollout.tools", functions={"one": "box.py:one", "pid": "box.py:pid"}))
 
     async def use() -> tuple[set[int], int, list[int]]:
-        first = await asyncio.gather(*(pool.call("pid", {}, timeout_s=PATIENCE_S) for _ in range(12)))
-        second = await asyncio.gather(*(pool.call("pid", {}, timeout_s=PATIENCE_S) for _ in range(12)))
+        first = await asyncio.gather(*(pool.call("pid", {}, timeout_s=PATIENCE_S) for _ in range(6)))
+        second = await asyncio.gather(*(pool.call("pid", {}, timeout_s=PATIENCE_S) for _ in range(6)))
         return set(first), len(set(first)), [pid for pid in second if pid not in first]
 
     pids, number, others = run(use())[0]
-    assert (number, others) == (12, [])
+    assert (number, others) == (6, [])
     pool.close()
     pool.join(PATIENCE_S)
     assert not any(map(is_running, pids))

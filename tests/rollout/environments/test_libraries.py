@@ -280,3 +280,21 @@ def test_verifiers_plays_a_taskset_with_tools(tmp_path, monkeypatch):
         assert trajectory.rewards == {"verifiers_tools": 1.0} and trajectory.stats.tool_calls == 1
         assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["k is 7"]
         assert len(join_calls(trajectory.calls)) == 1, "the second call continues the exact tokens of the first"
+
+
+@pytest.mark.extras
+def test_verifiers_scores_a_taskset_that_a_token_limit_has_ended(tmp_path, monkeypatch):
+    need("verifiers")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the processes of its tools
+    replies = [call("lookup_look", '{"key": "k"}'), "7"]
+    for trajectory in trajectories(
+        tmp_path,
+        lambda context, key: replies[key.turn],
+        [{"task": 0}],
+        "verifiers:verifiers_tools",
+        max_turns=4,
+        max_trajectory_tokens=len(replies[0]),  # at least a token of text has more than one letter
+        environment_retries=0,
+    ):
+        assert trajectory.end == "length" and len(trajectory.calls) == 1
+        assert trajectory.rewards == {"verifiers_tools": 0.0}

@@ -57,10 +57,16 @@ class AgentProgram:
         self._endpoint: Endpoint | None = None
         self._warned: set[str] = set()  # fields of requests
 
-    async def run(self, row: Row, model: RolloutModel) -> Outcome:
-        """Play one row. The agent's key is valid until it returns."""
+    async def run(self, row: Row, model: RolloutModel, *, on_limit: Callable[[], None] = lambda: None) -> Outcome:
+        """Play one row. The agent's key is valid until it returns.
+
+        Args:
+            row: row of the dataset.
+            model: samples from the policy for this trajectory.
+            on_limit: called before a request is refused because a limit has ended the trajectory.
+        """
         self._endpoint = endpoint = self._endpoint or Endpoint(self._host)
-        session = Session(model, warn=self._warn, batcher=self._batcher)
+        session = Session(model, warn=self._warn, batcher=self._batcher, on_limit=on_limit)
         outcome = Outcome()
         try:
             with endpoint.open(session) as key:

@@ -18,13 +18,21 @@ T = TypeVar("T")
 class Session:
     """One trajectory behind the endpoint, until its agent has returned."""
 
-    def __init__(self, model: RolloutModel, *, warn: Callable[[str], None], batcher: "Batcher"):
+    def __init__(
+        self,
+        model: RolloutModel,
+        *,
+        warn: Callable[[str], None],
+        batcher: "Batcher",
+        on_limit: Callable[[], None] = lambda: None,
+    ):
         """Create the session in the event loop of the trajectory.
 
         Args:
             model: samples from the policy for this trajectory.
             warn: called with the name of a field that has no effect.
             batcher: holds requests of all trajectories.
+            on_limit: called before a request is refused because a limit has ended the trajectory.
         """
         self.loop = asyncio.get_running_loop()
         self.num_tool_calls = 0
@@ -32,6 +40,7 @@ class Session:
         self._model = model
         self._warn = warn
         self._batcher = batcher
+        self._on_limit = on_limit
         self._requests: set[asyncio.Task[Any]] = set()
         self._engine_failed: asyncio.Future[None] = self.loop.create_future()
         self._is_closed = False
@@ -63,6 +72,7 @@ class Session:
             await self._batcher.wait()
             return await self._answer(request)
         except TrajectoryEnded as error:
+            self._on_limit()
             raise RequestError(
                 f"{error}; rollout.max_turns and rollout.max_trajectory_tokens are its limits", code="trajectory_ended"
             ) from error

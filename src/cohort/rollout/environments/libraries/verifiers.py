@@ -9,7 +9,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from cohort.user_code import describe_error, importable
 
 # Nothing is run in the cloud, and no command of the model on this machine, unless `args` say so.
 _AGENT = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+_LIMIT = "max_trajectory_tokens"  # verifiers' stop condition of episodes that a limit of the run has ended
 
 
 def load(name: str, args: Mapping[str, Any], *, field: str) -> EnvironmentSource:
@@ -102,7 +103,15 @@ class Verifiers:
     async def run(self, row: Mapping[str, Any], model: RolloutModel) -> Outcome:
         """Play one row."""
         task = self._tasks[column(row, "task", library="verifiers")]
-        return await self._agents.run({"task": task, "max_turns": model.turns_left}, model)
+        traces: list[Any] = []
+
+        def stop() -> None:
+            """End the episode by a limit before verifiers sees an error, so that it scores what was played."""
+            for trace in traces:
+                trace.stop(_LIMIT)
+
+        arguments = {"task": task, "max_turns": model.turns_left, "on_trace": traces.append}
+        return await self._agents.run(arguments, model, on_limit=stop)
 
     def close(self) -> None:
         """Stop the endpoint and the event loop."""
@@ -117,12 +126,21 @@ class Verifiers:
         return loop
 
     async def _solve(self, row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-        episode = self._play(row["task"], row["max_turns"], base_url, api_key)
+        episode = self._play(**row, base_url=base_url, api_key=api_key)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(episode, self._loop))
 
 
 async def _play(
-    library: Any, loaders: Any, config: Any, role: str, task: Any, max_turns: int, base_url: str, api_key: str
+    library: Any,
+    loaders: Any,
+    config: Any,
+    role: str,
+    *,
+    task: Any,
+    max_turns: int,
+    on_trace: Callable[[Any], None],
+    base_url: str,
+    api_key: str,
 ) -> dict[str, float]:
     """Play a task in an environment of its own, whose servers and connections end with it."""
     agent = getattr(config, role)
@@ -134,12 +152,13 @@ async def _play(
     try:
         client = library.EvalClientConfig(base_url=base_url, api_key_var=variable)
         async with environment.serving():
-            episode = await environment.run_episode(task, library.ModelContext(model="policy", client=client))
+            context = library.ModelContext(model="policy", client=client)
+            episode = await environment.run_episode(task, context, on_trace=on_trace)
     finally:
         del os.environ[variable]
     if not episode.ok:
         errors = [error for record in (episode, *episode.traces) for error in record.errors]
-        raise EnvironmentFailure("; ".join(f"{error.type}: {error.message}" for error in errors))
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
     (trace,) = episode.traces
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return {**metrics, "reward": float(trace.reward)}
