@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libraries")
     save_turns_model(folder / "base", **SIZES | {"max_position_embeddings": 4096})
     (folder / "r.py").write_text(
-        "def length(completions, **rest):\n    return [float(len(str(c))) for c in completions]\n"
+        "def length(completions, **_):\n    return [float(len(str(c))) for c in completions]\n"
     )
     return folder
 

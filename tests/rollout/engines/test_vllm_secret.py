@@ -18,6 +18,7 @@ from cohort.rollout.engines.servers.handles import RemoteServer
 from cohort.rollout.engines.servers.secret import Secret, read_or_create_secret, read_secret, request_headers
 from cohort.rollout.engines.vllm import server as server_module
 from cohort.rollout.engines.vllm.server import SECRET_VARIABLE, WORKER_FOLDER, ServerOptions, ServerProcess
+from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.trainer import vllm_setup
 from cohort.trainer.run_inputs import read_inputs
 from fake_vllm import SECRET, ThreadServer
@@ -119,7 +120,7 @@ time.sleep(600)
 
 
 def test_only_the_server_learns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Not by command lines, environments or logs; a server that is restarted gets it again."""
+    """Not by command lines, environments or logs, those of agents too; a restarted server gets it again."""
     secret = Secret.new()
     told = tmp_path / "it.told"
     monkeypatch.setattr(
@@ -134,11 +135,14 @@ def test_only_the_server_learns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             until(lambda: "up" in process.log() or process.poll() is not None)
             assert told.read_bytes() == f"Bearer {secret.text}".encode()
             told.unlink()
+            agent = ChildProcess(UserCode(name="agent", key="rollout.agent"))  # inherits what the run has
             children = psutil.Process().children(recursive=True)
-            assert len(children) >= 2  # guard and server
+            assert len(children) >= 3 and agent.process.pid in [child.pid for child in children]  # guard and server
             for seen in (psutil.Process(), *children):
                 assert secret.text not in str(seen.environ()) and secret.text not in str(seen.cmdline())
             assert secret.text not in str(dict(os.environ))
+            agent.kill()
+            del agent  # and its log
         assert SECRET_VARIABLE not in os.environ
         assert secret.text not in (tmp_path / "logs" / "server.log").read_text()
     finally:

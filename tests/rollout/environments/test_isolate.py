@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from playing import call, play
+from cohort.errors import UserError
+from playing import call, load, play
 
 CODE = '''
 import ctypes, os, signal, time
@@ -56,6 +57,18 @@ class Counter:
 
     def close(self):
         open(f"closed{os.getpid()}", "w").close()
+
+def factory(**options):
+    open(f"made{os.getpid()}", "w").close()
+    return Counter(**options)
+
+def crashing_factory():
+    ctypes.string_at(0)
+
+def hidden_factory():
+    class Hidden(Counter):
+        pass
+    return Hidden()
 
 class Program:
     def __init__(self, question="Q"):
@@ -149,3 +162,16 @@ def test_programs_run_in_other_processes(folder: Path):
     assert one.metrics["pid"] != two.metrics["pid"]
     assert {trajectory.end for trajectory in broken} == {"environment_error"}
     assert all("the process of Program was killed by SIGKILL" in trajectory.error for trajectory in broken)
+
+
+def test_what_a_factory_makes_is_only_made_in_other_processes(folder: Path):
+    environments = load(folder, environment={"use": "t.py:factory", "args": {"start": 1}}, isolate=True)
+    assert environments.rewards == ("Counter",)
+    (made,) = folder.glob("made*")
+    assert made.name != f"made{os.getpid()}"
+    for name, said in (
+        ("crashing_factory", "the process of crashing_factory was killed by SIGSEGV"),
+        ("hidden_factory", "define the class at the top of its module"),
+    ):
+        with pytest.raises(UserError, match=rf"^rollout\.environment\.use: '.*t\.py:{name}'.*{said}"):
+            load(folder, environment=f"t.py:{name}", isolate=True)

@@ -218,7 +218,7 @@ class _Loader:
 
     def environment(self, spec: EnvironmentSpec, *, field: str) -> _Part:
         """Load an environment class or a program."""
-        source = find_source(spec, field=field)
+        source = find_source(spec, field=field, isolate=self._rollout.isolate)
         isolate = self._rollout.isolate and not source.has_own_processes
         code = _user_code(source, spec, field=field) if isolate else None
         if source.is_program:
@@ -324,7 +324,10 @@ def _user_program(source: EnvironmentSource, code: UserCode | None, *, field: st
     Raises:
         UserError: its constructor raised, or its `run` is not a coroutine function.
     """
-    if code is not None and (source.kind is None or inspect.iscoroutinefunction(getattr(source.kind, "run", None))):
+    refusal = f"{field}: the `run` of {source.name} must be `async def run(self, row, model)`"
+    if code is not None:
+        if source.kind is not None and not inspect.iscoroutinefunction(getattr(source.kind, "run", None)):
+            raise UserError(refusal)
         return IsolatedProgram(ChildPool(code), name=source.name)
     try:
         instance = source.create()
@@ -334,5 +337,5 @@ def _user_program(source: EnvironmentSource, code: UserCode | None, *, field: st
         ) from error
     run = getattr(instance, "run", instance)
     if not inspect.iscoroutinefunction(run):
-        raise UserError(f"{field}: the `run` of {source.name} must be `async def run(self, row, model)`")
+        raise UserError(refusal)
     return UserProgram(run, name=source.name, instance=instance)

@@ -150,6 +150,8 @@ class Host:
                 self._load(**pickle.loads(content))
             elif kind == "attributes":
                 result = _attributes(self._target)
+            elif kind == "kind":
+                result = [type(self._target).__module__, type(self._target).__qualname__]
             elif kind == "close":
                 result = self._close()
             else:

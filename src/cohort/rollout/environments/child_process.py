@@ -150,6 +150,12 @@ class ChildProcess:
         vars(self.instance).clear()
         vars(self.instance).update(attributes, _name=self._code.name)
 
+    async def kind(self) -> tuple[str, str]:
+        """Return the module and the qualified name of the instance's class. Raises as `call` does."""
+        async with self._lock:
+            module, name = await self._request("kind", {}, timeout_s=START_TIMEOUT_S)
+        return module, name
+
     @property
     def is_alive(self) -> bool:
         """Whether the process is running and not closing."""

@@ -1,14 +1,18 @@
 """Find out what an environment of the configuration is: a user's class or function, or an environment of a library."""
 
+import asyncio
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from cohort.config.environment import EnvironmentSpec
 from cohort.errors import UserError
+from cohort.rollout.environments.child_process import ChildProcess, UserCode
 from cohort.rollout.environments.handle import InstanceHandle, UserThread
 from cohort.rollout.environments.tools import Schema
 from cohort.user_code import describe_error, error_location, load_callable
@@ -42,8 +46,13 @@ class EnvironmentSource:
         return self.kind is None or (hasattr(self.kind, "run") and not hasattr(self.kind, "reset"))
 
 
-def find_source(spec: EnvironmentSpec, *, field: str) -> EnvironmentSource:
+def find_source(spec: EnvironmentSpec, *, field: str, isolate: bool = False) -> EnvironmentSource:
     """Load the class or function of an environment, without creating an instance of a class.
+
+    Args:
+        spec: the environment of the configuration.
+        field: its key in messages.
+        isolate: what a function makes is only made in a child process.
 
     Raises:
         UserError: it cannot be loaded, or `args` do not match its parameters.
@@ -65,7 +74,10 @@ def find_source(spec: EnvironmentSpec, *, field: str) -> EnvironmentSource:
     except ValueError:
         pass  # no signature, as some classes written in C have
     create = partial(loaded, **spec.args)
-    kind = loaded if isinstance(loaded, type) else _kind_made_by(create, spec.use, field)
+    if isinstance(loaded, type):
+        kind = loaded
+    else:
+        kind = _kind_made_in_child(spec, field) if isolate else _kind_made_by(create, spec.use, field)
     return EnvironmentSource(kind=kind, name=kind.__name__, create=create)
 
 
@@ -82,3 +94,30 @@ def _kind_made_by(factory: Callable[[], Any], use: str, field: str) -> type:
     handle.close()
     handle.join(_CLOSE_TIMEOUT_S)
     return type(instance)
+
+
+def _kind_made_in_child(spec: EnvironmentSpec, field: str) -> type:
+    """Return the class of what a function makes, which may crash the process that makes it."""
+
+    async def ask() -> tuple[str, str]:
+        name = spec.use.rpartition(":")[2]
+        child = await ChildProcess.start(UserCode(name=name, key=field, use=spec.use, args=spec.args))
+        try:
+            return await child.kind()
+        finally:
+            child.close()
+            child.join()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
+            module, name = thread.submit(asyncio.run, ask()).result()
+    except Exception as error:
+        raise UserError(f"{field}.use: {spec.use!r}: {describe_error(error)}") from error
+    try:
+        kind: type = attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{field}.use: {spec.use!r} makes a {name} of {module}, which cannot be found by this name; with "
+            f"rollout.isolate, define the class at the top of its module"
+        ) from error
+    return kind

@@ -14,7 +14,6 @@ import httpx2 as httpx
 
 from cohort.chat import ToolCall
 from cohort.errors import UserError, suggest
-from cohort.records import Message
 from cohort.rollout.environments.libraries.common import import_library, opened, seed_rows, with_system
 from cohort.rollout.environments.model import RolloutModel, TrajectoryEnded
 from cohort.rollout.environments.sources import EnvironmentSource
@@ -88,24 +87,27 @@ class OpenEnv:
             first = "\n".join(filter(None, (row.get("prompt"), self._text(result.observation))))
             messages = with_system(self._system_prompt, first)
             total = float(result.reward or 0.0)
+
+            async def step(action: Mapping[str, Any]) -> str:
+                nonlocal result, total
+                result = await call("step", action=action)
+                total += float(result.reward or 0.0)
+                return self._text(result.observation)
+
             try:
                 while not result.done:
                     reply = await model.chat(messages, tools=[*self._tools.values()] or None)
                     messages = [*messages, reply.message]
                     if self._text_field is not None:
-                        result = await call("step", action={self._text_field: reply.content})
-                        total += float(result.reward or 0.0)
-                        messages.append({"role": "user", "content": self._text(result.observation)})
+                        messages.append({"role": "user", "content": await step({self._text_field: reply.content})})
                         continue
                     if not reply.tool_calls:
                         break
                     for tool_call in reply.tool_calls:
-                        text = self._problem(tool_call)
-                        if text is None and not result.done:
-                            result = await call("step", action=self._action(tool_call))
-                            total += float(result.reward or 0.0)
-                            text = self._text(result.observation)
-                        messages.append(_answer(tool_call, text or ""))
+                        text = self._problem(tool_call) or ("" if result.done else await step(self._action(tool_call)))
+                        messages.append(
+                            {"role": "tool", "tool_call_id": tool_call.id, "name": tool_call.name, "content": text}
+                        )
             except TrajectoryEnded:
                 pass
         return total
@@ -132,10 +134,6 @@ class OpenEnv:
             return result_text(content or result, where=_NAME)
         fields = {key: value for key, value in observation.items() if key != "metadata" and value not in (None, "")}
         return result_text(fields, where=_NAME) if fields else ""
-
-
-def _answer(call: ToolCall, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
 def _connect(client: Any, url: str) -> Any:
