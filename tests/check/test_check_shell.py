@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checks import read
 from cohort.check.readers.shell import Command, parse_shell
-from selection import examples
+from selection import examples, slow
 
 
 def commands(text: str) -> tuple[Command, ...]:
@@ -170,7 +170,11 @@ def test_any_text_is_read_without_an_error_and_to_its_end(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "run --x $a --y 1\n", "a=(x)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 60]
+    "text",
+    [
+        "a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "run --x $a --y 1\n",
+        pytest.param("a=(x)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 60, marks=slow("a million words")),
+    ],
 )
 def test_a_variable_that_doubles_is_refused(text: str):
     with pytest.raises(ValueError, match="variables expand to more than 1,000,000 characters"):

@@ -99,7 +99,7 @@ FRESH = {
 
 @pytest.mark.parametrize(
     "command",
-    mostly_slow(FRESH, "check", "plan", "eval", reason="one without torch, one that plans and one that computes"),
+    mostly_slow(FRESH, "check", "plan", reason="one without torch and one that plans; the next tests train"),
 )
 def test_a_command_in_a_fresh_interpreter(tmp_path, command):
     """As a person starts it, with no module imported before; `train` is below, and `serve` in tests/real_vllm."""

@@ -141,7 +141,7 @@ def test_eval_of_a_run_takes_its_settings(tmp_path: Path, cohort):
     assert_refused(cohort("eval", run), "error: MODEL: ", "is a run without a final model yet")
 
 
-@pytest.mark.parametrize("task", ["words", "tools"])
+@pytest.mark.parametrize("task", ["words", pytest.param("tools", marks=slow("a step of several turns"))])
 def test_a_short_demo_goes_on_and_ends(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     full = demo.demo_config
 

@@ -34,7 +34,7 @@ from cohort.trainer.worker import Worker
 from cohort.trainer.worker_calls import pack_batches
 from fake_cuda import fake_cuda
 from runs import changed, make_inputs, metric, train
-from selection import mostly_slow
+from selection import mostly_slow, slow
 from tiny import SIZES, VOCAB_SIZE, make_gemma2, make_model, make_tokenizer, random_sequences
 
 DEVICE = torch.device("cuda", 1)  # what is made on another one, or on the host, does not fit
@@ -199,6 +199,7 @@ def test_a_micro_batch_takes_few_copies(tmp_path: Path, folders):
         assert sum(c.way == "in" for c in cuda.crossings) <= MOST_COPIES
 
 
+@slow("test_pinned_memory tries the same memory without a model")
 def test_activations_wait_in_their_size_of_pinned_memory_which_is_used_again(tmp_path, folders, monkeypatch):
     """PyTorch's allocator would round each of them up to a power of two, and keep what the largest step took."""
     monkeypatch.setattr(
