@@ -294,6 +294,7 @@ TrainEngine.optim_step = optim_step
 """
 
 
+@slow("two real processes; test_launched_ranks has three")
 def test_a_rank_that_raises_is_named_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sabotage(tmp_path, monkeypatch, RAISING)
     with pytest.raises(cohort.TrainingError) as error:
