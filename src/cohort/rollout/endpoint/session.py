@@ -10,7 +10,7 @@ from cohort.errors import UserError
 from cohort.records import IntArray, ModelCall
 from cohort.rollout.endpoint.openai_answers import Body, chat_answer, text_answer, token_answer
 from cohort.rollout.endpoint.openai_requests import AnyRequest, ChatRequest, RequestError, TextRequest
-from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded, before_first
+from cohort.rollout.environments.model import EnvironmentFailure, RolloutModel, TrajectoryEnded, truncate_at_stop
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class Session:
         )
         if not isinstance(request, TextRequest):
             return token_answer(call, options)
-        text = before_first(tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True), options.stop)
+        text = truncate_at_stop(tokenizer.decode(call.token_ids.tolist(), skip_special_tokens=True), options.stop)
         if isinstance(request.prompt, str):
             self._keep_text(request.prompt, text, call)
         return text_answer(text, call, options, tokenizer)

@@ -187,7 +187,7 @@ class ChildProcess:
     async def _request(
         self, kind: str, content: Mapping[str, Any], *, timeout_s: float | None, model: RolloutModel | None = None
     ) -> Any:
-        """Send a request and return the result. Unless that is an exception of user code, any error kills the child."""
+        """Send a request and return the result. Any error but an exception of user code kills the child."""
         try:
             pickled = pickle.dumps(content)
         except Exception as error:

@@ -186,7 +186,7 @@ class RolloutModel:
         )
         reply = replace(self.parser.parse(call.token_ids, context_ids=context_ids, tools=tools), call=call)
         if stop:
-            reply = replace(reply, content=before_first(reply.content, stop))
+            reply = replace(reply, content=truncate_at_stop(reply.content, stop))
         message = copy.deepcopy(reply.message)
         self._turns.append(_Turn(conversation=(*conversation, message), tools=tools, call=call))
         if train:
@@ -352,8 +352,8 @@ def _cut(call: ModelCall, length: int) -> ModelCall:
     )
 
 
-def before_first(text: str, stop: Sequence[str]) -> str:
-    """Return the part of a text before the first of the strings."""
+def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Truncate a text before its first stop string."""
     return text[: min((text.index(one) for one in stop if one and one in text), default=len(text))]
 
 
